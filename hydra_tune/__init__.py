@@ -1,0 +1,60 @@
+"""Trains hyperparameter trials that do not fit the device side by side, with plain PyTorch's numbers.
+
+    model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader)
+    hydra_tune.HydraTrialRunner(hydra_tune.ShardPool(memory="20GiB")).optimize(study, objective, n_trials=64)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hydra_tune.errors import (
+        BudgetError,
+        ConfigError,
+        HydraTuneError,
+        PoolClosedError,
+        PrepareError,
+        TrialStopped,
+    )
+    from hydra_tune.integrations.optuna_runner import HydraTrialRunner
+    from hydra_tune.pool import ShardPool
+    from hydra_tune.prepare import prepare, release
+
+__version__ = "0.1.0"
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "HydraTrialRunner",
+    "HydraTuneError",
+    "PoolClosedError",
+    "PrepareError",
+    "ShardPool",
+    "TrialStopped",
+    "prepare",
+    "release",
+]
+_HOME = {
+    "HydraTrialRunner": "hydra_tune.integrations.optuna_runner",
+    "ShardPool": "hydra_tune.pool",
+    "prepare": "hydra_tune.prepare",
+    "release": "hydra_tune.prepare",
+}
+
+_checkout = Path(__file__).parent.parent
+if (_checkout / "integrations" / "optuna_runner.py").exists() and (_checkout / "setup.cfg").exists():
+    __path__.append(str(_checkout))  # a checkout keeps integrations/ beside the package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME.get(name, "hydra_tune.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

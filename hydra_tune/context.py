@@ -1,0 +1,73 @@
+"""Which trial the calling thread works for: set by a runner around an objective, else one a thread."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from hydra_tune.errors import PrepareError
+from hydra_tune.mode import TrialMode
+from hydra_tune.pool import ShardPool
+from hydra_tune.trial import Trial
+
+_local = threading.local()
+
+
+@dataclass
+class Context:
+    """`mode` is the runner's, in which operators of the objective run; None in a plain script."""
+
+    pool: ShardPool | None = None
+    name: str | None = None
+    mode: TrialMode | None = None
+    trials: list[Trial] = field(default_factory=list)  # a runner ends them; a plain script's end with their model
+    _last: weakref.ref[Trial] | None = None
+
+    def register(self, trial: Trial) -> None:
+        self._last = weakref.ref(trial)
+        trial.mode = self.mode
+        if self.mode is not None:
+            self.mode.meter = trial.meter
+            self.trials.append(trial)
+
+    def refuse_second_model(self) -> None:
+        live = self._last() if self._last else None
+        if live is not None and not live.ended and self.mode is None:
+            del live
+            gc.collect()  # a model that its owner has dropped may wait for the collector
+            live = self._last() if self._last else None
+        if live is not None and not live.ended:
+            raise PrepareError(
+                f"one model at a time is prepared in a trial or thread; {live.name} still is. "
+                "Call hydra_tune.release(model) on the first one."
+            )
+
+
+def current_context() -> Context:
+    context: Context | None = getattr(_local, "context", None)
+    if context is None:
+        context = _local.context = Context()
+    return context
+
+
+@contextmanager
+def trial_context(pool: ShardPool, number: int) -> Iterator[Context]:
+    """The surroundings of one objective: its random state, its thread's settings, and the trial's end."""
+    random_state = pool.random_state(number)
+    context = Context(pool, f"trial {number}", TrialMode(random_state))
+    outer, _local.context = getattr(_local, "context", None), context
+    torch.set_num_threads(pool.num_threads)
+    try:
+        with random_state.active(), torch.autograd.set_multithreading_enabled(False), context.mode:  # type: ignore[union-attr]
+            yield context
+    finally:
+        _local.context = outer
+        for trial in context.trials:
+            trial.end()
+        context.trials.clear()

@@ -1,0 +1,33 @@
+"""Every error this package raises on purpose, in one place.
+
+Each message says the rule, what arrived, and the next step.
+"""
+
+from __future__ import annotations
+
+
+class HydraTuneError(Exception):
+    """Base of all errors below, except `TrialStopped`."""
+
+
+class ConfigError(HydraTuneError, ValueError):
+    """An argument that cannot mean anything (a budget that is not bytes, an unknown device)."""
+
+
+class PrepareError(HydraTuneError, ValueError):
+    """A model, optimizer or call that cannot be trained spilled with plain PyTorch's numbers."""
+
+
+class BudgetError(HydraTuneError, ValueError):
+    """Something needs more bytes than the device's budget, however it is cut or ordered."""
+
+
+class PoolClosedError(HydraTuneError, RuntimeError):
+    """A closed pool was asked to work."""
+
+
+class TrialStopped(BaseException):
+    """Raised in a trial's thread at its next task boundary once the trial must end.
+
+    A `BaseException`, so that an objective's own `except Exception` cannot keep the trial alive.
+    """

@@ -1,0 +1,57 @@
+"""Owns the truth of a spilled trial: one host allocation of exact size, parameters are views of it.
+
+Blocks lie one after another in the order in which they run, so that any run of consecutive blocks, in
+particular a shard, is promoted by one copy. Every tensor has a storage of its own over its own bytes
+(`torch.frombuffer`), so that saving one does not write the others.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from hydra_tune.config import align
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a dense tensor, aligned as in a host buffer and in a slot."""
+    return align(max(1, tensor.numel() * tensor.element_size()))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor fills one stretch of memory, in whatever order of its dimensions."""
+    outermost_first = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.layout is torch.strided and tensor.permute(outermost_first).is_contiguous()
+
+
+def view_bytes(region: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`region` (uint8, at least the bytes of `like`) seen with the dtype, shape and strides of `like`."""
+    num_bytes = like.numel() * like.element_size()
+    return region[:num_bytes].view(like.dtype).as_strided(like.size(), like.stride())
+
+
+class HostBuffer:
+    """An exact-size private mapping, filled with `tensors` in order.
+
+    `views[i]` replaces `tensors[i]`; `offsets[i]` is its place. Pinning is the device's business:
+    PyTorch's pinned allocator would round the size up to a power of two.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.offsets: list[int] = []
+        end = 0
+        for tensor in tensors:
+            self.offsets.append(end)
+            end += storage_bytes(tensor)
+        self.num_bytes = max(end, 1)
+        self._mapping = mmap.mmap(-1, self.num_bytes)
+        self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.views = [self._view(t, offset) for t, offset in zip(tensors, self.offsets, strict=True)]
+
+    def _view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        if tensor.numel() == 0:
+            return tensor.detach()
+        flat = torch.frombuffer(self._mapping, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+        return flat.as_strided(tensor.size(), tensor.stride()).copy_(tensor.detach())

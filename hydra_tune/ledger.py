@@ -1,0 +1,104 @@
+"""Who holds which bytes of one device; pure, so that no reservation depends on timing.
+
+    budget = held by trials + reserved by steps + slots of shards + work of the running task + free
+
+Slots also have a place: offsets in an arena of the budget's size, first fit. A device without an
+arena of ours (CUDA, whose allocator finds the place) uses the sizes and ignores the offsets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SlotKey = tuple[int, int]  # (trial, shard)
+
+
+@dataclass
+class Ledger:
+    budget_bytes: int
+    held: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    slots: dict[SlotKey, tuple[int, int]] = field(default_factory=dict)  # (offset, bytes), oldest use first
+    work_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.held.values())
+
+    @property
+    def step_bytes(self) -> int:
+        return sum(self.steps.values())
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(size for _, size in self.slots.values())
+
+    @property
+    def used_bytes(self) -> int:
+        return self.held_bytes + self.step_bytes + self.slot_bytes + self.work_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.used_bytes
+
+    def hold(self, trial: int, num_bytes: int) -> None:
+        self.held[trial] = num_bytes
+        self.note_peak()
+
+    def enter_step(self, trial: int, num_bytes: int) -> None:
+        self.steps[trial] = num_bytes
+        self.note_peak()
+
+    def leave_step(self, trial: int) -> None:
+        self.steps.pop(trial, None)
+
+    def start_work(self, num_bytes: int) -> None:
+        assert self.work_bytes == 0, "one task at a time works on a device"
+        self.work_bytes = num_bytes
+        self.note_peak()
+
+    def end_work(self) -> None:
+        self.work_bytes = 0
+
+    def place(self, key: SlotKey, num_bytes: int) -> int | None:
+        """Offset of a new slot, or None where no gap of the arena is large enough."""
+        offset = 0
+        for start, size in sorted(self.slots.values()):
+            if start - offset >= num_bytes:
+                break
+            offset = start + size
+        if offset + num_bytes > self.budget_bytes:
+            return None
+        self.slots[key] = (offset, num_bytes)
+        self.note_peak()
+        return offset
+
+    def touch(self, key: SlotKey) -> None:
+        """Make `key` the most recently used slot."""
+        self.slots[key] = self.slots.pop(key)
+
+    def remove(self, key: SlotKey) -> tuple[int, int]:
+        return self.slots.pop(key)
+
+    def forget(self, trial: int) -> None:
+        """Return what a trial holds beside its slots."""
+        self.held.pop(trial, None)
+        self.steps.pop(trial, None)
+
+    def reserve_rest(self, trial: int) -> int:
+        """Reserve all that is free for a pilot, which tells afterwards how much of it was used."""
+        self.steps[trial] = free_bytes = self.free_bytes
+        return free_bytes
+
+    def note_peak(self, more_bytes: int = 0) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes + more_bytes)
+
+    def validate(self) -> None:
+        assert 0 <= self.used_bytes <= self.budget_bytes, (self.used_bytes, self.budget_bytes)
+        assert self.peak_bytes <= self.budget_bytes, (self.peak_bytes, self.budget_bytes)
+        end = 0
+        for start, size in sorted(self.slots.values()):
+            assert start >= end, "slots overlap"
+            end = start + size
+        assert end <= self.budget_bytes, "a slot lies beyond the arena"

@@ -1,0 +1,47 @@
+"""Sees every operator in a trial's thread: gives the random ones the trial's state, counts their bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hydra_tune.meter import TrialMeter
+from hydra_tune.random_state import RandomState, is_default
+
+
+class TrialMode(TorchDispatchMode):
+    """Installed around an objective by the runner, with its random state; or by a prepared model around
+    its own forward and backward, to count. Costs about four microseconds an operator."""
+
+    def __init__(self, random_state: RandomState | None = None, meter: TrialMeter | None = None) -> None:
+        super().__init__()
+        self.random_state = random_state
+        self.meter = meter
+        self._pid = os.getpid()  # a forked loader worker inherits the mode, but not the trial
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if os.getpid() != self._pid:
+            return func(*args, **kwargs)
+        if self.random_state is not None and _draws(func) and is_default(kwargs.get("generator")):
+            out = self.random_state.swapped(lambda: func(*args, **kwargs))
+        else:
+            out = func(*args, **kwargs)
+        if self.meter is not None and self.meter.counting:
+            self.meter.observe(tree_leaves((args, kwargs)), tree_leaves(out))
+        return out
+
+
+def _draws(func: Callable[..., Any]) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())

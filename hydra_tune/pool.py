@@ -1,0 +1,312 @@
+"""One pool of devices for all live trials: carries out what the scheduler decides.
+
+The machine decides under the pool's lock; a trial's own thread does the trial's work, promotions
+included, outside of it. No thread of the pool's own, so nothing runs that no trial asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from hydra_tune import schedule as s
+from hydra_tune.config import format_bytes
+from hydra_tune.device import Device, open_devices
+from hydra_tune.errors import PoolClosedError, TrialStopped
+from hydra_tune.random_state import RandomState
+from hydra_tune.shard import Task, TrialPlan
+from hydra_tune.trace import Span, Trace
+
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
+
+InstructionT = TypeVar("InstructionT", bound=s.Instruction)
+_SEED_STRIDE = 1_000_003  # seeds of neighbouring trials lie apart
+
+
+class PoolDevice:
+    """What a user sees of one device: its name and its bytes."""
+
+    def __init__(self, pool: ShardPool, index: int, device: Device) -> None:
+        self._pool = pool
+        self._index = index
+        self._device = device
+        self.name = device.name
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._device.budget_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Reserved now: by trials, steps, slots and the running task."""
+        self._pool.end_abandoned()
+        return self._pool._machine.devices[self._index].ledger.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest `used_bytes` so far, pilots included."""
+        return self._pool._machine.devices[self._index].ledger.peak_bytes
+
+    @property
+    def measured_peak_bytes(self) -> int:
+        """The highest count of real storages: CUDA's allocator, or the meter while it counted."""
+        return self._device.measured_peak_bytes
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} used>"
+
+
+class ShardPool:
+    """The devices that all live trials share, and the budget of each.
+
+    Args:
+        devices: ``"auto"`` (every GPU, else one virtual device on the CPU), a name, or a list of names.
+            ``["cpu", "cpu"]`` makes two virtual devices.
+        memory: budget in bytes a device: ``"20GiB"``, an int, a list with one for each device, or
+            ``"auto"``: what is free on a GPU, less a margin; a quarter of what the host has left.
+        seed: what trials without a seed of their own derive theirs from; `torch.initial_seed()` if None.
+
+    Raises:
+        ConfigError: unknown devices, or budgets that are not bytes or exceed what is there.
+    """
+
+    def __init__(
+        self,
+        devices: str | Sequence[str | torch.device] = "auto",
+        memory: int | str | Sequence[int | str] = "auto",
+        *,
+        seed: int | None = None,
+    ) -> None:
+        self._devices = open_devices(devices, memory)
+        self.devices = tuple(PoolDevice(self, i, device) for i, device in enumerate(self._devices))
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.num_threads = torch.get_num_threads()
+        self.plans: dict[Hashable, TrialPlan] = {}  # by `partition.plan_key`
+        self.measured: set[Hashable] = set()  # keys of plans whose step bytes a first step has measured
+        self._machine = s.Machine([device.budget_bytes for device in self._devices])
+        self._lock = threading.RLock()
+        self._trials: weakref.WeakValueDictionary[int, Trial] = weakref.WeakValueDictionary()  # a model owns its trial
+        self._granted: dict[int, deque[s.Instruction]] = {}
+        self._wake: dict[int, threading.Condition] = {}
+        self._ids = itertools.count()
+        self._summaries: dict[int, dict[str, Any]] = {}
+        self._abandoned: deque[int] = deque()  # collected with their models; only noted there, ended later
+        self._trace = Trace()
+        self._closed = False
+
+    @property
+    def budget_bytes(self) -> int:
+        """What every device has: plans are made for it, so that any device may be a trial's home."""
+        return min(device.budget_bytes for device in self._devices)
+
+    def random_state(self, number: int) -> RandomState:
+        """The random state of the trial with this number."""
+        return RandomState((self.seed + _SEED_STRIDE * (number + 1)) % 2**63)
+
+    def report(self) -> dict[str, Any]:
+        """Plain data on what each device and each trial, ended ones included, has done so far."""
+        with self._lock:
+            self._end_abandoned()
+            for trial in self._trials.values():
+                self._summaries[trial.id] = trial.summary()
+            devices = [
+                {
+                    "name": device.name,
+                    "budget_bytes": device.budget_bytes,
+                    "used_bytes": device.used_bytes,
+                    "peak_bytes": device.peak_bytes,
+                    "measured_peak_bytes": device.measured_peak_bytes,
+                    **self._trace.devices[i].to_dict(),
+                }
+                for i, device in enumerate(self.devices)
+            ]
+            trials = [
+                {"trial": i, **summary, **self._trace.trials[i].to_dict()} for i, summary in self._summaries.items()
+            ]
+            return {"elapsed_s": self._trace.now_s(), "devices": devices, "trials": trials}
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """Spans of time in order of their end: kind (run, promote, wait), device, trial, shard, seconds."""
+        with self._lock:
+            return [vars(span).copy() for span in self._trace.spans]
+
+    def close(self) -> None:
+        """Stop every live trial at its next task boundary and refuse new ones. May be called twice."""
+        with self._lock:
+            self._closed = True
+            for wake in self._wake.values():
+                wake.notify_all()
+
+    def __enter__(self) -> ShardPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ---- for trials ----
+
+    def add_trial(self, make: Callable[[int, int, Device], Trial]) -> Trial:
+        with self._lock:
+            self.check_usable()
+            self._end_abandoned()
+            number = next(self._ids)
+            self._granted[number] = deque()
+            self._wake[number] = threading.Condition(self._lock)
+            self._handle(s.TrialAdded(number))
+            home = self._take(number, s.Place).device
+            trial = self._trials[number] = make(number, home, self._devices[home])
+            weakref.finalize(trial, self._abandoned.append, number).atexit = False
+            return trial
+
+    def start_pilot(self, trial: Trial, *, empty: bool) -> int:
+        """Wait for the device to be the trial's alone; the bytes free on it."""
+        return self._ask(s.PilotReady(trial.id, empty), s.StartPilot).free_bytes
+
+    def end_pilot(self, trial: Trial, peak_bytes: int) -> None:
+        self._tell(s.PilotDone(trial.id, peak_bytes))
+
+    def admit(self, trial: Trial, plan: TrialPlan) -> None:
+        self._ask(s.PlanReady(trial.id, plan), s.Admit)
+
+    def replace_plan(self, trial: Trial, plan: TrialPlan) -> None:
+        self._tell(s.PlanReady(trial.id, plan))
+
+    def enter_step(self, trial: Trial, *, alone: bool) -> None:
+        self._ask(s.StepReady(trial.id, alone), s.Enter)
+
+    def leave_step(self, trial: Trial) -> None:
+        self._tell(s.StepDone(trial.id))
+
+    def invalidate(self, trial: Trial) -> None:
+        self._tell(s.Invalidated(trial.id))
+
+    def acquire(self, task: Task) -> float:
+        """Wait for the lease, promote the shard unless it is resident; when the task began, in seconds."""
+        self.check_open()
+        with self._lock:
+            asked_s = self._trace.now_s()
+            self._handle(s.TaskReady(task))
+            try:
+                granted = self._await(task.trial, (s.Promote, s.Run))
+                start_s = self._note("wait", task, asked_s)
+                if isinstance(granted, s.Promote):
+                    self._lock.release()
+                    try:
+                        self._trials[task.trial].promote_shard(task.shard, granted.offset, granted.num_bytes)
+                    finally:
+                        self._lock.acquire()
+                    self._handle(s.Promoted(task))
+                    self._await(task.trial, (s.Run,))
+                    start_s = self._note("promote", task, start_s)
+            except BaseException:
+                self._handle(s.Failed(task))
+                self._granted[task.trial].clear()
+                raise
+            return start_s
+
+    def release(self, task: Task, start_s: float) -> None:
+        with self._lock:
+            self._note("run", task, start_s)
+            self._handle(s.Done(task))
+
+    def end_trial(self, trial: Trial) -> None:
+        """Take back everything; the others go on."""
+        with self._lock:
+            self._summaries[trial.id] = trial.summary()
+            self._forget(trial.id)
+            del self._trials[trial.id]
+
+    def count(self, what: str, trial: Trial, num_bytes: int) -> None:
+        with self._lock:
+            self._trace.count(what, trial.home, trial.id, num_bytes)
+
+    def check_usable(self) -> None:
+        if self._closed:
+            raise PoolClosedError("a closed pool takes no trials. Make a new ShardPool.")
+
+    def check_open(self) -> None:
+        """The task boundary at which a closed pool's trials stop."""
+        if self._closed:
+            raise TrialStopped("the pool was closed")
+
+    # ---- events and instructions ----
+
+    def _tell(self, event: s.Event) -> None:
+        with self._lock:
+            self._handle(event)
+
+    def _ask(self, event: s.PilotReady | s.PlanReady | s.StepReady, answer: type[InstructionT]) -> InstructionT:
+        self.check_open()
+        with self._lock:
+            self._end_abandoned()
+            self._handle(event)
+            return self._await(event.trial, (answer,))  # type: ignore[return-value]
+
+    def _handle(self, event: s.Event) -> None:
+        for instruction in self._machine.handle(event):
+            if isinstance(instruction, s.Drop):
+                self._drop(instruction)
+                continue
+            trial = instruction.task.trial if isinstance(instruction, (s.Promote, s.Run)) else instruction.trial
+            self._granted[trial].append(instruction)
+            self._wake[trial].notify_all()
+
+    def _drop(self, drop: s.Drop) -> None:
+        trial = self._trials.get(drop.trial)
+        if trial is not None:
+            trial.drop_shard(drop.shard)
+        self._devices[drop.device].free_slot(drop.offset, drop.num_bytes)
+        self._trace.count("dropped_bytes", drop.device, drop.trial, drop.num_bytes)
+
+    def _take(self, trial: int, answer: type[InstructionT]) -> InstructionT:
+        instruction = self._granted[trial].popleft()
+        assert isinstance(instruction, answer), (instruction, answer)
+        return instruction
+
+    def _await(self, trial: int, answers: tuple[type[s.Instruction], ...]) -> Any:
+        while not self._granted[trial]:
+            self.check_open()
+            self._wake[trial].wait()
+        instruction = self._granted[trial].popleft()
+        assert isinstance(instruction, answers), (instruction, answers)
+        return instruction
+
+    def _note(self, kind: str, task: Task, start_s: float) -> float:
+        end_s, home = self._trace.now_s(), self._trials[task.trial].home
+        self._trace.add(Span(kind, home, task.trial, task.shard, task.direction.value, start_s, end_s))
+        return end_s
+
+    def end_abandoned(self) -> None:
+        """Take back what trials held whose models were collected."""
+        with self._lock:
+            self._end_abandoned()
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            number = self._abandoned.popleft()
+            if number in self._granted:
+                self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._handle(s.TrialEnded(number))
+        del self._granted[number], self._wake[number]
+
+
+_default_pool: ShardPool | None = None
+_default_lock = threading.Lock()
+
+
+def default_pool() -> ShardPool:
+    """The pool of scripts that make none: every GPU, else the CPU, with what is free."""
+    global _default_pool
+    with _default_lock:
+        if _default_pool is None or _default_pool._closed:
+            _default_pool = ShardPool()
+        return _default_pool

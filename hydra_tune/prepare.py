@@ -1,0 +1,124 @@
+"""`prepare` and `release`: a model, its optimizer and loaders under the pool, and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hydra_tune.context import current_context
+from hydra_tune.device import Device
+from hydra_tune.errors import ConfigError, PrepareError
+from hydra_tune.pool import ShardPool, default_pool
+from hydra_tune.trial import RootForward, Trial
+
+logger = logging.getLogger("hydra_tune")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def prepare(
+    model: ModelT,
+    optimizer: torch.optim.Optimizer | None = None,
+    *loaders: Any,
+    pool: ShardPool | None = None,
+    name: str | None = None,
+) -> Any:
+    """Train `model` within the pool's budget from here on, with the numbers plain PyTorch gives.
+
+    Call it on a model in host memory, after the optimizer was made from its parameters. The first batch
+    is measured, then the model is cut. Model and optimizer come back as the same objects; loaders come
+    back wrapped, their batches on the trial's device, their attributes forwarded.
+
+    Args:
+        model: any module whose layers are reached by calling them.
+        optimizer: the one that steps `model`'s parameters.
+        loaders: any iterables of batches.
+        pool: the runner's pool inside an objective, else the default pool, if None.
+        name: how the trial is called in reports.
+
+    Returns:
+        `model` alone if nothing else was given, else a tuple in the order of the arguments.
+
+    Raises:
+        PrepareError: the model or the optimizer cannot be prepared; says which part and why.
+        PoolClosedError: the pool is closed.
+    """
+    context = current_context()
+    if pool is not None and context.pool is not None and pool is not context.pool:
+        raise ConfigError("inside an objective the runner's pool is used. Leave pool= out, or pass the runner's.")
+    _refuse(model, optimizer)
+    context.refuse_second_model()
+    chosen = pool or context.pool or default_pool()
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        logger.warning("%s is not in host memory; moving it there", type(model).__name__)
+        model.to("cpu")
+
+    def make(number: int, home: int, device: Device) -> Trial:
+        return Trial(number, home, pool=chosen, device=device, name=name or context.name)
+
+    trial = chosen.add_trial(make)
+    try:
+        trial.bind(model, optimizer)
+    except BaseException:
+        trial.end()
+        raise
+    context.register(trial)
+    torch.autograd.set_multithreading_enabled(False)
+    wrapped = [PreparedLoader(loader, trial) for loader in loaders]
+    return (model, optimizer, *wrapped) if optimizer is not None or loaders else model
+
+
+def release(model: nn.Module) -> None:
+    """Make a prepared model plain again: on the host, with its current weights; its bytes go back to the pool.
+
+    Raises:
+        PrepareError: the model is not prepared.
+    """
+    forward = model.__dict__.get("forward")
+    if not isinstance(forward, RootForward):
+        raise PrepareError(f"only a prepared model can be released; this {type(model).__name__} is not prepared.")
+    forward.trial.end()
+
+
+def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise PrepareError(f"the first argument is the model, a torch.nn.Module; got {type(model).__name__}.")
+    if isinstance(model.__dict__.get("forward"), RootForward):
+        raise PrepareError("this model is prepared already. Use it as it is, or call hydra_tune.release(model) first.")
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PrepareError(
+            f"the second argument is the model's optimizer or None; got {type(optimizer).__name__}. "
+            "Write prepare(model, None, loader) for a loader without an optimizer."
+        )
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in stepped for p in model.parameters()):
+        raise PrepareError(
+            "the optimizer steps the model's parameters, but this one holds none of them. Make it from "
+            "model.parameters(), before prepare and after any change of the model."
+        )
+
+
+class PreparedLoader:
+    """Forwards everything to the loader; its batches arrive on the trial's device."""
+
+    def __init__(self, loader: Any, trial: Trial) -> None:
+        self._loader = loader
+        self._trial = trial
+
+    def __iter__(self) -> Iterator[Any]:
+        self._trial.boundary()
+        for batch in self._loader:
+            yield self._trial.to_device(batch)
+            if not self._trial.ended:
+                self._trial.boundary()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)

@@ -1,0 +1,164 @@
+"""Gives each trial its own random state, though PyTorch's generators are shared by the process.
+
+Operators that draw from a default generator carry the tag `nondeterministic_seeded`. In a trial's
+thread a dispatch mode (`mode.TrialMode`) runs each of them with the trial's state swapped into the
+default generator, under a lock. `torch.manual_seed`, `get_rng_state`, `fork_rng` and their kin are no
+operators: they reach the trial's state through proxies that stand in for the default generators while
+any trial with its own state lives. Forked loader workers drop all of it and seed as in plain PyTorch.
+
+Python's `random` and NumPy's global state are not isolated.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+_swap_lock = threading.RLock()
+_local = threading.local()
+
+
+class RandomState:
+    """One trial's stand-ins for the default generators (the CPU's and each GPU's), seeded alike."""
+
+    def __init__(self, seed: int) -> None:
+        self._of: dict[int, torch.Generator] = {}  # by the id of the default generator it stands in for
+        for default in _default_generators():
+            self._of[id(default)] = torch.Generator(device=default.device).manual_seed(seed)
+
+    def stand_in(self, default: torch.Generator) -> torch.Generator:
+        return self._of[id(default)]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this the random state of the calling thread."""
+        _install_proxies()
+        previous = getattr(_local, "state", None)
+        _local.state = self
+        try:
+            yield
+        finally:
+            _local.state = previous
+            _remove_proxies()
+
+    def swapped(self, draw: Callable[[], T]) -> T:
+        """Call `draw` with this state in the default generators."""
+        with _swap_lock:
+            pairs = [(default, self._of[id(default)]) for default in _default_generators()]
+            saved = [default.get_state() for default, _ in pairs]
+            for default, own in pairs:
+                default.set_state(own.get_state())
+            try:
+                return draw()
+            finally:
+                for (default, own), state in zip(pairs, saved, strict=True):
+                    own.set_state(default.get_state())
+                    default.set_state(state)
+
+
+def _current_state() -> RandomState | None:
+    return getattr(_local, "state", None)
+
+
+def is_default(generator: Any) -> bool:
+    """Whether an operator's `generator` argument means the default one."""
+    return generator is None or any(generator is default for default in _default_generators())
+
+
+# ---- proxies for the default generators --------------------------------------------------------------
+
+
+class _DefaultGenerator:
+    """Looks like a default generator; acts on the calling trial's stand-in where there is one."""
+
+    def __init__(self, default: torch.Generator) -> None:
+        self._default = default
+
+    def __getattr__(self, name: str) -> Any:
+        state = _current_state()
+        return getattr(self._default if state is None else state.stand_in(self._default), name)
+
+
+_num_active = 0
+_real_cuda: tuple[torch.Generator, ...] = ()
+
+
+def _default_generators() -> list[torch.Generator]:
+    cuda = _real_cuda or (torch.cuda.default_generators if torch.cuda.is_initialized() else ())
+    return [torch.default_generator, *cuda]
+
+
+def _install_proxies() -> None:
+    global _num_active, _real_cuda
+    with _swap_lock:
+        _num_active += 1
+        if _num_active == 1:
+            _real_cuda = tuple(torch.cuda.default_generators)
+            torch.random.default_generator = _DefaultGenerator(torch.default_generator)  # type: ignore[assignment]
+            torch.cuda.default_generators = tuple(_DefaultGenerator(g) for g in _real_cuda)  # type: ignore[assignment]
+
+
+def _remove_proxies() -> None:
+    global _num_active
+    with _swap_lock:
+        _num_active -= 1
+        if _num_active == 0:
+            _restore_defaults()
+
+
+def _restore_defaults() -> None:
+    global _real_cuda
+    torch.random.default_generator = torch.default_generator
+    if _real_cuda:
+        torch.cuda.default_generators = _real_cuda
+    _real_cuda = ()
+
+
+def _after_fork_in_child() -> None:
+    global _num_active
+    _num_active = 0
+    _restore_defaults()
+    _local.__dict__.clear()
+    _swap_lock.release()
+
+
+os.register_at_fork(
+    before=_swap_lock.acquire, after_in_parent=_swap_lock.release, after_in_child=_after_fork_in_child
+)
+
+# ---- what one forward of a model drew ----------------------------------------------------------------
+
+
+def generator_states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """The states of these default generators as the calling trial sees them."""
+    state = _current_state()
+    return [(g if state is None else state.stand_in(g)).get_state() for g in generators]
+
+
+def set_generator_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    state = _current_state()
+    for generator, value in zip(generators, states, strict=True):
+        (generator if state is None else state.stand_in(generator)).set_state(value)
+
+
+@contextmanager
+def random_state_kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Whatever is drawn inside is as if it had not been: torch's state, Python's and NumPy's."""
+    states, python_state = generator_states(generators), random.getstate()
+    numpy_random = sys.modules.get("numpy.random")
+    numpy_state = numpy_random.get_state() if numpy_random else None
+    try:
+        yield
+    finally:
+        set_generator_states(generators, states)
+        random.setstate(python_state)
+        if numpy_random:
+            numpy_random.set_state(numpy_state)

@@ -1,0 +1,101 @@
+"""The vocabulary as plain data: blocks measured, shards packed from them, tasks that visit them.
+
+block   the smallest module the partitioner does not split
+shard   consecutive blocks that are promoted and spilled together
+task    one visit to a shard: (trial, step, shard, forward or backward)
+plan    how one architecture is cut, and what that costs, for one budget
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class ShardState(Enum):
+    """SPILLED    host copy only; no device memory.
+    IN_FLIGHT  both copies; only the copy stream may touch either.
+    RESIDENT   the device copy is current and equals the host copy."""
+
+    SPILLED = "spilled"
+    IN_FLIGHT = "in flight"
+    RESIDENT = "resident"
+
+
+class Direction(str, Enum):
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One visit to a shard, for as long as consecutive block calls stay inside it."""
+
+    trial: int
+    step: int
+    shard: int
+    direction: Direction
+
+    def __str__(self) -> str:
+        return f"{self.trial}/{self.step}/{self.direction.value}{self.shard}"
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """What the pilot measured for one block on the first batch. Bytes on the device, times in seconds.
+
+    `weight_bytes` is the slot it occupies (parameters and buffers, aligned); `saved_bytes` what plain
+    autograd keeps of it between forward and backward; the work bytes are scratch beyond slot and inputs.
+    """
+
+    name: str
+    weight_bytes: int
+    forward_work_bytes: int = 0
+    backward_work_bytes: int = 0
+    saved_bytes: int = 0
+    boundary_bytes: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    nondifferentiable: tuple[int, ...] = ()  # outputs through which no gradient flows
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Consecutive blocks with one slot. Work is the largest of its blocks', which run one after another."""
+
+    blocks: tuple[int, ...]
+    slot_bytes: int
+    forward_work_bytes: int
+    backward_work_bytes: int
+
+    def work_bytes(self, direction: Direction) -> int:
+        return self.forward_work_bytes if direction is Direction.FORWARD else self.backward_work_bytes
+
+
+@dataclass(frozen=True)
+class TrialPlan:
+    """How one architecture runs within one budget; shared by trials with the same `partition.plan_key`.
+
+    `held_bytes`  from admission to the trial's end: what is never promoted or dropped
+    `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators
+                  between blocks, the loss
+    A resident plan has one shard without a slot: the root module, whose weights are all held.
+    """
+
+    resident: bool
+    shards: tuple[Shard, ...]
+    blocks: tuple[BlockProfile, ...]
+    held_bytes: int
+    step_bytes: int
+
+    @property
+    def task_bytes(self) -> int:
+        """The most any one task needs beyond what the trial and its step hold."""
+        return max(
+            (shard.slot_bytes + shard.work_bytes(d) for shard in self.shards for d in Direction), default=0
+        )
+
+    @property
+    def need_bytes(self) -> int:
+        """The least budget under which this plan runs alone."""
+        return self.held_bytes + self.step_bytes + self.task_bytes

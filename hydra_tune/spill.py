@@ -1,0 +1,138 @@
+"""Moves a shard's weights between the trial's host memory and a slot on the device.
+
+    host buffer   | block 0 | block 1 | block 2 | ...       parameters, in the order in which blocks run
+                            \\_________/
+    slot                    | block 1 | tied | buffers |     one copy for the run, one for each of the rest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hydra_tune.block import Block
+from hydra_tune.device import Device
+from hydra_tune.errors import PrepareError
+from hydra_tune.host_buffer import HostBuffer, storage_bytes, view_bytes
+
+
+class HostWeights:
+    """The parameters of all blocks in one host buffer; the model's own parameters are views of it."""
+
+    def __init__(self, blocks: Sequence[Block], device: Device) -> None:
+        self.parameters = list(dict.fromkeys(p for block in blocks for p in block.parameters))
+        self._device = device
+        self.buffer = HostBuffer([p.data for p in self.parameters])
+        self._place = {
+            p: (offset, view)
+            for p, offset, view in zip(self.parameters, self.buffer.offsets, self.buffer.views, strict=True)
+        }
+        for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
+            parameter.data = view
+        device.pin(self.buffer.bytes)
+
+    def offset(self, parameter: nn.Parameter) -> int:
+        """Where the parameter lies; brings it back if the user has given it other storage since."""
+        offset, view = self._place[parameter]
+        if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
+            if parameter.shape != view.shape or parameter.dtype != view.dtype:
+                raise PrepareError(
+                    f"a prepared parameter keeps its shape and dtype, {tuple(view.shape)} {view.dtype}; found "
+                    f"{tuple(parameter.shape)} {parameter.dtype}. Call hydra_tune.release(model) before changing it."
+                )
+            view.copy_(parameter.data)
+            parameter.data = view
+        return offset
+
+    def close(self) -> None:
+        """Parameters stay views of the buffer, which lives as long as any of them."""
+        self._device.unpin(self.buffer.bytes)
+
+
+class DeviceCopy:
+    """The weights of some blocks in one slot: leaves of the local graph, and buffers."""
+
+    def __init__(self, device: Device, slot: torch.Tensor, blocks: Sequence[Block], host: HostWeights | None) -> None:
+        self._device = device
+        self.slot = slot
+        self._leaves: dict[nn.Parameter, nn.Parameter] = {}
+        self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._end = 0
+        for parameter in dict.fromkeys(p for block in blocks for p in block.parameters):
+            self._add_parameter(parameter, host)
+        for block in blocks:
+            for (module, name), buffer in zip(block.buffer_sites, block.buffers(), strict=True):
+                self._buffers[module, name] = (self._add(buffer), buffer)
+        device.promote(self._copies)
+        self.promoted_bytes = sum(host.numel() * host.element_size() for _, host in self._copies)
+        self._copies.clear()
+
+    def _add_parameter(self, parameter: nn.Parameter, host: HostWeights | None) -> None:
+        start, size = self._end, storage_bytes(parameter)
+        if host is None:
+            data = self._add(parameter.data)
+        else:
+            place = host.offset(parameter)
+            self._end += size
+            self._add_run(host.buffer.bytes, place, start, size)
+            data = view_bytes(self.slot[start:], parameter)
+        self._leaves[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+    def _add_run(self, host: torch.Tensor, place: int, start: int, size: int) -> None:
+        """Copy `size` bytes, as part of the copy before where both ends meet."""
+        if self._copies:
+            to, origin = self._copies[-1]
+            end = origin.data_ptr() - host.data_ptr() + origin.numel()
+            if end == place and to.data_ptr() + to.numel() == self.slot.data_ptr() + start:
+                place, start, size = place - origin.numel(), start - to.numel(), size + origin.numel()
+                self._copies.pop()
+        self._copies.append((self.slot[start : start + size], host[place : place + size]))
+
+    def _add(self, tensor: torch.Tensor) -> torch.Tensor:
+        view = view_bytes(self.slot[self._end :], tensor)
+        self._copies.append((view, tensor))
+        self._end += storage_bytes(tensor)
+        return view
+
+    def leaf(self, parameter: nn.Parameter | None) -> nn.Parameter:
+        assert parameter is not None
+        if parameter not in self._leaves:
+            raise PrepareError(
+                "a prepared model keeps its Parameter objects, but one was replaced since. Call "
+                "hydra_tune.release(model), replace it, and prepare the model again."
+            )
+        return self._leaves[parameter]
+
+    def buffer(self, module: nn.Module, name: str) -> torch.Tensor:
+        return self._buffers[module, name][0]
+
+    def changed_buffers(self, block: Block) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(site, host, device) of each buffer that the forward has changed. Within `Block.substituted`.
+
+        By value: operators such as batch_norm change running statistics without raising `_version`.
+        """
+        changed = []
+        for i, (module, name) in enumerate(block.buffer_sites):
+            current, (slot, host) = module._buffers[name], self._buffers[module, name]
+            if current is None or current.shape != host.shape or current.dtype != host.dtype:
+                raise PrepareError(
+                    f"a block's buffers keep shape and dtype, but {block.name} replaced its buffer {name!r}. "
+                    "Register it with its final shape, or keep it out of the block's forward."
+                )
+            if current is not slot:
+                slot.copy_(current)
+            if not torch.equal(slot.to(host.device), host):
+                changed.append((i, host, slot))
+        return changed
+
+    def swap_buffers(self, block: Block, values: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+        """Give the buffers at these sites these values; the ones they had."""
+        before = []
+        for i, value in values:
+            slot = self.buffer(*block.buffer_sites[i])
+            before.append((i, slot.clone()))
+            slot.copy_(value)
+        return before

@@ -1,0 +1,563 @@
+"""One trial's model in a pool: where its weights are, which step it is in, which shard it visits.
+
+    resident   weights, gradients and optimizer state on the device; two tasks a step, the root module's
+               forward and its backward; nothing is recomputed or copied
+    spilled    weights in host memory, blocks visited shard by shard; the optimizer steps the host masters
+
+A device copy of a shard lives from its promotion until its room is needed, the trial's next forward, or
+its optimizer step, whichever comes first: host memory is the truth, and may have changed in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hydra_tune.block import Block, BlockForward
+from hydra_tune.config import checks_enabled, format_bytes
+from hydra_tune.device import Device
+from hydra_tune.errors import BudgetError, PrepareError
+from hydra_tune.host_buffer import is_dense, storage_bytes
+from hydra_tune.meter import TrialMeter
+from hydra_tune.mode import TrialMode
+from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
+from hydra_tune.partition import covers, find_blocks, input_signature, make_plan, plan_key
+from hydra_tune.pilot import DoesNotFitError, Pilot
+from hydra_tune.shard import Direction, Task, TrialPlan
+from hydra_tune.spill import DeviceCopy, HostWeights
+
+if TYPE_CHECKING:
+    from hydra_tune.block import BlockCall
+    from hydra_tune.pool import ShardPool
+
+SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """Lives as long as the graph of one forward of the root module; done once that graph was used up."""
+
+    done: bool = False
+
+
+class Trial:
+    """Executes one prepared model. Used by one thread at a time; the pool's lock guards what is shared."""
+
+    def __init__(self, number: int, home: int, *, pool: ShardPool, device: Device, name: str | None) -> None:
+        self.id = number
+        self.home = home
+        self.pool = pool
+        self.device = device
+        self.name = name or f"trial {number}"
+        self.meter = TrialMeter(device.meter, number, always=checks_enabled())
+        self.mode: TrialMode | None = None  # the runner's, where there is one
+        self.plan: TrialPlan | None = None
+        self.blocks: list[Block] = []
+        self.in_visit = False
+        self.step = 0
+        self.ended = False
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+        self._key: Hashable = None
+        self._pilot: Pilot | None = None
+        self._weights: HostWeights | None = None
+        self._copies: dict[int, DeviceCopy] = {}
+        self._shard_of: dict[Block, int] = {}
+        self._held: list[tuple[nn.Module, str]] = []
+        self._task: Task | None = None
+        self._task_start_s = 0.0
+        self._in_step = False
+        self._alone = False
+        self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._pass: ForwardPass | None = None
+        self._backward_id = -1
+        self._backward_passes: set[ForwardPass] = set()
+        self._step_start_bytes = 0
+        self._step_peak_bytes = 0
+        self._use_cache: list[Any] = []
+        self._too_large = ""
+
+    # ---- the model's life in the pool ----
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Put the model's blocks under this trial. Nothing is cut or moved before the first forward."""
+        self._model = weakref.ref(model)
+        self._optimizer = optimizer
+        self.blocks = [Block(n, m) for n, m in find_blocks(model, self.pool.budget_bytes)]
+        _refuse_unsupported(model, self.blocks)
+        model.forward = RootForward(model, self)  # type: ignore[method-assign]
+        for block in self.blocks:
+            block.module.forward = BlockForward(block, self)  # type: ignore[method-assign]
+        configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
+        self._use_cache = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
+        for config in self._use_cache:
+            config.use_cache = False
+        if optimizer is not None:
+            self._hooks = [
+                optimizer.register_step_pre_hook(lambda *_: self.boundary()),
+                optimizer.register_step_post_hook(lambda *_: self.pool.invalidate(self)),
+            ]
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "the model outlives its trial's work"
+        return model
+
+    def end(self) -> None:
+        """Give back every byte; the model is plain again, on the host, with its current weights."""
+        if self.ended:
+            return
+        self.ended = True
+        self._task = None
+        self.pool.end_trial(self)
+        self._copies.clear()
+        for hook in self._hooks:
+            hook.remove()
+        model = self._model()
+        if model is not None:
+            model.__dict__.pop("forward", None)
+            self._unwrap()
+            self._bring_home()
+        if self._weights is not None:
+            self._weights.close()
+        for config in self._use_cache:
+            config.use_cache = True
+        self.device.meter.end_trial(self.id)
+        self.blocks, self._shard_of, self._held, self._optimizer, self._weights = [], {}, [], None, None
+
+    def _unwrap(self) -> None:
+        for block in self.blocks:
+            block.module.__dict__.pop("forward", None)
+
+    def _bring_home(self) -> None:
+        """Move what was held on the device back to host memory."""
+        for module, name in self._held:
+            tensor = module._parameters.get(name)
+            if tensor is None:
+                buffer = module._buffers.get(name)
+                if buffer is not None:
+                    module._buffers[name] = self.device.to_host([buffer], [buffer])[0]
+                continue
+            grad, tensor.grad = tensor.grad, None
+            tensor.data = self.device.to_host([tensor.data], [tensor.data])[0]
+            tensor.grad = None if grad is None else self.device.to_host([grad], [grad])[0]
+        self._move_optimizer_state()
+
+    def summary(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "name": self.name,
+            "device": self.device.name,
+            "steps": self.step,
+            "state": "ended" if self.ended else "live",
+            "resident": plan is not None and plan.resident,
+            "held_bytes": plan.held_bytes if plan else 0,
+            "step_bytes": plan.step_bytes if plan else 0,
+            "weight_bytes": sum(p.weight_bytes for p in plan.blocks) if plan else 0,
+            "shards": [
+                {
+                    "blocks": [plan.blocks[i].name for i in shard.blocks],
+                    "slot_bytes": shard.slot_bytes,
+                    "forward_work_bytes": shard.forward_work_bytes,
+                    "backward_work_bytes": shard.backward_work_bytes,
+                }
+                for shard in (plan.shards if plan else ())
+            ],
+        }
+
+    # ---- steps ----
+
+    def boundary(self) -> None:
+        """A place where no task of this trial can be under way: end what lingers."""
+        self.leave()
+        if self._in_step and all(p.done for p in self._passes):
+            self._leave_step()
+
+    def open_step(self, plan: TrialPlan) -> None:
+        self.boundary()
+        if self._in_step:
+            return
+        self._alone = not plan.resident and self._key not in self.pool.measured and self._can_measure_step
+        self.pool.enter_step(self, alone=self._alone)
+        self._in_step = True
+        if self._alone:
+            self.meter.counting = True
+            self._step_start_bytes = self._step_peak_bytes = self.meter.start_window()
+
+    @property
+    def _can_measure_step(self) -> bool:
+        return self.mode is not None  # only the runner's mode sees the operators of user code
+
+    def _leave_step(self) -> None:
+        self._in_step = False
+        self.pool.leave_step(self)
+        if self._alone:
+            self._alone = False
+            self.meter.counting = self.meter.always
+            self._step_peak_bytes = max(self._step_peak_bytes, self.meter.window_peak)
+            self._use_measured_step(self._step_peak_bytes - self._step_start_bytes)
+
+    def _use_measured_step(self, step_bytes: int) -> None:
+        assert self.plan is not None
+        plan = replace(self.plan, step_bytes=step_bytes)
+        if plan.need_bytes > self.pool.budget_bytes:
+            raise BudgetError(
+                f"the first step of {self.name} needed {format_bytes(plan.need_bytes)}: "
+                f"{format_bytes(step_bytes)} between its blocks, in its loss and kept by its loop; but the budget is "
+                f"{format_bytes(self.pool.budget_bytes)}. Raise ShardPool(memory=...), or lower the batch size."
+            )
+        self.plan = self.pool.plans[self._key] = plan
+        self.pool.measured.add(self._key)
+        self.pool.replace_plan(self, plan)
+
+    # ---- forward and backward of the root module ----
+
+    def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.ended:
+            raise PrepareError(f"{self.name} has ended. Prepare the model again.")
+        with self._counted():
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            if self.meter.counting:
+                self.meter.adopt(inputs)
+            self.boundary()
+            plan = self._plan_for(root, args, kwargs)
+            self.open_step(plan)
+            self.step += 1
+            self.pool.invalidate(self)
+            self._pass = token = ForwardPass()
+            self._passes.add(token)
+            try:
+                if plan.resident:
+                    self._go_to(0, Direction.FORWARD)
+                outputs = root.original(*args, **kwargs)
+            finally:
+                self._pass = None
+                self.leave()
+            if plan.resident:
+                self._lease_backward(outputs, token)
+            return outputs
+
+    def _lease_backward(self, outputs: Any, token: ForwardPass) -> None:
+        def take_lease(grad: torch.Tensor) -> None:
+            self.enter_backward(token)
+            self._go_to(0, Direction.BACKWARD)
+
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(take_lease)
+
+    @property
+    def pass_token(self) -> ForwardPass:
+        if self._pass is None:
+            raise PrepareError(
+                "a prepared model is called as a whole: a block was called outside of its root's forward. "
+                "Call the model itself, or prepare the part that you call."
+            )
+        return self._pass
+
+    def enter_backward(self, token: ForwardPass) -> None:
+        """Called by each node of this trial's in a backward; at its end the lease and the step are left."""
+        if self.ended:
+            raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
+        current = torch._C._current_graph_task_id()
+        if current != self._backward_id:
+            self._backward_id = current
+            self._backward_passes = set()
+            keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph))
+            if not self._in_step:
+                assert self.plan is not None
+                self.open_step(self.plan)
+        self._backward_passes.add(token)
+
+    def _end_backward(self, keeps_graph: bool) -> None:
+        if not keeps_graph:
+            for token in self._backward_passes:
+                token.done = True
+        self._backward_passes = set()
+        self._backward_id = -1
+        if not self.ended:
+            self.boundary()
+
+    # ---- visits ----
+
+    @contextmanager
+    def visit(self, block: Block, direction: Direction) -> Iterator[DeviceCopy]:
+        """Hold the lease, with the block's device copy under its module's names. The lease lingers after,
+        for the next block of the same shard."""
+        if self._pilot is not None:
+            copy = self._pilot.copy_of(block)
+        else:
+            self._note_step_peak()
+            copy = self._go_to(self._shard_of[block], direction)
+        try:
+            with self._counted(), self.inside(block, copy):
+                yield copy
+        except BaseException:
+            self.leave()
+            raise
+        finally:
+            if self._alone:
+                self.meter.start_window()
+
+    def _note_step_peak(self) -> None:
+        if self._alone:
+            self._step_peak_bytes = max(self._step_peak_bytes, self.meter.window_peak)
+
+    @contextmanager
+    def inside(self, block: Block, copy: DeviceCopy) -> Iterator[None]:
+        outer, self.in_visit = self.in_visit, True
+        try:
+            with block.substituted(copy):
+                yield
+        finally:
+            self.in_visit = outer
+
+    def _go_to(self, shard: int, direction: Direction) -> Any:
+        task = Task(self.id, self.step, shard, direction)
+        if self._task != task:
+            self.leave()
+            self._task_start_s = self.pool.acquire(task)
+            self._task = task
+        return self._copies.get(shard)
+
+    def leave(self) -> None:
+        """Release the lease, if this trial has it."""
+        if self._task is not None:
+            task, self._task = self._task, None
+            self.pool.release(task, self._task_start_s)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count operators on the device, where anything counts them: in pilots and under checks."""
+        with ExitStack() as stack:
+            if self.mode is None and self.meter.counting and not self.meter.inside:
+                stack.enter_context(TrialMode(meter=self.meter))
+            self.meter.inside += 1
+            try:
+                yield
+            finally:
+                self.meter.inside -= 1
+
+    # ---- bytes that move ----
+
+    def promote(self, blocks: Sequence[Block], offset: int, num_bytes: int) -> DeviceCopy:
+        with self.meter.paused(), torch.no_grad():
+            slot = self.device.slot(offset, num_bytes)
+            if self.meter.always or self._pilot is not None:
+                self.device.meter.add(SLOT_OWNER, [slot])
+            copy = DeviceCopy(self.device, slot, blocks, self._weights)
+        self.pool.count("promoted_bytes", self, copy.promoted_bytes)
+        return copy
+
+    def promote_shard(self, shard: int, offset: int, num_bytes: int) -> None:
+        assert self.plan is not None
+        self._copies[shard] = self.promote([self.blocks[i] for i in self.plan.shards[shard].blocks], offset, num_bytes)
+
+    def drop_shard(self, shard: int) -> None:
+        self._copies.pop(shard, None)
+
+    def write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Copy buffers that a forward has changed to their host masters."""
+        with self.meter.paused(), torch.no_grad():
+            for _, host, slot in changed:
+                host.copy_(slot)
+        if changed:
+            self.pool.count("spilled_bytes", self, sum(map(_tensor_bytes, (host for _, host, _ in changed))))
+
+    def spill_gradients(self, block: Block, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Fresh host tensors, laid out as the parameters, so that autograd can take them for `.grad` as they are."""
+        pairs = [(g, p) for g, p in zip(grads, block.parameters, strict=True) if g is not None]
+        with self.meter.paused(), torch.no_grad():
+            hosts = iter(self.device.to_host([g for g, _ in pairs], [p for _, p in pairs]))
+        self.pool.count("spilled_bytes", self, sum(_tensor_bytes(g) for g, _ in pairs))
+        return [None if g is None else next(hosts) for g in grads]
+
+    def hold(self, blocks: Sequence[Block] | None) -> None:
+        """Move parameters and buffers to the device for the trial's life: all, or those outside `blocks`."""
+        spilled = {site for block in blocks or () for site in (*block.parameter_sites, *block.buffer_sites)}
+        moved: set[int] = set()
+        for module in self.model.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None or (module, name) in spilled or (module, name) in self._held or id(tensor) in moved:
+                    continue
+                moved.add(id(tensor))
+                self._held.append((module, name))
+                self._hold(module, name, tensor)
+        if moved:
+            self._move_optimizer_state()
+
+    def _hold(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        with self.meter.paused():
+            if name in module._parameters:
+                grad, tensor.grad = tensor.grad, None
+                tensor.data = self.device.hold(tensor.data)
+                tensor.grad = None if grad is None else self.device.hold(grad)
+            else:
+                tensor = module._buffers[name] = self.device.hold(tensor)
+        self.pool.count("promoted_bytes", self, _tensor_bytes(tensor))
+        if self.meter.counting:
+            self.meter.adopt([tensor])
+
+    def _move_optimizer_state(self) -> None:
+        if self._optimizer is not None and self._optimizer.state and self.device.torch_device.type != "cpu":
+            self._optimizer.load_state_dict(self._optimizer.state_dict())  # casts state to its parameter's device
+
+    def to_device(self, batch: Any) -> Any:
+        """A batch's tensors on the trial's home device; what else it holds as it is."""
+        device = self.device.torch_device
+        return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, batch)
+
+    # ---- plan ----
+
+    def measure_block(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> None:
+        if self._pilot is not None:
+            self._pilot.measure(call, tensors)
+
+    def _plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
+        """The plan for these inputs: the one there is, another trial's, or a new pilot's."""
+        signature = input_signature((args, kwargs))
+        if self.plan is not None and covers(self._signature, signature):
+            return self.plan
+        first = self.plan is None
+        if self._in_step:
+            self._leave_step()
+        self._signature = signature
+        self._key = (plan_key(self.model, self._optimizer, (args, kwargs)), self._weights is not None)
+        plan = self.pool.plans.get(self._key)
+        if plan is None:
+            plan = self.pool.plans[self._key] = self._run_pilot(root, args, kwargs)
+        if not first:
+            self._replace(plan)
+            return plan
+        self.pool.admit(self, plan)
+        self._settle(plan)
+        return plan
+
+    def _replace(self, plan: TrialPlan) -> None:
+        assert self.plan is not None
+        if plan.resident != self.plan.resident:
+            raise BudgetError(
+                f"{self.name} was resident with its first batch, but a batch of {self._signature} needs it spilled. "
+                "Run the largest batch first, or raise ShardPool(memory=...)."
+            )
+        self.plan = plan
+        self._adopt_cut(plan)
+        self.pool.replace_plan(self, plan)
+
+    def _settle(self, plan: TrialPlan) -> None:
+        """Put every weight where the plan wants it."""
+        self.plan = plan
+        self._adopt_cut(plan)
+        if plan.resident:
+            self._unwrap()
+            self.hold(None)
+        else:
+            self.hold(self.blocks)
+            with self.meter.paused(), torch.no_grad():
+                self._weights = HostWeights(self.blocks, self.device)
+
+    def _adopt_cut(self, plan: TrialPlan) -> None:
+        by_name = {block.name: block for block in self.blocks}
+        self.blocks = [by_name[profile.name] for profile in plan.blocks]
+        for block, profile in zip(self.blocks, plan.blocks, strict=True):
+            block.nondifferentiable = profile.nondifferentiable
+        self._shard_of = {self.blocks[i]: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
+
+    def _run_pilot(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
+        free_bytes = self.pool.start_pilot(self, empty=False)
+        pilot = self._try_pilot(free_bytes, root, args, kwargs)
+        if pilot is None and free_bytes < self.device.budget_bytes:
+            free_bytes = self.pool.start_pilot(self, empty=True)
+            pilot = self._try_pilot(free_bytes, root, args, kwargs)
+        if pilot is None:
+            raise BudgetError(self._too_large)
+        spilled = {p for block in self.blocks for p in block.parameters}
+        loose = [p for p in self.model.parameters() if p not in spilled]
+        every = list(self.model.parameters())
+        buffers = sum(storage_bytes(b) for b in self.model.buffers())
+        in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
+        scratch = step_scratch_bytes(self._optimizer, every)
+        return make_plan(
+            list(pilot.profiles.values()),
+            budget_bytes=self.pool.budget_bytes,
+            loose_bytes=self._training_bytes(loose) + buffers - in_blocks + pilot.kept_bytes,
+            resident_bytes=self._training_bytes(every) + buffers + scratch + pilot.kept_bytes,
+            step_bytes=pilot.step_bytes,
+            may_be_resident=self._weights is None,
+        )
+
+    def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Weights, gradients and optimizer state."""
+        gradients = sum(storage_bytes(p) for p in parameters if p.requires_grad)
+        return sum(map(storage_bytes, parameters)) + gradients + optimizer_state_bytes(self._optimizer, parameters)
+
+    def _try_pilot(self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Pilot | None:
+        pilot = self._pilot = Pilot(self, free_bytes)
+        self._pass = ForwardPass()
+        counting, self.meter.counting = self.meter.counting, True
+        try:
+            with self._counted():
+                self.hold(self.blocks)
+                pilot.run(root.original, args, kwargs)
+            return pilot
+        except DoesNotFitError as error:
+            profile = error.profile
+            work = max(profile.forward_work_bytes, profile.backward_work_bytes)
+            self._too_large = (
+                f"block {profile.name} needs {format_bytes(profile.weight_bytes)} of weights and "
+                f"{format_bytes(work)} to compute, but the budget of {self.device.name} is "
+                f"{format_bytes(self.device.budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, "
+                "or split the module into smaller children."
+            )
+            return None
+        finally:
+            self.meter.counting = counting
+            self._pass = self._pilot = None
+            self.pool.end_pilot(self, pilot.peak_bytes)
+
+
+class RootForward:
+    """Stands in the prepared model's instance attribute `forward`. A copy of the model gets its own forward."""
+
+    def __init__(self, model: nn.Module, trial: Trial) -> None:
+        self._model = model
+        self.trial = trial
+        self.original: Callable[..., Any] = type(model).forward.__get__(model)
+        self.__wrapped__ = self.original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trial.run_root(self, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (self._model, "forward")
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
+    for module in [model, *(block.module for block in blocks)]:
+        own = module.__dict__.get("forward")
+        if own is not None and getattr(own, "__func__", None) is type(module).forward:
+            del module.__dict__["forward"]  # left in a copy of a prepared model: the class's own
+        elif own is not None:
+            raise PrepareError(
+                f"a block's forward is its class's, but {type(module).__name__} has one set on the instance. "
+                "Prepare the model before wrapping its modules' forward, or subclass the module."
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type == "meta":
+            raise PrepareError(f"a model has weights before it is prepared, but {name} is on meta. Materialise it first.")
+        if not is_dense(tensor) and tensor.numel() > 0:
+            raise PrepareError(f"weights are dense and strided, but {name} is {tensor.layout}. Call .contiguous() first.")

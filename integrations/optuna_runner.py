@@ -1,0 +1,99 @@
+"""Runs an Optuna study's trials side by side over one pool: `Study.optimize` in threads, nothing private."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from hydra_tune.context import trial_context
+from hydra_tune.errors import ConfigError, PoolClosedError, TrialStopped
+from hydra_tune.pool import ShardPool, default_pool
+
+if TYPE_CHECKING:
+    import optuna
+
+logger = logging.getLogger("hydra_tune")
+TRIALS_A_DEVICE = 2  # enough for one to compute while another steps its optimizer on the host
+
+
+class HydraTrialRunner:
+    """Takes the place of ``study.optimize(objective, ...)``: the same search, over a shared pool.
+
+    Args:
+        pool: where trials run; the default pool if None.
+        concurrency: trials that live at a time; two a device if None.
+
+    Each objective runs in a thread with random state of its own, seeded from the pool's seed and the
+    trial's number. An objective that raises, is pruned or stopped ends its trial alone.
+    """
+
+    def __init__(self, pool: ShardPool | None = None, concurrency: int | None = None) -> None:
+        if concurrency is not None and (isinstance(concurrency, bool) or concurrency < 1):
+            raise ConfigError(f"concurrency is how many trials live at a time, at least 1; got {concurrency!r}.")
+        self.pool = pool or default_pool()
+        self.concurrency = concurrency or TRIALS_A_DEVICE * len(self.pool.devices)
+
+    def optimize(
+        self,
+        study: optuna.Study,
+        objective: Callable[[optuna.Trial], Any],
+        n_trials: int | None = None,
+        timeout: float | None = None,
+        catch: Iterable[type[Exception]] | type[Exception] = (),
+        callbacks: Iterable[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]] | None = None,
+        gc_after_trial: bool = False,
+        show_progress_bar: bool = False,
+    ) -> None:
+        """`Study.optimize`, each argument with the meaning it has there.
+
+        Raises:
+            PoolClosedError: the pool is closed, or was while trials ran.
+        """
+        self.pool.check_usable()
+
+        def run(trial: optuna.Trial) -> Any:
+            return run_objective(self.pool, objective, trial)
+
+        study.optimize(
+            run,
+            n_trials=n_trials,
+            timeout=timeout,
+            n_jobs=self.concurrency,
+            catch=catch,
+            callbacks=None if callbacks is None else list(callbacks),
+            gc_after_trial=gc_after_trial,
+            show_progress_bar=show_progress_bar,
+        )
+
+
+def run_objective(pool: ShardPool, objective: Callable[[optuna.Trial], Any], trial: optuna.Trial) -> Any:
+    """One trial, from its random state to its last byte."""
+    logger.info("trial %d starts", trial.number)
+    try:
+        with trial_context(pool, trial.number):
+            value = objective(trial)
+    except TrialStopped as stop:
+        _clear_frames(stop)
+        raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
+    except Exception as error:
+        _clear_frames(error)
+        logger.info("trial %d ends: %s", trial.number, type(error).__name__)
+        raise
+    logger.info("trial %d ends: %s", trial.number, value)
+    return value
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Exceptions keep frames, frames keep tensors: let go of the locals, keep the traceback's lines."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        if current.__traceback__ is not None:
+            traceback.clear_frames(current.__traceback__)
+        pending += [current.__cause__, current.__context__]

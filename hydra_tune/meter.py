@@ -109,6 +109,8 @@ class TrialMeter:
         self.trial = trial
         self.always = always  # the checks of HYDRA_TUNE_CHECKS
         self.counting = always
+        self._outside_start: int | None = None
+        self._outside_peak = 0
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
     def observe(self, inputs: list[Any], outputs: list[Any]) -> None:
@@ -128,6 +130,27 @@ class TrialMeter:
     @property
     def window_peak(self) -> int:
         return self.meter.window_peak(self.trial)
+
+    # ---- what a step has outside of its visits to shards ----
+
+    def watch_outside(self) -> None:
+        """Start to note the highest bytes beyond those there now, while no block runs."""
+        self._outside_start = self._outside_peak = self.start_window()
+
+    def outside_ends(self) -> None:
+        if self._outside_start is not None:
+            self._outside_peak = max(self._outside_peak, self.window_peak)
+
+    def outside_starts(self) -> None:
+        if self._outside_start is not None:
+            self.start_window()
+
+    def outside_peak(self) -> int:
+        """The figure since `watch_outside`, which ends here."""
+        self.outside_ends()
+        start, self._outside_start = self._outside_start, None
+        assert start is not None
+        return self._outside_peak - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -55,15 +55,18 @@ class Pilot:
         before = trial.meter.trial_bytes
         try:
             with random_state_kept(trial.device.generators()), torch.enable_grad():
+                trial.meter.watch_outside()
                 outputs = forward(*args, **kwargs)
             tensors = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
             self._refuse_uncalled_weights(tensors)
             self._drop_copy()
-            held = trial.meter.trial_bytes - before
-            boundary = max((p.boundary_bytes for p in self.profiles.values()), default=0)
+            forward_peak, held = trial.meter.outside_peak(), trial.meter.trial_bytes - before
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             self.kept_bytes = 2 * sum(map(storage_bytes, inputs)) + sum(map(storage_bytes, tensors))
-            self.step_bytes = held + OUTPUT_COPIES * sum(map(storage_bytes, tensors)) + 2 * boundary
+            boundaries = [p.boundary_bytes for p in self.profiles.values()]
+            saved_between = max(0, held - sum(boundaries))
+            loss_bytes = max(OUTPUT_COPIES * sum(map(storage_bytes, tensors)), saved_between)
+            self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
         finally:
             self._drop_copy()
             for buffer, value in zip(buffers, values, strict=True):
@@ -91,12 +94,17 @@ class Pilot:
     def measure(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> None:
         """Profile one call of a block; of several calls, the largest figures count."""
         block, trial = call.block, self.trial
+        trial.meter.outside_ends()
         copy = self.copy_of(block)
         with random_state_kept(trial.device.generators()), trial.inside(block, copy):
             now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
-            forward_s, forward_work, boundary = self._forward(call, tensors)
-            backward_s, backward_work, saved = self._backward(call, tensors, copy)
+            try:
+                forward_s, forward_work, boundary = self._forward(call, tensors)
+                backward_s, backward_work, saved = self._backward(call, tensors, copy)
+            except torch.OutOfMemoryError:
+                raise DoesNotFitError(BlockProfile(block.name, block.weight_bytes, self.free_bytes)) from None
             copy.swap_buffers(block, now)
+        trial.meter.outside_starts()
         profile = BlockProfile(
             block.name, block.weight_bytes, forward_work, backward_work, saved, boundary, forward_s, backward_s,
             block.nondifferentiable,

@@ -80,8 +80,6 @@ class Trial:
         self._pass: ForwardPass | None = None
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
-        self._step_start_bytes = 0
-        self._step_peak_bytes = 0
         self._use_cache: list[Any] = []
         self._too_large = ""
 
@@ -191,7 +189,7 @@ class Trial:
         self._in_step = True
         if self._alone:
             self.meter.counting = True
-            self._step_start_bytes = self._step_peak_bytes = self.meter.start_window()
+            self.meter.watch_outside()
 
     @property
     def _can_measure_step(self) -> bool:
@@ -203,8 +201,7 @@ class Trial:
         if self._alone:
             self._alone = False
             self.meter.counting = self.meter.always
-            self._step_peak_bytes = max(self._step_peak_bytes, self.meter.window_peak)
-            self._use_measured_step(self._step_peak_bytes - self._step_start_bytes)
+            self._use_measured_step(self.meter.outside_peak())
 
     def _use_measured_step(self, step_bytes: int) -> None:
         assert self.plan is not None
@@ -297,8 +294,8 @@ class Trial:
         if self._pilot is not None:
             copy = self._pilot.copy_of(block)
         else:
-            self._note_step_peak()
             copy = self._go_to(self._shard_of[block], direction)
+        self.meter.outside_ends()
         try:
             with self._counted(), self.inside(block, copy):
                 yield copy
@@ -306,12 +303,7 @@ class Trial:
             self.leave()
             raise
         finally:
-            if self._alone:
-                self.meter.start_window()
-
-    def _note_step_peak(self) -> None:
-        if self._alone:
-            self._step_peak_bytes = max(self._step_peak_bytes, self.meter.window_peak)
+            self.meter.outside_starts()
 
     @contextmanager
     def inside(self, block: Block, copy: DeviceCopy) -> Iterator[None]:

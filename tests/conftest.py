@@ -1,0 +1,38 @@
+"""Every test runs with checks: each operator metered, freed slots poisoned, no device over its budget."""
+
+import os
+
+os.environ["HYDRA_TUNE_CHECKS"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from hydra_tune.pool import ShardPool
+
+
+@pytest.fixture(autouse=True)
+def fixed_threads():
+    """Thread counts change the last bit of LayerNorm's gradients."""
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def pools(monkeypatch):
+    """Every pool a test makes; afterwards none has ever been over its budget, and each scheduler is sound."""
+    made = []
+    original = ShardPool.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(ShardPool, "__init__", init)
+    yield made
+    for pool in made:
+        pool._machine.validate()
+        for device in pool.devices:
+            assert device.peak_bytes <= device.budget_bytes, device
+            if device.name.startswith("cpu"):
+                assert device.measured_peak_bytes <= device.budget_bytes, device
+        pool.close()

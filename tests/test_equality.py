@@ -1,0 +1,55 @@
+"""The first promise: bit for bit the numbers of plain PyTorch, whatever the budget."""
+
+import pytest
+from models import CASES
+from training import assert_bitwise_equal, train
+
+import hydra_tune
+
+BUDGETS = ("all resident", "half of the weights", "barely one block")
+
+
+def weight_bytes(build):
+    return sum(p.numel() * p.element_size() for p in build().parameters())
+
+
+def budget_bytes(which, build, batch):
+    """`barely one block`: what the largest block needs beside what its trial and step hold, and not a byte more."""
+    weights = weight_bytes(build)
+    if which == "all resident":
+        return 40 * weights
+    if which == "half of the weights":
+        return weights // 2
+    with hydra_tune.ShardPool(["cpu"], weights // 2) as pool:
+        train(build, batch, pool=pool, steps=1)
+        (plan,) = pool.plans.values()
+    largest = max(b.weight_bytes + max(b.forward_work_bytes, b.backward_work_bytes) for b in plan.blocks)
+    return plan.held_bytes + plan.step_bytes + largest
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["plain", "clipped"])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_plain_pytorch_bit_for_bit(case, budget, clip):
+    build, batch = CASES[case]
+    budget_now = budget_bytes(budget, build, batch)
+    with hydra_tune.ShardPool(["cpu"], budget_now) as pool:
+        prepared = train(build, batch, pool=pool, clip=clip)
+        report = pool.report()
+    plain = train(build, batch, clip=clip)
+    assert_bitwise_equal(plain, prepared)
+    (trial,), (device,) = report["trials"], report["devices"]
+    assert trial["resident"] == (budget == "all resident")
+    if budget != "all resident":
+        assert len(trial["shards"]) > 1
+        assert device["promoted_bytes"] > 6 * weight_bytes(build)  # each of 6 steps promotes all of it at least once
+    if budget == "barely one block":
+        assert max(len(s["blocks"]) for s in trial["shards"][1:-1]) < len(trial["shards"])
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}], ids=str)
+def test_optimizer_steps_as_the_user_configured_it(options):
+    build, batch = CASES["gpt"]
+    with hydra_tune.ShardPool(["cpu"], weight_bytes(build) // 2) as pool:
+        prepared = train(build, batch, pool=pool, optimizer_options=options)
+    assert_bitwise_equal(train(build, batch, optimizer_options=options), prepared)

@@ -214,6 +214,7 @@ class BlockCall:
                 set_generator_states(generators, drawn)
                 copy.swap_buffers(self.block, now)
             host_grads = self.trial.spill_gradients(self.block, grad_leaves)
+            del grad_leaves  # the step's reservation does not cover them, the visit's does
         return [*grads, *host_grads]
 
     def _local_backward(

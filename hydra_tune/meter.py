@@ -14,8 +14,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
 import torch
 
 from hydra_tune.config import format_bytes
@@ -113,11 +111,10 @@ class TrialMeter:
         self._outside_peak = 0
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
-    def observe(self, inputs: list[Any], outputs: list[Any]) -> None:
+    def observe(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Count what one operator made: the device's if any input is, or if it has none and runs inside."""
-        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        if any(self.meter.knows(t) for t in tensors) or (self.inside and not tensors):
-            self.meter.add(self.trial, [x for x in outputs if isinstance(x, torch.Tensor)])
+        if any(self.meter.knows(t) for t in inputs) or (self.inside and not inputs):
+            self.meter.add(self.trial, outputs)
 
     @property
     def trial_bytes(self) -> int:

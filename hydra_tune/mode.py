@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hydra_tune.meter import TrialMeter
 from hydra_tune.random_state import RandomState, is_default
@@ -39,9 +38,20 @@ class TrialMode(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         if self.meter is not None and self.meter.counting:
-            self.meter.observe(tree_leaves((args, kwargs)), tree_leaves(out))
+            self.meter.observe(_tensors((args, *kwargs.values())), _tensors((out,)))
         return out
 
 
 def _draws(func: Callable[..., Any]) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results: themselves, or in a list or tuple."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found

@@ -174,6 +174,7 @@ class ShardPool:
 
     def admit(self, trial: Trial, plan: TrialPlan) -> None:
         self._ask(s.PlanReady(trial.id, plan), s.Admit)
+        self._summaries[trial.id] = trial.summary()
 
     def replace_plan(self, trial: Trial, plan: TrialPlan) -> None:
         self._tell(s.PlanReady(trial.id, plan))
@@ -182,6 +183,7 @@ class ShardPool:
         self._ask(s.StepReady(trial.id, alone), s.Enter)
 
     def leave_step(self, trial: Trial) -> None:
+        self._summaries[trial.id]["steps"] = trial.step
         self._tell(s.StepDone(trial.id))
 
     def invalidate(self, trial: Trial) -> None:
@@ -292,6 +294,7 @@ class ShardPool:
         while self._abandoned:
             number = self._abandoned.popleft()
             if number in self._granted:
+                self._summaries.setdefault(number, {})["state"] = "ended"
                 self._forget(number)
 
     def _forget(self, number: int) -> None:

@@ -184,6 +184,10 @@ class Trial:
         self.boundary()
         if self._in_step:
             return
+        shared = self.pool.plans[self._key]
+        if shared is not plan:  # another trial has measured a step of this plan since
+            plan = self.plan = shared
+            self.pool.replace_plan(self, plan)
         self._alone = not plan.resident and self._key not in self.pool.measured and self._can_measure_step
         self.pool.enter_step(self, alone=self._alone)
         self._in_step = True

@@ -6,8 +6,8 @@ from torch import nn
 from hydra_tune.demo.gpt import GPT
 
 
-def gpt(dropout=0.1, depth=8):
-    return GPT(depth=depth, width=64, heads=4, context=16, dropout=dropout)
+def gpt(dropout=0.1, depth=6):
+    return GPT(depth=depth, width=128, heads=4, context=16, dropout=dropout)
 
 
 def mlp():

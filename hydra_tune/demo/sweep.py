@@ -1,0 +1,225 @@
+"""The demo: eight trials, none of which fits its device, four at a time, and the proof that it shows nowhere.
+
+An ordinary Optuna study over an ordinary training loop. Afterwards the best trial is trained again in
+plain PyTorch, alone, and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+import hydra_tune
+from hydra_tune.config import format_bytes
+from hydra_tune.demo.gpt import GPT
+from hydra_tune.demo.page import write_page
+from hydra_tune.demo.text import Windows, documentation
+
+DEPTHS = (12, 14, 16)
+CONTEXT = 64
+BITS = 1 / 0.6931471805599453  # nats to bits
+CONCURRENCY = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the job. `report_every` is in steps; validation reads `validation_batches` batches."""
+
+    trials: int = 8
+    steps: int = 60
+    batch: int = 2
+    report_every: int = 20
+    validation_batches: int = 12
+    seed: int = 0
+
+
+QUICK = Settings(trials=4, steps=12, report_every=6, validation_batches=4)
+
+
+@dataclass
+class TrialRecord:
+    """What one trial did; `weights` stay in memory only."""
+
+    number: int
+    config: dict[str, float]
+    losses: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)  # (steps, bits per byte)
+    weights: list[torch.Tensor] = field(default_factory=list)
+
+
+def suggest(trial: optuna.Trial) -> dict[str, float]:
+    return {
+        "lr": trial.suggest_float("lr", 3e-4, 6e-3, log=True),
+        "depth": trial.suggest_categorical("depth", DEPTHS),
+        "dropout": trial.suggest_float("dropout", 0.0, 0.2),
+        "weight_decay": trial.suggest_float("weight_decay", 1e-3, 0.3, log=True),
+    }
+
+
+def train(
+    record: TrialRecord,
+    settings: Settings,
+    text: tuple[torch.Tensor, torch.Tensor],
+    report: Callable[[int, float], None],
+    *,
+    prepared: bool,
+) -> float:
+    """An ordinary training loop; its second line of set-up is all that differs. Validation bits per byte."""
+    torch.manual_seed(settings.seed + record.number)
+    config = record.config
+    model = GPT(depth=int(config["depth"]), context=CONTEXT, dropout=config["dropout"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"], weight_decay=config["weight_decay"], fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=config["lr"], total_steps=settings.steps)
+    train_loader = DataLoader(Windows(text[0], CONTEXT), batch_size=settings.batch, shuffle=True)
+    validation_loader = DataLoader(Windows(text[1], CONTEXT), batch_size=settings.batch)
+    if prepared:
+        model, optimizer, train_loader, validation_loader = hydra_tune.prepare(
+            model, optimizer, train_loader, validation_loader
+        )
+    for step, (x, y) in enumerate(train_loader, start=1):
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        record.losses.append(loss.item())
+        if step % settings.report_every == 0:
+            record.validation.append((step, validate(model, validation_loader, settings)))
+            report(*record.validation[-1])
+        if step == settings.steps:
+            break
+    record.weights = [p.detach().to("cpu", copy=True) for p in model.parameters()]
+    return record.validation[-1][1]
+
+
+@torch.no_grad()
+def validate(model: torch.nn.Module, loader: Any, settings: Settings) -> float:
+    """Mean bits per byte over the first batches of the validation text."""
+    model.eval()
+    total = 0.0
+    for _, (x, y) in zip(range(settings.validation_batches), loader, strict=False):
+        total += F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
+    model.train()
+    return BITS * total / settings.validation_batches
+
+
+def run(settings: Settings, folder: Path, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """The sweep, its proof and its report; the report as plain data.
+
+    Raises:
+        AssertionError: fewer bytes were promoted a step than half of the weights, or a budget was passed.
+    """
+    text = documentation()
+    weights = [weight_bytes(depth) for depth in DEPTHS]
+    pool = hydra_tune.ShardPool("cuda:0" if torch.cuda.is_available() else "cpu", min(weights) // 2, seed=settings.seed)
+    device = pool.devices[0]
+    say(f"text      {len(text[0]):,} bytes to train on, {len(text[1]):,} to validate: Python's own documentation")
+    say(f"models    {DEPTHS[0]} to {DEPTHS[-1]} layers, {format_bytes(weights[0])} to {format_bytes(weights[-1])} of weights")
+    say(f"device    {device.name} with {format_bytes(device.budget_bytes)}: no model fits, and four share it")
+    start = time.perf_counter()
+    study, records = sweep(settings, pool, text, say)
+    sweep_s = time.perf_counter() - start
+    figures = pool.report()
+    check(figures, settings)
+    best = records[study.best_trial.number]
+    say(f"best      trial {best.number}: {study.best_value:.3f} bits per byte with {spell(best.config)}")
+    say(f"memory    peak {format_bytes(device.peak_bytes)} of {format_bytes(device.budget_bytes)}")
+    proof = prove(best, settings, text)
+    say(
+        f"proof     trial {best.number} again in plain PyTorch, alone: losses "
+        f"{'equal' if proof['losses_equal'] else 'DIFFERENT'}, final weights "
+        f"{'equal, bit for bit' if proof['weights_equal'] else 'DIFFERENT'}"
+    )
+    report = {
+        "settings": asdict(settings),
+        "environment": environment(),
+        "sweep_s": sweep_s,
+        "total_s": time.perf_counter() - start,
+        "best": {"trial": best.number, "bits_per_byte": study.best_value, **best.config},
+        "proof": proof,
+        "trials": [{k: v for k, v in asdict(r).items() if k != "weights"} for r in records.values()],
+        "pool": figures,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(report, indent=1))
+    write_page(folder / "report.html", report, pool.timeline())
+    pool.close()
+    say(f"report    {folder / 'report.html'} and report.json, after {report['total_s']:.0f} s")
+    return report
+
+
+def sweep(
+    settings: Settings, pool: hydra_tune.ShardPool, text: tuple[torch.Tensor, torch.Tensor], say: Callable[[str], None]
+) -> tuple[optuna.Study, dict[int, TrialRecord]]:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    records: dict[int, TrialRecord] = {}
+
+    def objective(trial: optuna.Trial) -> float:
+        record = records[trial.number] = TrialRecord(trial.number, suggest(trial))
+        say(f"trial {trial.number}   starts with {spell(record.config)}")
+
+        def report(step: int, value: float) -> None:
+            trial.report(value, step)
+            say(f"trial {trial.number}   step {step:>3}  loss {record.losses[-1]:.3f}  validation {value:.3f} bits per byte")
+            if trial.should_prune():
+                raise optuna.TrialPruned
+
+        return train(record, settings, text, report, prepared=True)
+
+    study = optuna.create_study(
+        sampler=optuna.samplers.TPESampler(seed=settings.seed), pruner=optuna.pruners.NopPruner()
+    )
+    hydra_tune.HydraTrialRunner(pool, concurrency=CONCURRENCY).optimize(study, objective, n_trials=settings.trials)
+    return study, records
+
+
+def prove(best: TrialRecord, settings: Settings, text: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+    """Train the best configuration in plain PyTorch, alone, and compare every loss and weight."""
+    again = TrialRecord(best.number, best.config)
+    train(again, settings, text, lambda step, value: None, prepared=False)
+    return {
+        "trial": best.number,
+        "losses_equal": again.losses == best.losses and again.validation == best.validation,
+        "weights_equal": all(torch.equal(a, b) for a, b in zip(again.weights, best.weights, strict=True)),
+    }
+
+
+def check(figures: dict[str, Any], settings: Settings) -> None:
+    """Nothing hides in residency, and no budget was passed."""
+    for trial in figures["trials"]:
+        assert len(trial["shards"]) >= 8, trial
+        assert trial["promoted_bytes"] >= settings.steps * trial["weight_bytes"] / 2, trial
+    for device in figures["devices"]:
+        assert device["peak_bytes"] <= device["budget_bytes"], device
+
+
+def weight_bytes(depth: int) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() * p.element_size() for p in GPT(depth=depth, context=CONTEXT).parameters())
+
+
+def spell(config: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in config.items())
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "optuna": optuna.__version__,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,87 @@
+"""A trial gives the same numbers alone and in company: four in four threads, on one device and on two."""
+
+import optuna
+import pytest
+import torch
+from models import gpt
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydra_tune
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+STEPS = 20
+RATES = {0: 1e-3, 1: 3e-3, 2: 5e-4, 3: 2e-3}
+
+
+def objective_with(num_workers, results, prepared=True):
+    """Trains 20 steps with dropout, its own seed and a shuffling loader; leaves losses and weights in `results`."""
+
+    def objective(trial):
+        torch.manual_seed(100 + trial.number)
+        data = TensorDataset(torch.randint(0, 128, (48, 16)), torch.randint(0, 128, (48, 16)))
+        loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=num_workers)
+        model = gpt(dropout=0.2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATES[trial.number])
+        if prepared:
+            model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader)
+        losses = []
+        for _, (x, y) in zip(range(STEPS), loader, strict=False):
+            loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert len(losses) == STEPS
+        results[trial.number] = losses, [p.detach().clone() for p in model.parameters()], torch.rand(3)
+        return losses[-1]
+
+    return objective
+
+
+class FixedTrial:
+    def __init__(self, number):
+        self.number = number
+
+
+def plain_results(num_workers):
+    results = {}
+    for number in RATES:
+        objective_with(num_workers, results, prepared=False)(FixedTrial(number))
+    return results
+
+
+def run_in_pool(devices, num_workers, concurrency):
+    weights = sum(p.numel() * p.element_size() for p in gpt().parameters())
+    results = {}
+    with hydra_tune.ShardPool(devices, weights // 2) as pool:
+        runner = hydra_tune.HydraTrialRunner(pool, concurrency=concurrency)
+        runner.optimize(optuna.create_study(), objective_with(num_workers, results), n_trials=len(RATES))
+        report = pool.report()
+    assert {t["steps"] for t in report["trials"]} == {STEPS}
+    assert all(not t["resident"] and len(t["shards"]) > 2 for t in report["trials"])
+    assert all(device["used_bytes"] == 0 for device in report["devices"])
+    return results, report
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for number, (losses, weights, drawn) in a.items():
+        assert losses == b[number][0], number
+        assert all(torch.equal(x, y) for x, y in zip(weights, b[number][1], strict=True)), number
+        assert torch.equal(drawn, b[number][2]), number
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]], ids=["one device", "two devices"])
+def test_four_trials_in_four_threads_equal_each_alone_and_plain_pytorch(devices, num_workers):
+    together, report = run_in_pool(devices, num_workers, concurrency=4)
+    alone, _ = run_in_pool(devices, num_workers, concurrency=1)
+    assert_same(together, alone)
+    assert_same(together, plain_results(num_workers))
+    assert {t["device"] for t in report["trials"]} == {d["name"] for d in report["devices"]}
+
+
+def test_trials_of_one_architecture_share_one_partition():
+    _, report = run_in_pool(["cpu"], 0, concurrency=2)
+    assert len({str(t["shards"]) for t in report["trials"]}) == 1
+    assert len({t["step_bytes"] for t in report["trials"]}) == 1

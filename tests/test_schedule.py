@@ -1,0 +1,283 @@
+"""The scheduler as a dialogue; every test ends by validating every invariant."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydra_tune.schedule import (
+    Admit,
+    Done,
+    Drop,
+    Enter,
+    Failed,
+    Invalidated,
+    Machine,
+    PilotDone,
+    PilotReady,
+    Place,
+    PlanReady,
+    Promote,
+    Promoted,
+    Run,
+    StartPilot,
+    StepDone,
+    StepReady,
+    TaskReady,
+    TrialAdded,
+    TrialEnded,
+)
+from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
+
+
+def plan(slots=(30, 30), work=10, held=0, step=10):
+    shards = tuple(Shard((i,), size, work, work) for i, size in enumerate(slots))
+    return TrialPlan(False, shards, (), held, step)
+
+
+def task(trial, shard, direction=Direction.FORWARD, step=1):
+    return Task(trial, step, shard, direction)
+
+
+@pytest.fixture
+def machine():
+    machine = Machine([100])
+    yield machine
+    machine.validate()
+
+
+def admitted(machine, *trials, **options):
+    for trial in trials:
+        machine.handle(TrialAdded(trial))
+        assert Admit(trial) in machine.handle(PlanReady(trial, plan(**options)))
+
+
+def test_one_trial_alone(machine):
+    assert machine.handle(TrialAdded(0)) == [Place(0, 0)]
+    assert machine.handle(PilotReady(0)) == [StartPilot(0, 100)]
+    assert machine.handle(PilotDone(0, 40)) == []
+    assert machine.handle(PlanReady(0, plan())) == [Admit(0)]
+    assert machine.handle(StepReady(0)) == [Enter(0)]
+    first, second = task(0, 0), task(0, 1)
+    assert machine.handle(TaskReady(first)) == [Promote(first, 0, 0, 30)]
+    assert machine.shard_state(0, 0) is ShardState.IN_FLIGHT
+    assert machine.handle(Promoted(first)) == [Run(first)]
+    assert machine.shard_state(0, 0) is ShardState.RESIDENT
+    assert machine.handle(Done(first)) == []
+    assert machine.handle(TaskReady(second)) == [Promote(second, 0, 30, 30)]
+    assert machine.handle(Promoted(second)) == [Run(second)]
+    assert machine.handle(Done(second)) == []
+    back = task(0, 1, Direction.BACKWARD)
+    assert machine.handle(TaskReady(back)) == [Run(back)], "it is resident still"
+    assert machine.handle(Done(back)) == []
+    assert machine.handle(Invalidated(0)) == [Drop(0, 0, 0, 0, 30), Drop(0, 1, 0, 30, 30)]
+    assert machine.shard_state(0, 0) is ShardState.SPILLED
+    assert machine.handle(StepDone(0)) == []
+    assert machine.handle(TrialEnded(0)) == []
+    assert machine.devices[0].ledger.used_bytes == 0
+
+
+def test_one_lease_a_device_first_come_first_served(machine):
+    admitted(machine, 0, 1)
+    machine.handle(StepReady(0))
+    machine.handle(StepReady(1))
+    a, b = task(0, 0), task(1, 0)
+    machine.handle(TaskReady(a))
+    assert machine.handle(TaskReady(b)) == [], "the device is taken"
+    assert machine.handle(Promoted(a)) == [Run(a)]
+    assert machine.handle(Done(a)) == [Promote(b, 0, 30, 30)]
+
+
+def test_the_shard_used_least_recently_makes_room(machine):
+    admitted(machine, 0, slots=(30, 30, 30))
+    machine.handle(StepReady(0))
+    for shard in (0, 1):
+        machine.handle(TaskReady(task(0, shard)))
+        machine.handle(Promoted(task(0, shard)))
+        machine.handle(Done(task(0, shard)))
+    third = task(0, 2)
+    assert machine.handle(TaskReady(third)) == [Promote(third, 0, 60, 30)]
+    assert machine.handle(Promoted(third)) == [Drop(0, 0, 0, 0, 30), Run(third)], "its work needs room as well"
+
+
+def test_a_step_waits_until_its_largest_task_fits_beside_the_others(machine):
+    admitted(machine, 0, 1, step=35)  # 35 + 35 + 30 + 10 > 100
+    assert machine.handle(StepReady(0)) == [Enter(0)]
+    assert machine.handle(StepReady(1)) == []
+    assert machine.handle(StepDone(0)) == [Enter(1)]
+
+
+def test_a_trial_waits_for_admission_until_every_step_would_fit(machine):
+    admitted(machine, 0, held=30)
+    machine.handle(TrialAdded(1))
+    assert machine.handle(PlanReady(1, plan(held=30))) == [], "30 + 30 + 10 + 30 + 10 > 100"
+    assert machine.handle(TrialEnded(0)) == [Admit(1)]
+
+
+def test_a_pilot_has_the_device_to_itself(machine):
+    admitted(machine, 0, held=20)
+    machine.handle(StepReady(0))
+    machine.handle(TrialAdded(1))
+    assert machine.handle(PilotReady(1)) == [], "a step is under way"
+    machine.handle(TaskReady(task(0, 0)))
+    machine.handle(Promoted(task(0, 0)))
+    machine.handle(Done(task(0, 0)))
+    assert machine.handle(StepDone(0)) == [Drop(0, 0, 0, 0, 30), StartPilot(1, 80)]
+    assert machine.handle(StepReady(0)) == [], "the pilot comes first"
+    assert machine.handle(PilotDone(1, 50)) == [Enter(0)]
+    assert machine.devices[0].ledger.peak_bytes == 70
+
+
+def test_a_pilot_that_needs_all_waits_for_what_others_hold(machine):
+    admitted(machine, 0, held=20)
+    machine.handle(TrialAdded(1))
+    assert machine.handle(PilotReady(1, empty=True)) == []
+    assert machine.handle(TrialEnded(0)) == [StartPilot(1, 100)]
+
+
+def test_a_step_that_is_not_measured_yet_runs_alone(machine):
+    admitted(machine, 0, 1)
+    assert machine.handle(StepReady(0, alone=True)) == [Enter(0)]
+    assert machine.handle(StepReady(1)) == []
+    assert machine.handle(StepDone(0)) == [Enter(1)]
+
+
+def test_trials_go_to_the_device_with_fewest():
+    machine = Machine([100, 100])
+    homes = [machine.handle(TrialAdded(i))[0].device for i in range(3)]
+    machine.handle(TrialEnded(1))
+    assert [*homes, machine.handle(TrialAdded(3))[0].device] == [0, 1, 0, 1]
+    machine.validate()
+
+
+@pytest.mark.parametrize("moment", ["waiting", "in flight", "running"])
+def test_a_failed_task_gives_the_lease_to_the_next(machine, moment):
+    admitted(machine, 0, 1)
+    machine.handle(StepReady(0))
+    machine.handle(StepReady(1))
+    a, b = task(0, 0), task(1, 0)
+    if moment == "waiting":
+        machine.handle(TaskReady(b))
+        machine.handle(TaskReady(a))
+        assert machine.handle(Failed(a)) == []
+        return
+    machine.handle(TaskReady(a))
+    machine.handle(TaskReady(b))
+    if moment == "running":
+        machine.handle(Promoted(a))
+    assert machine.handle(Failed(a)) == [Drop(0, 0, 0, 0, 30), Promote(b, 0, 0, 30)]
+
+
+def test_an_impossible_event_tells_its_story(machine):
+    admitted(machine, 0)
+    with pytest.raises(AssertionError, match="impossible TaskReady"):
+        machine.handle(TaskReady(task(0, 0)))
+
+
+class Player:
+    """Plays trials against the machine with random timing, and keeps the story."""
+
+    def __init__(self, rng, budgets, plans, steps, fail_rate):
+        self.rng, self.machine = rng, Machine(budgets)
+        self.plans, self.steps, self.fail_rate = plans, steps, fail_rate
+        self.granted = {t: [] for t in range(len(plans))}
+        self.story = []
+
+    def script(self, trial):
+        """What a trial asks and which answer it waits for, as a generator of (event, answer)."""
+        yield TrialAdded(trial), Place
+        yield PilotReady(trial), StartPilot
+        yield PilotDone(trial, 0), None
+        yield PlanReady(trial, self.plans[trial]), Admit
+        for step in range(1, self.steps + 1):
+            yield StepReady(trial, alone=step == 1 and trial % 2 == 0), Enter
+            yield Invalidated(trial), None
+            shards = range(len(self.plans[trial].shards))
+            visits = [task(trial, s, step=step) for s in shards]
+            visits += [task(trial, s, Direction.BACKWARD, step) for s in reversed(shards)]
+            for visit in visits:
+                yield TaskReady(visit), Run
+                yield Done(visit), None
+            yield StepDone(trial), None
+        yield TrialEnded(trial), None
+
+    def send(self, event):
+        for instruction in self.machine.handle(event):
+            self.story.append(instruction)
+            if isinstance(instruction, Promote):
+                self.granted[instruction.task.trial].append(instruction)
+            elif isinstance(instruction, Run):
+                self.granted[instruction.task.trial].append(instruction)
+            elif not isinstance(instruction, Drop):
+                self.granted[instruction.trial].append(instruction)
+        self.machine.validate()
+
+    def play(self):
+        live = {t: self.script(t) for t in self.granted}
+        waiting = {}
+        while live:
+            movable = [t for t in live if t not in waiting or self.granted[t]]
+            assert movable, f"deadlock: {waiting}"
+            trial = self.rng.choice(movable)
+            if trial in waiting:
+                instruction = self.granted[trial].pop(0)
+                if isinstance(instruction, Promote):
+                    self.send(Promoted(instruction.task))
+                else:
+                    assert isinstance(instruction, waiting.pop(trial))
+                continue
+            if trial in self.machine.trials and self.rng.random() < self.fail_rate:
+                self.send(TrialEnded(trial))
+                del live[trial]
+                continue
+            event, answer = next(live[trial])
+            if answer is not None:
+                waiting[trial] = answer
+            if isinstance(event, TrialEnded):
+                del live[trial]
+            self.send(event)
+        return self.story
+
+
+@st.composite
+def workloads(draw):
+    budgets = draw(st.lists(st.integers(100, 200), min_size=1, max_size=3))
+    budgets = [min(budgets)] * len(budgets)
+    plans = []
+    for _ in range(draw(st.integers(1, 6))):
+        held, step, work = draw(st.integers(0, 20)), draw(st.integers(0, 30)), draw(st.integers(0, 20))
+        rest = min(budgets) - held - step - work
+        plans.append(
+            plan(draw(st.lists(st.integers(0, rest), min_size=1, max_size=5)), work=work, held=held, step=step)
+        )
+    return budgets, plans, draw(st.integers(0, 2**16)), draw(st.sampled_from([0.0, 0.02]))
+
+
+def play(budgets, plans, seed, fail_rate):
+    return Player(random.Random(seed), budgets, plans, steps=2, fail_rate=fail_rate).play()
+
+
+def check_any_mix(workload):
+    budgets, plans, seed, fail_rate = workload
+    story = play(*workload)
+    assert story == play(*workload), "same seed, same story"
+    if fail_rate == 0:
+        runs = [i.task for i in story if isinstance(i, Run)]
+        for trial, its_plan in enumerate(plans):
+            shards = range(len(its_plan.shards))
+            once = [(s, Direction.FORWARD) for s in shards] + [(s, Direction.BACKWARD) for s in reversed(shards)]
+            assert [(t.shard, t.direction) for t in runs if t.trial == trial] == once * 2
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(workloads())
+def test_any_mix_of_trials_that_fit_alone_finishes_within_budget(workload):
+    check_any_mix(workload)
+
+
+@pytest.mark.proof
+@settings(max_examples=10_000, deadline=None, derandomize=True)
+@given(workloads())
+def test_any_mix_of_trials_that_fit_alone_finishes_within_budget_at_length(workload):
+    check_any_mix(workload)

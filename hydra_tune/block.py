@@ -70,6 +70,8 @@ class Block:
         """Let the module reach the device copies under its own names."""
         host_parameters = [m._parameters[n] for m, n in self.parameter_sites]
         host_buffers = [m._buffers[n] for m, n in self.buffer_sites]
+        caches_casts = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # it would outlive the visit; the slot does not
         try:
             for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):
                 m._parameters[n] = copy.leaf(p)
@@ -78,6 +80,7 @@ class Block:
             self._refresh_flat_weights()
             yield
         finally:
+            torch.set_autocast_cache_enabled(caches_casts)
             for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):
                 m._parameters[n] = p
             for (m, n), b in zip(self.buffer_sites, host_buffers, strict=True):
@@ -147,6 +150,13 @@ class BlockCall:
                     "turn the feature off while training (use_cache=False)."
                 )
 
+    def refuse_changed_inputs(self, tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+        if list(versions) != [t._version for t in tensors]:
+            raise PrepareError(
+                f"a block leaves its inputs as they are, but {self.block.name} changed one in place. "
+                "Make its first operator out of place (inplace=False), or give it a copy."
+            )
+
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         remaining = iter(tensors)
         leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in self._leaves]
@@ -167,20 +177,16 @@ class BlockCall:
         before = generator_states(generators)
         versions = [t._version for t in tensors]
         self._autocast = _autocast_state()
-        with self.trial.visit(self.block, Direction.FORWARD) as copy, _no_cast_cache():
+        with self.trial.visit(self.block, Direction.FORWARD) as copy:
             outputs = self.block.forward(*self.arguments(tensors))
             changed = copy.changed_buffers(self.block)
-        if versions != [t._version for t in tensors]:
-            raise PrepareError(
-                f"a block leaves its inputs as they are, but {self.block.name} changed one in place. "
-                "Make its first operator out of place (inplace=False), or give it a copy."
-            )
+        self.refuse_changed_inputs(tensors, versions)
         if any(not torch.equal(b, a) for b, a in zip(before, generator_states(generators), strict=True)):
             self._random_states = before
         if self.keeps_graph:
             self._versions = [p._version for p in self.block.parameters]
             self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
-        self.trial.write_back(changed)
+        self.trial.residency.write_back(changed)
         leaves, self._output_spec = tree_flatten(outputs)
         self._output_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -213,7 +219,7 @@ class BlockCall:
             finally:
                 set_generator_states(generators, drawn)
                 copy.swap_buffers(self.block, now)
-            host_grads = self.trial.spill_gradients(self.block, grad_leaves)
+            host_grads = self.trial.residency.spill_gradients(self.block, grad_leaves)
             del grad_leaves  # the step's reservation does not cover them, the visit's does
         return [*grads, *host_grads]
 
@@ -302,14 +308,3 @@ def _restored_autocast(state: Sequence[tuple[str, bool, torch.dtype]]) -> Iterat
             if enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
         yield
-
-
-@contextmanager
-def _no_cast_cache() -> Iterator[None]:
-    """Autocast's cache of cast weights outlives a visit, the slot does not."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

@@ -53,15 +53,18 @@ class Meter:
                 key, num_bytes = storage._cdata, storage.nbytes()
                 if key in self._storages or num_bytes == 0 or tensor.device.type == "meta":
                     continue
+                if self.enforce and self.live_bytes + num_bytes > self.budget_bytes:
+                    raise self._out_of_memory(num_bytes)
                 ref = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
                 self._storages[key] = (ref, trial, num_bytes)
                 self._count(trial, num_bytes)
-            if self.enforce and self.live_bytes > self.budget_bytes:
-                raise DeviceOutOfMemoryError(
-                    f"{self.name} holds {format_bytes(self.live_bytes)}, but its budget is "
-                    f"{format_bytes(self.budget_bytes)}. The trial kept more than its reservation: "
-                    "lower the batch size, keep fewer tensors, or raise ShardPool(memory=...)."
-                )
+
+    def _out_of_memory(self, num_bytes: int) -> DeviceOutOfMemoryError:
+        return DeviceOutOfMemoryError(
+            f"{self.name} holds {format_bytes(self.live_bytes)} and was asked for {format_bytes(num_bytes)} more, but "
+            f"its budget is {format_bytes(self.budget_bytes)}. The trial kept more than its reservation: lower the "
+            "batch size, keep fewer tensors, or raise ShardPool(memory=...)."
+        )
 
     def _forget(self, key: int) -> None:
         if os.getpid() != self._pid:

@@ -82,7 +82,7 @@ class Pilot:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
                 raise DoesNotFitError(BlockProfile(block.name, block.weight_bytes))
-            self._copy = block, self.trial.promote([block], 0, block.weight_bytes)
+            self._copy = block, self.trial.residency.promote([block], 0, block.weight_bytes)
         return self._copy[1]
 
     def _drop_copy(self) -> None:
@@ -118,8 +118,9 @@ class Pilot:
 
     def _forward(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> tuple[float, int, int]:
         with torch.no_grad(), self._measured() as used:
-            start = time.perf_counter()
+            versions, start = [t._version for t in tensors], time.perf_counter()
             outputs = call.block.forward(*call.arguments(tensors))
+            call.refuse_changed_inputs(tensors, versions)
             self.trial.device.synchronize()
             seconds = time.perf_counter() - start
             boundary = sum(storage_bytes(x) for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))

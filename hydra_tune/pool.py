@@ -176,9 +176,6 @@ class ShardPool:
         self._ask(s.PlanReady(trial.id, plan), s.Admit)
         self._summaries[trial.id] = trial.summary()
 
-    def replace_plan(self, trial: Trial, plan: TrialPlan) -> None:
-        self._tell(s.PlanReady(trial.id, plan))
-
     def enter_step(self, trial: Trial, *, alone: bool) -> None:
         self._ask(s.StepReady(trial.id, alone), s.Enter)
 
@@ -225,9 +222,9 @@ class ShardPool:
             self._forget(trial.id)
             del self._trials[trial.id]
 
-    def count(self, what: str, trial: Trial, num_bytes: int) -> None:
+    def count(self, what: str, trial: int, home: int, num_bytes: int) -> None:
         with self._lock:
-            self._trace.count(what, trial.home, trial.id, num_bytes)
+            self._trace.count(what, home, trial, num_bytes)
 
     def check_usable(self) -> None:
         if self._closed:
@@ -263,7 +260,7 @@ class ShardPool:
     def _drop(self, drop: s.Drop) -> None:
         trial = self._trials.get(drop.trial)
         if trial is not None:
-            trial.drop_shard(drop.shard)
+            trial.residency.drop(drop.shard)
         self._devices[drop.device].free_slot(drop.offset, drop.num_bytes)
         self._trace.count("dropped_bytes", drop.device, drop.trial, drop.num_bytes)
 

@@ -13,7 +13,8 @@ from hydra_tune.context import current_context
 from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.pool import ShardPool, default_pool
-from hydra_tune.trial import RootForward, Trial
+from hydra_tune.root import RootForward
+from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -52,7 +53,7 @@ def prepare(
     _refuse(model, optimizer)
     context.refuse_second_model()
     chosen = pool or context.pool or default_pool()
-    if any(p.device.type != "cpu" for p in model.parameters()):
+    if any(p.device.type not in ("cpu", "meta") for p in model.parameters()):
         logger.warning("%s is not in host memory; moving it there", type(model).__name__)
         model.to("cpu")
 
@@ -113,7 +114,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         self._trial.boundary()
         for batch in self._loader:
-            yield self._trial.to_device(batch)
+            yield self._trial.residency.to_device(batch)
             if not self._trial.ended:
                 self._trial.boundary()
 

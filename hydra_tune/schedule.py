@@ -49,7 +49,8 @@ class PilotDone:
 
 @dataclass(frozen=True)
 class PlanReady:
-    """The trial knows its plan and wants to be admitted; an admitted trial replaces its plan."""
+    """The trial knows its plan and wants to be admitted. One that is admitted, and between steps, asks
+    again with another plan; if that holds other bytes, it holds none until it is admitted anew."""
 
     trial: int
     plan: TrialPlan
@@ -225,11 +226,13 @@ class Machine:
 
     def _on_PlanReady(self, event: PlanReady) -> list[Instruction]:
         trial, device = self.trials[event.trial], self._device(event.trial)
-        if trial.admitted:
-            assert trial.plan is not None and trial.plan.held_bytes == event.plan.held_bytes, self._story(event)
+        assert event.trial not in device.ledger.steps, self._story(event)
+        if trial.admitted and trial.plan is not None and trial.plan.held_bytes == event.plan.held_bytes:
             trial.plan = event.plan
-        else:
-            device.admissions.append(event)
+            return [Admit(event.trial), *self._advance(device)]
+        trial.admitted = False
+        device.ledger.forget(event.trial)
+        device.admissions.append(event)
         return self._advance(device)
 
     def _on_StepReady(self, event: StepReady) -> list[Instruction]:

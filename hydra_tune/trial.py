@@ -11,33 +11,34 @@ its optimizer step, whichever comes first: host memory is the truth, and may hav
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from hydra_tune.block import Block, BlockForward
 from hydra_tune.config import checks_enabled, format_bytes
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError
-from hydra_tune.host_buffer import is_dense, storage_bytes
+from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
 from hydra_tune.partition import covers, find_blocks, input_signature, make_plan, plan_key
 from hydra_tune.pilot import DoesNotFitError, Pilot
+from hydra_tune.residency import Residency
+from hydra_tune.root import RootForward, refuse_unsupported
 from hydra_tune.shard import Direction, Task, TrialPlan
-from hydra_tune.spill import DeviceCopy, HostWeights
+from hydra_tune.spill import DeviceCopy
 
 if TYPE_CHECKING:
     from hydra_tune.block import BlockCall
     from hydra_tune.pool import ShardPool
 
-SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
 
 @dataclass(eq=False)
@@ -68,10 +69,8 @@ class Trial:
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self._key: Hashable = None
         self._pilot: Pilot | None = None
-        self._weights: HostWeights | None = None
-        self._copies: dict[int, DeviceCopy] = {}
+        self.residency = Residency(device, self.meter, lambda what, num_bytes: pool.count(what, number, home, num_bytes))
         self._shard_of: dict[Block, int] = {}
-        self._held: list[tuple[nn.Module, str]] = []
         self._task: Task | None = None
         self._task_start_s = 0.0
         self._in_step = False
@@ -90,7 +89,7 @@ class Trial:
         self._model = weakref.ref(model)
         self._optimizer = optimizer
         self.blocks = [Block(n, m) for n, m in find_blocks(model, self.pool.budget_bytes)]
-        _refuse_unsupported(model, self.blocks)
+        refuse_unsupported(model, self.blocks)
         model.forward = RootForward(model, self)  # type: ignore[method-assign]
         for block in self.blocks:
             block.module.forward = BlockForward(block, self)  # type: ignore[method-assign]
@@ -117,38 +116,22 @@ class Trial:
         self.ended = True
         self._task = None
         self.pool.end_trial(self)
-        self._copies.clear()
         for hook in self._hooks:
             hook.remove()
         model = self._model()
         if model is not None:
             model.__dict__.pop("forward", None)
             self._unwrap()
-            self._bring_home()
-        if self._weights is not None:
-            self._weights.close()
+            self.residency.bring_home(self._optimizer)
+        self.residency.close()
         for config in self._use_cache:
             config.use_cache = True
         self.device.meter.end_trial(self.id)
-        self.blocks, self._shard_of, self._held, self._optimizer, self._weights = [], {}, [], None, None
+        self.blocks, self._shard_of, self._optimizer = [], {}, None
 
     def _unwrap(self) -> None:
         for block in self.blocks:
             block.module.__dict__.pop("forward", None)
-
-    def _bring_home(self) -> None:
-        """Move what was held on the device back to host memory."""
-        for module, name in self._held:
-            tensor = module._parameters.get(name)
-            if tensor is None:
-                buffer = module._buffers.get(name)
-                if buffer is not None:
-                    module._buffers[name] = self.device.to_host([buffer], [buffer])[0]
-                continue
-            grad, tensor.grad = tensor.grad, None
-            tensor.data = self.device.to_host([tensor.data], [tensor.data])[0]
-            tensor.grad = None if grad is None else self.device.to_host([grad], [grad])[0]
-        self._move_optimizer_state()
 
     def summary(self) -> dict[str, Any]:
         plan = self.plan
@@ -187,7 +170,7 @@ class Trial:
         shared = self.pool.plans[self._key]
         if shared is not plan:  # another trial has measured a step of this plan since
             plan = self.plan = shared
-            self.pool.replace_plan(self, plan)
+            self.pool.admit(self, plan)
         self._alone = not plan.resident and self._key not in self.pool.measured and self._can_measure_step
         self.pool.enter_step(self, alone=self._alone)
         self._in_step = True
@@ -218,7 +201,7 @@ class Trial:
             )
         self.plan = self.pool.plans[self._key] = plan
         self.pool.measured.add(self._key)
-        self.pool.replace_plan(self, plan)
+        self.pool.admit(self, plan)
 
     # ---- forward and backward of the root module ----
 
@@ -324,13 +307,19 @@ class Trial:
             self.leave()
             self._task_start_s = self.pool.acquire(task)
             self._task = task
-        return self._copies.get(shard)
+        return self.residency.copies.get(shard)
 
     def leave(self) -> None:
         """Release the lease, if this trial has it."""
         if self._task is not None:
             task, self._task = self._task, None
             self.pool.release(task, self._task_start_s)
+
+    def promote_shard(self, shard: int, offset: int, num_bytes: int) -> None:
+        """Carry out the scheduler's `Promote`, in this trial's thread."""
+        assert self.plan is not None
+        blocks = [self.blocks[i] for i in self.plan.shards[shard].blocks]
+        self.residency.copies[shard] = self.residency.promote(blocks, offset, num_bytes)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -343,75 +332,6 @@ class Trial:
                 yield
             finally:
                 self.meter.inside -= 1
-
-    # ---- bytes that move ----
-
-    def promote(self, blocks: Sequence[Block], offset: int, num_bytes: int) -> DeviceCopy:
-        with self.meter.paused(), torch.no_grad():
-            slot = self.device.slot(offset, num_bytes)
-            if self.meter.always or self._pilot is not None:
-                self.device.meter.add(SLOT_OWNER, [slot])
-            copy = DeviceCopy(self.device, slot, blocks, self._weights)
-        self.pool.count("promoted_bytes", self, copy.promoted_bytes)
-        return copy
-
-    def promote_shard(self, shard: int, offset: int, num_bytes: int) -> None:
-        assert self.plan is not None
-        self._copies[shard] = self.promote([self.blocks[i] for i in self.plan.shards[shard].blocks], offset, num_bytes)
-
-    def drop_shard(self, shard: int) -> None:
-        self._copies.pop(shard, None)
-
-    def write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        """Copy buffers that a forward has changed to their host masters."""
-        with self.meter.paused(), torch.no_grad():
-            for _, host, slot in changed:
-                host.copy_(slot)
-        if changed:
-            self.pool.count("spilled_bytes", self, sum(map(_tensor_bytes, (host for _, host, _ in changed))))
-
-    def spill_gradients(self, block: Block, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Fresh host tensors, laid out as the parameters, so that autograd can take them for `.grad` as they are."""
-        pairs = [(g, p) for g, p in zip(grads, block.parameters, strict=True) if g is not None]
-        with self.meter.paused(), torch.no_grad():
-            hosts = iter(self.device.to_host([g for g, _ in pairs], [p for _, p in pairs]))
-        self.pool.count("spilled_bytes", self, sum(_tensor_bytes(g) for g, _ in pairs))
-        return [None if g is None else next(hosts) for g in grads]
-
-    def hold(self, blocks: Sequence[Block] | None) -> None:
-        """Move parameters and buffers to the device for the trial's life: all, or those outside `blocks`."""
-        spilled = {site for block in blocks or () for site in (*block.parameter_sites, *block.buffer_sites)}
-        moved: set[int] = set()
-        for module in self.model.modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or (module, name) in spilled or (module, name) in self._held or id(tensor) in moved:
-                    continue
-                moved.add(id(tensor))
-                self._held.append((module, name))
-                self._hold(module, name, tensor)
-        if moved:
-            self._move_optimizer_state()
-
-    def _hold(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-        with self.meter.paused():
-            if name in module._parameters:
-                grad, tensor.grad = tensor.grad, None
-                tensor.data = self.device.hold(tensor.data)
-                tensor.grad = None if grad is None else self.device.hold(grad)
-            else:
-                tensor = module._buffers[name] = self.device.hold(tensor)
-        self.pool.count("promoted_bytes", self, _tensor_bytes(tensor))
-        if self.meter.counting:
-            self.meter.adopt([tensor])
-
-    def _move_optimizer_state(self) -> None:
-        if self._optimizer is not None and self._optimizer.state and self.device.torch_device.type != "cpu":
-            self._optimizer.load_state_dict(self._optimizer.state_dict())  # casts state to its parameter's device
-
-    def to_device(self, batch: Any) -> Any:
-        """A batch's tensors on the trial's home device; what else it holds as it is."""
-        device = self.device.torch_device
-        return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, batch)
 
     # ---- plan ----
 
@@ -428,7 +348,7 @@ class Trial:
         if self._in_step:
             self._leave_step()
         self._signature = signature
-        self._key = (plan_key(self.model, self._optimizer, (args, kwargs)), self._weights is not None)
+        self._key = (plan_key(self.model, self._optimizer, (args, kwargs)), self.residency.spilled)
         plan = self.pool.plans.get(self._key)
         if plan is None:
             plan = self.pool.plans[self._key] = self._run_pilot(root, args, kwargs)
@@ -446,9 +366,11 @@ class Trial:
                 f"{self.name} was resident with its first batch, but a batch of {self._signature} needs it spilled. "
                 "Run the largest batch first, or raise ShardPool(memory=...)."
             )
+        self.residency.bring_home(self._optimizer)  # between two admissions it holds nothing
+        self.pool.admit(self, plan)
         self.plan = plan
         self._adopt_cut(plan)
-        self.pool.replace_plan(self, plan)
+        self._hold(self.blocks)
 
     def _settle(self, plan: TrialPlan) -> None:
         """Put every weight where the plan wants it."""
@@ -456,11 +378,13 @@ class Trial:
         self._adopt_cut(plan)
         if plan.resident:
             self._unwrap()
-            self.hold(None)
+            self._hold([])
         else:
-            self.hold(self.blocks)
-            with self.meter.paused(), torch.no_grad():
-                self._weights = HostWeights(self.blocks, self.device)
+            self._hold(self.blocks)
+            self.residency.spill(self.blocks)
+
+    def _hold(self, except_blocks: Sequence[Block]) -> None:
+        self.residency.hold(self.model, except_blocks, self._optimizer)
 
     def _adopt_cut(self, plan: TrialPlan) -> None:
         by_name = {block.name: block for block in self.blocks}
@@ -489,7 +413,7 @@ class Trial:
             loose_bytes=self._training_bytes(loose) + buffers - in_blocks + pilot.kept_bytes,
             resident_bytes=self._training_bytes(every) + buffers + scratch + pilot.kept_bytes,
             step_bytes=pilot.step_bytes,
-            may_be_resident=self._weights is None,
+            may_be_resident=not self.residency.spilled,
         )
 
     def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
@@ -503,7 +427,7 @@ class Trial:
         counting, self.meter.counting = self.meter.counting, True
         try:
             with self._counted():
-                self.hold(self.blocks)
+                self._hold(self.blocks)
                 pilot.run(root.original, args, kwargs)
             return pilot
         except DoesNotFitError as error:
@@ -520,40 +444,3 @@ class Trial:
             self.meter.counting = counting
             self._pass = self._pilot = None
             self.pool.end_pilot(self, pilot.peak_bytes)
-
-
-class RootForward:
-    """Stands in the prepared model's instance attribute `forward`. A copy of the model gets its own forward."""
-
-    def __init__(self, model: nn.Module, trial: Trial) -> None:
-        self._model = model
-        self.trial = trial
-        self.original: Callable[..., Any] = type(model).forward.__get__(model)
-        self.__wrapped__ = self.original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.trial.run_root(self, args, kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        return getattr, (self._model, "forward")
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
-    for module in [model, *(block.module for block in blocks)]:
-        own = module.__dict__.get("forward")
-        if own is not None and getattr(own, "__func__", None) is type(module).forward:
-            del module.__dict__["forward"]  # left in a copy of a prepared model: the class's own
-        elif own is not None:
-            raise PrepareError(
-                f"a block's forward is its class's, but {type(module).__name__} has one set on the instance. "
-                "Prepare the model before wrapping its modules' forward, or subclass the module."
-            )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device.type == "meta":
-            raise PrepareError(f"a model has weights before it is prepared, but {name} is on meta. Materialise it first.")
-        if not is_dense(tensor) and tensor.numel() > 0:
-            raise PrepareError(f"weights are dense and strided, but {name} is {tensor.layout}. Call .contiguous() first.")

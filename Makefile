@@ -1,0 +1,37 @@
+# make demo   set up .venv, install, run the main job          make check   ruff and mypy
+# make test   set up .venv, install, run the tests             make bench   the benchmarks, results in benchmarks/results
+# make proof  the slow proofs                                  make clean   remove .venv and what was built
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test proof check bench clean
+.DELETE_ON_ERROR:
+
+$(READY): pyproject.toml setup.cfg constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(READY)
+	$(BIN)/hydra-tune demo
+
+test: $(READY)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest
+
+proof: $(READY)
+	$(BIN)/python -m pytest -m proof
+
+check: $(READY)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.single_trial
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

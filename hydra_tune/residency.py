@@ -1,0 +1,131 @@
+"""Where one trial's tensors are: held on the device for life, in slots for a visit, or in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from hydra_tune.block import Block
+from hydra_tune.device import Device
+from hydra_tune.meter import TrialMeter
+from hydra_tune.spill import DeviceCopy, HostWeights
+
+SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
+
+
+class Residency:
+    """Moves a trial's bytes and counts them; `count` is given what moved (``"promoted_bytes"``) and how many."""
+
+    def __init__(self, device: Device, meter: TrialMeter, count: Callable[[str, int], None]) -> None:
+        self.device = device
+        self.meter = meter
+        self.copies: dict[int, DeviceCopy] = {}  # by shard
+        self._weights: HostWeights | None = None
+        self._held: list[tuple[nn.Module, str]] = []
+        self._count = count
+
+    @property
+    def spilled(self) -> bool:
+        return self._weights is not None
+
+    # ---- slots ----
+
+    def promote(self, blocks: Sequence[Block], offset: int, num_bytes: int) -> DeviceCopy:
+        with self.meter.paused(), torch.no_grad():
+            slot = self.device.slot(offset, num_bytes)
+            if self.meter.always or self.meter.inside:
+                self.device.meter.add(SLOT_OWNER, [slot])
+            copy = DeviceCopy(self.device, slot, blocks, self._weights)
+        self._count("promoted_bytes", copy.promoted_bytes)
+        return copy
+
+    def drop(self, shard: int) -> None:
+        self.copies.pop(shard, None)
+
+    def write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Copy buffers that a forward has changed to their host masters."""
+        with self.meter.paused(), torch.no_grad():
+            for _, host, slot in changed:
+                host.copy_(slot)
+        self._count("spilled_bytes", sum(tensor_bytes(host) for _, host, _ in changed))
+
+    def spill_gradients(self, block: Block, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Fresh host tensors, laid out as the parameters, so that autograd can take them for `.grad` as they are."""
+        pairs = [(g, p) for g, p in zip(grads, block.parameters, strict=True) if g is not None]
+        with self.meter.paused(), torch.no_grad():
+            hosts = iter(self.device.to_host([g for g, _ in pairs], [p for _, p in pairs]))
+        self._count("spilled_bytes", sum(tensor_bytes(g) for g, _ in pairs))
+        return [None if g is None else next(hosts) for g in grads]
+
+    # ---- for the trial's life ----
+
+    def spill(self, blocks: Sequence[Block]) -> None:
+        """Lay the blocks' parameters into one host buffer, in this order."""
+        with self.meter.paused(), torch.no_grad():
+            self._weights = HostWeights(blocks, self.device)
+
+    def hold(self, model: nn.Module, except_blocks: Sequence[Block], optimizer: torch.optim.Optimizer | None) -> None:
+        """Move parameters and buffers outside these blocks to the device, unless they are there."""
+        spilled = {site for b in except_blocks for site in (*b.parameter_sites, *b.buffer_sites)}
+        moved: set[int] = set()
+        for module in model.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                site = (module, name)
+                if tensor is not None and site not in spilled and site not in self._held and id(tensor) not in moved:
+                    moved.add(id(tensor))
+                    self._held.append(site)
+                    self._hold(module, name, tensor)
+        if moved:
+            self._move_state(optimizer)
+
+    def _hold(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        with self.meter.paused():
+            if name in module._parameters:
+                grad, tensor.grad = tensor.grad, None
+                tensor.data = self.device.hold(tensor.data)
+                tensor.grad = None if grad is None else self.device.hold(grad)
+            else:
+                tensor = module._buffers[name] = self.device.hold(tensor)
+        self._count("promoted_bytes", tensor_bytes(tensor))
+        if self.meter.counting:
+            self.meter.adopt([tensor])
+
+    def bring_home(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Move what is held on the device back to host memory."""
+        with self.meter.paused():
+            for module, name in self._held:
+                parameter, buffer = module._parameters.get(name), module._buffers.get(name)
+                if parameter is not None:
+                    grad, parameter.grad = parameter.grad, None
+                    parameter.data = self._to_host(parameter.data)
+                    parameter.grad = None if grad is None else self._to_host(grad)
+                elif buffer is not None:
+                    module._buffers[name] = self._to_host(buffer)
+        self._held = []
+        self._move_state(optimizer)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._count("spilled_bytes", tensor_bytes(tensor))
+        return self.device.to_host([tensor], [tensor])[0]
+
+    def _move_state(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None and optimizer.state and self.device.torch_device.type != "cpu":
+            optimizer.load_state_dict(optimizer.state_dict())  # casts state to its parameter's device
+
+    def close(self) -> None:
+        self.copies.clear()
+        if self._weights is not None:
+            self._weights.close()
+
+    def to_device(self, batch: Any) -> Any:
+        """A batch's tensors on the device; what else it holds as it is."""
+        device = self.device.torch_device
+        return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, batch)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

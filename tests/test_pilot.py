@@ -1,0 +1,134 @@
+"""The pilot measures, and leaves everything as it was."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from models import bytes_batch, gpt, loss_of
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydra_tune
+
+
+class Norm(nn.Module):
+    """A block with running statistics."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def state_of_everything(model):
+    return [torch.get_rng_state(), *(b.clone() for b in model.buffers()), *(p.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("budget", ["8MiB", "2MiB"])
+def test_it_leaves_random_state_buffers_and_gradients(budget):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 256), *(Norm(256) for _ in range(6)), nn.Dropout(0.5), nn.Linear(256, 4))
+    gradients = []
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+        gradients.append(p.grad.clone())
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()[1].copy()
+    with hydra_tune.ShardPool(["cpu"], budget) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        model.eval()  # no buffer changes and nothing is drawn but by the pilot
+        before = state_of_everything(model)
+        with torch.no_grad():
+            model(torch.arange(8))
+        assert all(torch.equal(a, b) for a, b in zip(before, state_of_everything(model), strict=True))
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+        assert random.getstate() == python_state
+        assert (numpy.random.get_state()[1] == numpy_state).all()
+        hydra_tune.release(model)
+
+
+def test_it_leaves_the_loader_where_it_was():
+    data = TensorDataset(torch.arange(8).view(8, 1))
+    with hydra_tune.ShardPool(["cpu"], "4MiB") as pool:
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+        model, _, loader = hydra_tune.prepare(model, None, DataLoader(data, batch_size=2), pool=pool)
+        seen = []
+        for (x,) in loader:
+            seen += x.flatten().tolist()
+            model(x)
+        assert seen == list(range(8))
+        assert len(loader) == 4
+        assert loader.batch_size == 2
+
+
+def test_buffers_are_updated_once_a_step_also_by_recompute():
+    def run(pool):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Norm(64) for _ in range(8)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if pool is not None:
+            model, optimizer = hydra_tune.prepare(model, optimizer, pool=pool)
+        for _ in range(4):
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if pool is not None:
+            hydra_tune.release(model)
+        return list(model.state_dict().values())
+
+    with hydra_tune.ShardPool(["cpu"], "100KiB") as pool:
+        spilled = run(pool)
+        assert not pool.report()["trials"][0]["resident"]
+    plain = run(None)
+    assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))
+    assert plain[6].item() == 4, "num_batches_tracked"
+
+
+def test_a_larger_batch_brings_a_new_pilot_and_a_smaller_one_none():
+    with hydra_tune.ShardPool(["cpu"], "3MiB") as pool:
+        torch.manual_seed(0)
+        model = hydra_tune.prepare(gpt(), pool=pool)
+        for rows, plans in ((2, 1), (1, 1), (3, 2), (2, 2)):
+            model(torch.randint(0, 128, (rows, 16))).sum().backward()
+            assert len(pool.plans) == plans
+        hydra_tune.release(model)
+
+
+def test_learning_rates_share_a_plan_and_depths_do_not():
+    with hydra_tune.ShardPool(["cpu"], "3MiB") as pool:
+        for rate, depth, dropout, plans in ((0.1, 6, 0.1, 1), (0.2, 6, 0.2, 1), (0.1, 7, 0.1, 2), (0.1, 6, 0.0, 3)):
+            model = gpt(dropout, depth)
+            model, optimizer = hydra_tune.prepare(model, torch.optim.AdamW(model.parameters(), lr=rate), pool=pool)
+            loss_of(model, *bytes_batch()).backward()
+            optimizer.step()
+            hydra_tune.release(model)
+            assert len(pool.plans) == plans
+
+
+def test_a_block_that_fits_no_budget_is_named_with_its_need_and_the_ways_out():
+    model = hydra_tune.prepare(
+        nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), pool=hydra_tune.ShardPool(["cpu"], "512KiB")
+    )
+    with pytest.raises(hydra_tune.BudgetError, match=r"block \d needs 1.0 MiB of weights.*512.0 KiB.*smaller children"):
+        model(torch.randn(1, 512))
+
+
+@pytest.mark.parametrize("budget", ["100MiB", "1200KiB"], ids=["resident", "spilled"])
+def test_profiles_hold_what_was_measured(budget):
+    with hydra_tune.ShardPool(["cpu"], budget) as pool:
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        hydra_tune.prepare(model, torch.optim.SGD(model.parameters()), pool=pool)
+        model(torch.randn(4, 256, requires_grad=True)).sum().backward()
+        (plan,) = pool.plans.values()
+        weight, rows = 256 * 256 * 4, 4 * 256 * 4
+        for block in plan.blocks:
+            assert block.weight_bytes == weight + 1024
+            assert block.forward_work_bytes == rows, "its output"
+            assert weight + 1024 < block.backward_work_bytes <= weight + 1024 + 4 * rows, "weight gradients and rows"
+            assert block.boundary_bytes == rows
+            assert block.forward_s > 0
+            assert block.backward_s > 0
+        hydra_tune.release(model)

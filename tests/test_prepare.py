@@ -1,0 +1,284 @@
+"""What `prepare` gives back, what it refuses, and how a prepared model behaves as an object."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from models import bytes_batch, gpt, hf_gpt2, loss_of
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydra_tune
+
+
+@pytest.fixture
+def pool():
+    with hydra_tune.ShardPool(["cpu"], "3MiB") as pool:
+        yield pool
+
+
+def trained(pool, steps=2):
+    torch.manual_seed(0)
+    model = gpt()
+    model, optimizer = hydra_tune.prepare(model, torch.optim.AdamW(model.parameters()), pool=pool)
+    for _ in range(steps):
+        loss_of(model, *bytes_batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_model_and_optimizer_come_back_as_the_same_objects(pool):
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters())
+    loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2)
+    got = hydra_tune.prepare(model, optimizer, loader, pool=pool)
+    assert got[0] is model
+    assert got[1] is optimizer
+    assert len(got[2]) == 2
+    assert got[2].dataset is loader.dataset
+    hydra_tune.release(model)
+    assert hydra_tune.prepare(model, pool=pool) is model
+
+
+def test_names_and_state_dict_are_those_of_the_plain_model_at_any_moment(pool):
+    model, optimizer = trained(pool)
+    plain = gpt()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert isinstance(model, type(plain))
+    plain.load_state_dict(model.state_dict())
+    x, y = bytes_batch()
+    model.eval(), plain.eval()
+    assert torch.equal(loss_of(model, x, y), loss_of(plain, x, y))
+    torch.manual_seed(5)
+    model.load_state_dict(gpt().state_dict())
+    torch.manual_seed(5)
+    plain.load_state_dict(gpt().state_dict())
+    assert torch.equal(loss_of(model, x, y), loss_of(plain, x, y)), "what was loaded is what runs"
+
+
+def test_saving_writes_the_weights_once_not_the_buffer_they_lie_in(pool):
+    model, _ = trained(pool)
+    file, plain = io.BytesIO(), io.BytesIO()
+    torch.save(model.state_dict(), file)
+    torch.save(gpt().state_dict(), plain)
+    assert file.tell() <= plain.tell() * 1.01
+    from safetensors.torch import save
+
+    assert len(save(model.state_dict())) <= plain.tell()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("budget", ["3MiB", "100MiB"], ids=["spilled", "resident"])
+def test_copies_are_plain_and_independent(duplicate, budget):
+    pool = hydra_tune.ShardPool(["cpu"], budget)
+    model, optimizer = trained(pool)
+    twin = duplicate(model).eval()
+    x, y = bytes_batch()
+    before = loss_of(twin, x, y)
+    used = pool.report()["devices"][0]["busy_s"]
+    loss_of(twin, x, y).backward()
+    assert pool.report()["devices"][0]["busy_s"] == used, "the copy does not run in the pool"
+    loss_of(model, x, y).backward()
+    optimizer.step()
+    assert torch.equal(loss_of(twin, x, y), before), "the original's step does not reach the copy"
+    hydra_tune.release(model)
+    hydra_tune.prepare(twin, pool=pool)
+    assert torch.equal(loss_of(twin, x, y), before), "a copy can be prepared itself"
+    hydra_tune.release(twin)
+
+
+def test_release_makes_it_plain_again(pool):
+    model, optimizer = trained(pool)
+    hydra_tune.release(model)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert pool.devices[0].used_bytes == 0
+    loss_of(model, *bytes_batch()).backward()
+    optimizer.step()
+    with pytest.raises(hydra_tune.PrepareError, match="not prepared"):
+        hydra_tune.release(model)
+
+
+def test_accumulation_adds_to_gradients_bit_for_bit(pool):
+    def run(pool):
+        torch.manual_seed(0)
+        model = hf_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if pool is not None:
+            model, optimizer = hydra_tune.prepare(model, optimizer, pool=pool)
+        for _ in range(2):
+            for _ in range(3):
+                (loss_of(model, *bytes_batch()) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if pool is not None:
+            hydra_tune.release(model)
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(None), run(pool), strict=True))
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["one backward of two forwards", "two backwards of one forward"])
+def test_unusual_orders_of_forward_and_backward(pool, retain):
+    def run(pool):
+        torch.manual_seed(0)
+        model = gpt()
+        if pool is not None:
+            hydra_tune.prepare(model, pool=pool)
+        if retain:
+            loss = loss_of(model, *bytes_batch())
+            loss.backward(retain_graph=True)
+            loss.backward()
+        else:
+            (loss_of(model, *bytes_batch()) + loss_of(model, *bytes_batch())).backward()
+        loss_of(model, *bytes_batch())  # a step that is skipped
+        loss_of(model, *bytes_batch()).backward()
+        if pool is not None:
+            hydra_tune.release(model)
+        return [p.grad.clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(None), run(pool), strict=True))
+
+
+@pytest.mark.parametrize("budget", ["5MiB", "100MiB"], ids=["spilled", "resident"])
+def test_autocast_is_that_of_plain_pytorch(budget):
+    def run(pool):
+        torch.manual_seed(0)
+        model = gpt()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if pool is not None:
+            model, optimizer = hydra_tune.prepare(model, optimizer, pool=pool)
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, *bytes_batch())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if pool is not None:
+            hydra_tune.release(model)
+        return [p.detach().clone() for p in model.parameters()]
+
+    pool = hydra_tune.ShardPool(["cpu"], budget)
+    assert all(torch.equal(a, b) for a, b in zip(run(None), run(pool), strict=True))
+
+
+def test_hugging_face_caches_are_off_while_prepared(pool):
+    model = hf_gpt2()
+    assert model.config.use_cache
+    hydra_tune.prepare(model, pool=pool)
+    assert not model.config.use_cache
+    assert model(torch.zeros(1, 4, dtype=torch.long)).past_key_values is None
+    hydra_tune.release(model)
+    assert model.config.use_cache
+
+
+# ---- refusals, each by its words ----
+
+
+class SideChannel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.kept = self.linear(x)
+        return self.kept * 2
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x.relu_())
+
+
+class Borrows(nn.Module):
+    """Uses a weight of another block without calling it."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self._other = [other]
+
+    def forward(self, x):
+        return self.linear(x) + self._other[0].weight.sum()
+
+
+class Outside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return nn.functional.linear(self.first(x), self.second.weight)
+
+
+def borrowing():
+    first = nn.Linear(8, 8)
+    return nn.Sequential(first, Borrows(first))
+
+
+REFUSED = {
+    "keeps one in": lambda: nn.Sequential(nn.Linear(8, 8), SideChannel()),
+    "changed one in place": lambda: nn.Sequential(nn.Linear(8, 8), InPlace()),
+    "uses 0.weight beside them": borrowing,
+    "second.weight of block second is used from outside": Outside,
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_models_that_cannot_be_cut_exactly_are_refused(words, pool):
+    model = hydra_tune.prepare(REFUSED[words](), pool=pool)
+    with pytest.raises(hydra_tune.PrepareError, match=words):
+        model(torch.randn(2, 8))
+    hydra_tune.release(model)
+    assert pool.devices[0].used_bytes == 0
+
+
+def test_misuse_is_refused_with_a_way_out(pool):
+    model, other = gpt(), gpt()
+    with pytest.raises(hydra_tune.PrepareError, match="holds none of them"):
+        hydra_tune.prepare(model, torch.optim.SGD(other.parameters()), pool=pool)
+    with pytest.raises(hydra_tune.PrepareError, match="optimizer or None"):
+        hydra_tune.prepare(model, [1, 2], pool=pool)
+    with pytest.raises(hydra_tune.PrepareError, match="first argument is the model"):
+        hydra_tune.prepare(other.parameters(), pool=pool)
+    with torch.device("meta"), pytest.raises(hydra_tune.PrepareError, match="on meta"):
+        hydra_tune.prepare(gpt(), pool=pool)
+    hydra_tune.prepare(model, pool=pool)
+    with pytest.raises(hydra_tune.PrepareError, match="prepared already"):
+        hydra_tune.prepare(model, pool=pool)
+    with pytest.raises(hydra_tune.PrepareError, match=r"one model at a time.*release"):
+        hydra_tune.prepare(other, pool=pool)
+    hydra_tune.release(model)
+    pool.close()
+    with pytest.raises(hydra_tune.PoolClosedError, match="closed pool"):
+        hydra_tune.prepare(other, pool=pool)
+
+
+def test_what_cannot_be_exact_in_backward_says_so(pool):
+    model, _ = trained(pool)
+    loss = loss_of(model, *bytes_batch())
+    with pytest.raises(hydra_tune.PrepareError, match="create_graph"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    loss = loss_of(model, *bytes_batch())
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+        loss.backward()
+    loss = loss_of(model, *bytes_batch())
+    hydra_tune.release(model)
+    with pytest.raises(hydra_tune.PrepareError, match="backward came too late"):
+        loss.backward()
+
+
+def test_an_instance_forward_is_refused(pool):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].forward = lambda x: x
+    with pytest.raises(hydra_tune.PrepareError, match="set on the instance"):
+        hydra_tune.prepare(model, pool=pool)
+    assert pool.devices[0].used_bytes == 0

@@ -1,7 +1,7 @@
 """Trains hyperparameter trials that do not fit the device side by side, with plain PyTorch's numbers.
 
-    model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader)
-    hydra_tune.HydraTrialRunner(hydra_tune.ShardPool(memory="20GiB")).optimize(study, objective, n_trials=64)
+model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader)
+hydra_tune.HydraTrialRunner(hydra_tune.ShardPool(memory="20GiB")).optimize(study, objective, n_trials=64)
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Block:
         modules = list(self.module.modules())
         self.parameter_sites = [(m, n) for m in modules for n, p in m._parameters.items() if p is not None]
         self.buffer_sites = [(m, n) for m in modules for n, b in m._buffers.items() if b is not None]
-        self.parameters = list(dict.fromkeys(m._parameters[n] for m, n in self.parameter_sites))  # type: ignore[arg-type]
+        self.parameters = list(self.module.parameters())
         self.recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
 
     @property
@@ -242,8 +242,8 @@ class BlockCall:
             outs, grads_in = zip(*pairs, strict=True)
             found = iter(torch.autograd.grad(outs, wanted, grads_in, allow_unused=True))
         else:
-            found = iter([None] * len(wanted))
-        grads = [next(found) if n else None for n in needed]
+            found = iter(())
+        grads = [next(found, None) if n else None for n in needed]
         return grads[: len(inputs)], grads[len(inputs) :]
 
 
@@ -271,7 +271,7 @@ class BlockFunction(torch.autograd.Function):
             )
         tensors = ctx.saved_tensors
         call.trial.enter_backward(call.token)
-        return None, *call.run_backward(tensors, ctx.needs_input_grad[1:], grad_outputs)
+        return (None, *call.run_backward(tensors, ctx.needs_input_grad[1:], grad_outputs))
 
 
 # ---- the surroundings of a call ----------------------------------------------------------------------

@@ -27,7 +27,10 @@ def _demo(options: argparse.Namespace) -> int:
     try:
         import optuna  # noqa: F401
     except ImportError:
-        print('the demo runs an Optuna study, but optuna is not installed: pip install "hydra-tune[optuna]"', file=sys.stderr)
+        print(
+            'the demo runs an Optuna study, but optuna is not installed: pip install "hydra-tune[optuna]"',
+            file=sys.stderr,
+        )
         return 1
     from hydra_tune.demo.sweep import QUICK, Settings, run
 

@@ -98,7 +98,9 @@ class CpuDevice(Device):
 
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            torch.empty_strided(h.size(), h.stride(), dtype=t.dtype).copy_(t) if t.layout is torch.strided else t.clone()
+            torch.empty_strided(h.size(), h.stride(), dtype=t.dtype).copy_(t)
+            if t.layout is torch.strided
+            else t.clone()
             for t, h in zip(tensors, like, strict=True)
         ]
 
@@ -173,15 +175,13 @@ class CudaDevice(Device):
 
     @property
     def measured_peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
 
 
 # ---- which devices, and how much of each -------------------------------------------------------------
 
 
-def open_devices(
-    devices: str | Sequence[str | torch.device], memory: int | str | Sequence[int | str]
-) -> list[Device]:
+def open_devices(devices: str | Sequence[str | torch.device], memory: int | str | Sequence[int | str]) -> list[Device]:
     """The devices of a pool, from what the user wrote.
 
     Raises:
@@ -230,14 +230,13 @@ def _parse_device(name: str) -> torch.device:
             return torch.device("cuda", index)
     elif device.type == "cpu":
         return torch.device("cpu")
-    raise ConfigError(
-        f'a device is "cpu" (virtual) or one of the {torch.cuda.device_count()} GPUs here, got {name!r}.'
-    )
+    raise ConfigError(f'a device is "cpu" (virtual) or one of the {torch.cuda.device_count()} GPUs here, got {name!r}.')
 
 
 def host_free_bytes() -> int:
     """Host memory that this process may still take: what the system has and the cgroup allows."""
-    return min([psutil.virtual_memory().available, *_cgroup_free_bytes()])
+    available: int = psutil.virtual_memory().available
+    return min([available, *_cgroup_free_bytes()])
 
 
 def _cgroup_free_bytes() -> list[int]:
@@ -275,7 +274,8 @@ def _cuda_free_bytes(device: torch.device) -> int:
         pynvml.nvmlInit()
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+        free_bytes: int = pynvml.nvmlDeviceGetMemoryInfo(handle).free
+        return free_bytes
     except Exception as error:  # every NVML field may be missing: no driver library, MIG, a container
         logger.info("NVML has no answer for %s (%s); asking CUDA", device, error)
         return int(torch.cuda.mem_get_info(device)[0])

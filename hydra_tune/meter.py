@@ -14,6 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
 import torch
 
 from hydra_tune.config import format_bytes

@@ -18,7 +18,7 @@ class TrialMode(TorchDispatchMode):
     its own forward and backward, to count. Costs about four microseconds an operator."""
 
     def __init__(self, random_state: RandomState | None = None, meter: TrialMeter | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.random_state = random_state
         self.meter = meter
         self._pid = os.getpid()  # a forked loader worker inherits the mode, but not the trial

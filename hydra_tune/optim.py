@@ -37,10 +37,10 @@ def _state_bytes_on_meta(optimizer: torch.optim.Optimizer, parameters: Sequence[
         for twin in twins:
             twin.grad = torch.empty_like(twin)
         if twins:
-            groups.append({"params": twins, **options, "fused": None} if "fused" in options else {"params": twins, **options})
+            groups.append({"params": twins, **options, **({"fused": None} if "fused" in options else {})})
     if not groups:
         return 0
-    like = type(optimizer)(groups)
+    like = type(optimizer)(groups)  # type: ignore[call-arg]
     like.step()
     states = [v for state in like.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     return sum(v.numel() * v.element_size() for v in states)

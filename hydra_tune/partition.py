@@ -70,9 +70,7 @@ def make_plan(
     backward = max((p.backward_work_bytes for p in profiles), default=0)
     saved = sum(p.saved_bytes for p in profiles)
     blocks = tuple(profiles)
-    resident = TrialPlan(
-        True, (Shard(every, 0, forward, backward),), blocks, resident_bytes, step_bytes + saved
-    )
+    resident = TrialPlan(True, (Shard(every, 0, forward, backward),), blocks, resident_bytes, step_bytes + saved)
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident
     if not profiles:
@@ -132,7 +130,7 @@ def plan_key(root: nn.Module, optimizer: torch.optim.Optimizer | None, inputs: o
     return modules, parameters, state, input_signature(inputs)
 
 
-def _module_key(module: nn.Module) -> tuple[Hashable, ...]:
+def _module_key(module: nn.Module) -> tuple[type, Hashable]:
     own = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
     config = own.pop("config", None)
     if hasattr(config, "to_dict"):

@@ -126,9 +126,7 @@ class Pilot:
             boundary = sum(storage_bytes(x) for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
         return seconds, used[0], boundary
 
-    def _backward(
-        self, call: BlockCall, tensors: Sequence[torch.Tensor], copy: DeviceCopy
-    ) -> tuple[float, int, int]:
+    def _backward(self, call: BlockCall, tensors: Sequence[torch.Tensor], copy: DeviceCopy) -> tuple[float, int, int]:
         block, meter = call.block, self.trial.meter
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         leaves = [copy.leaf(p) for p in block.parameters]

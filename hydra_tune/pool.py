@@ -246,7 +246,8 @@ class ShardPool:
         with self._lock:
             self._end_abandoned()
             self._handle(event)
-            return self._await(event.trial, (answer,))  # type: ignore[return-value]
+            instruction: InstructionT = self._await(event.trial, (answer,))
+            return instruction
 
     def _handle(self, event: s.Event) -> None:
         for instruction in self._machine.handle(event):
@@ -269,7 +270,7 @@ class ShardPool:
         assert isinstance(instruction, answer), (instruction, answer)
         return instruction
 
-    def _await(self, trial: int, answers: tuple[type[s.Instruction], ...]) -> Any:
+    def _await(self, trial: int, answers: tuple[type, ...]) -> Any:
         while not self._granted[trial]:
             self.check_open()
             self._wake[trial].wait()

@@ -102,7 +102,7 @@ def _install_proxies() -> None:
         _num_active += 1
         if _num_active == 1:
             _real_cuda = tuple(torch.cuda.default_generators)
-            torch.random.default_generator = _DefaultGenerator(torch.default_generator)  # type: ignore[assignment]
+            torch.random.default_generator = _DefaultGenerator(torch.default_generator)  # type: ignore[assignment,attr-defined]
             torch.cuda.default_generators = tuple(_DefaultGenerator(g) for g in _real_cuda)  # type: ignore[assignment]
 
 
@@ -116,9 +116,9 @@ def _remove_proxies() -> None:
 
 def _restore_defaults() -> None:
     global _real_cuda
-    torch.random.default_generator = torch.default_generator
+    torch.random.default_generator = torch.default_generator  # type: ignore[attr-defined]
     if _real_cuda:
-        torch.cuda.default_generators = _real_cuda
+        torch.cuda.default_generators = _real_cuda  # type: ignore[assignment]
     _real_cuda = ()
 
 
@@ -130,9 +130,7 @@ def _after_fork_in_child() -> None:
     _swap_lock.release()
 
 
-os.register_at_fork(
-    before=_swap_lock.acquire, after_in_parent=_swap_lock.release, after_in_child=_after_fork_in_child
-)
+os.register_at_fork(before=_swap_lock.acquire, after_in_parent=_swap_lock.release, after_in_child=_after_fork_in_child)
 
 # ---- what one forward of a model drew ----------------------------------------------------------------
 

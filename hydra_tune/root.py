@@ -43,6 +43,10 @@ def refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type == "meta":
-            raise PrepareError(f"a model has weights before it is prepared, but {name} is on meta. Materialise it first.")
+            raise PrepareError(
+                f"a model has weights before it is prepared, but {name} is on meta. Materialise it first."
+            )
         if not is_dense(tensor) and tensor.numel() > 0:
-            raise PrepareError(f"weights are dense and strided, but {name} is {tensor.layout}. Call .contiguous() first.")
+            raise PrepareError(
+                f"weights are dense and strided, but {name} is {tensor.layout}. Call .contiguous() first."
+            )

@@ -91,9 +91,7 @@ class TrialPlan:
     @property
     def task_bytes(self) -> int:
         """The most any one task needs beyond what the trial and its step hold."""
-        return max(
-            (shard.slot_bytes + shard.work_bytes(d) for shard in self.shards for d in Direction), default=0
-        )
+        return max((shard.slot_bytes + shard.work_bytes(d) for shard in self.shards for d in Direction), default=0)
 
     @property
     def need_bytes(self) -> int:

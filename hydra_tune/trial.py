@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from hydra_tune.pool import ShardPool
 
 
-
 @dataclass(eq=False)
 class ForwardPass:
     """Lives as long as the graph of one forward of the root module; done once that graph was used up."""
@@ -69,7 +68,9 @@ class Trial:
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self._key: Hashable = None
         self._pilot: Pilot | None = None
-        self.residency = Residency(device, self.meter, lambda what, num_bytes: pool.count(what, number, home, num_bytes))
+        self.residency = Residency(
+            device, self.meter, lambda what, num_bytes: pool.count(what, number, home, num_bytes)
+        )
         self._shard_of: dict[Block, int] = {}
         self._task: Task | None = None
         self._task_start_s = 0.0
@@ -90,9 +91,9 @@ class Trial:
         self._optimizer = optimizer
         self.blocks = [Block(n, m) for n, m in find_blocks(model, self.pool.budget_bytes)]
         refuse_unsupported(model, self.blocks)
-        model.forward = RootForward(model, self)  # type: ignore[method-assign]
+        model.forward = RootForward(model, self)
         for block in self.blocks:
-            block.module.forward = BlockForward(block, self)  # type: ignore[method-assign]
+            block.module.forward = BlockForward(block, self)
         configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
         self._use_cache = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
         for config in self._use_cache:
@@ -135,6 +136,7 @@ class Trial:
 
     def summary(self) -> dict[str, Any]:
         plan = self.plan
+        blocks = plan.blocks if plan else ()
         return {
             "name": self.name,
             "device": self.device.name,
@@ -143,10 +145,10 @@ class Trial:
             "resident": plan is not None and plan.resident,
             "held_bytes": plan.held_bytes if plan else 0,
             "step_bytes": plan.step_bytes if plan else 0,
-            "weight_bytes": sum(p.weight_bytes for p in plan.blocks) if plan else 0,
+            "weight_bytes": sum(p.weight_bytes for p in blocks),
             "shards": [
                 {
-                    "blocks": [plan.blocks[i].name for i in shard.blocks],
+                    "blocks": [blocks[i].name for i in shard.blocks],
                     "slot_bytes": shard.slot_bytes,
                     "forward_work_bytes": shard.forward_work_bytes,
                     "backward_work_bytes": shard.backward_work_bytes,
@@ -421,7 +423,9 @@ class Trial:
         gradients = sum(storage_bytes(p) for p in parameters if p.requires_grad)
         return sum(map(storage_bytes, parameters)) + gradients + optimizer_state_bytes(self._optimizer, parameters)
 
-    def _try_pilot(self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Pilot | None:
+    def _try_pilot(
+        self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Pilot | None:
         pilot = self._pilot = Pilot(self, free_bytes)
         self._pass = ForwardPass()
         counting, self.meter.counting = self.meter.counting, True

@@ -3,10 +3,10 @@
 import optuna
 import pytest
 import torch
-from models import gpt
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
+from models import gpt
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 STEPS = 20

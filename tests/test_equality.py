@@ -1,10 +1,10 @@
 """The first promise: bit for bit the numbers of plain PyTorch, whatever the budget."""
 
 import pytest
-from models import CASES
-from training import assert_bitwise_equal, train
 
 import hydra_tune
+from models import CASES
+from training import assert_bitwise_equal, train
 
 BUDGETS = ("all resident", "half of the weights", "barely one block")
 

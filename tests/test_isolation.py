@@ -6,10 +6,10 @@ import weakref
 import optuna
 import pytest
 import torch
-from models import gpt
 from torch import nn
 
 import hydra_tune
+from models import gpt
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 STEPS = 8
@@ -25,7 +25,7 @@ class FaultyLayer(nn.Module):
 
     def forward(self, x):
         y = self.layer(x)
-        if torch.is_grad_enabled() or not self.where == "backward":
+        if torch.is_grad_enabled() or self.where != "backward":
             self.remaining -= 1
         if self.remaining == 0 and self.where == "forward":
             raise FloatingPointError("forward")

@@ -5,11 +5,11 @@ import random
 import numpy
 import pytest
 import torch
-from models import bytes_batch, gpt, loss_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
+from models import bytes_batch, gpt, loss_of
 
 
 class Norm(nn.Module):

@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 import torch
-from models import bytes_batch, gpt, hf_gpt2, loss_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
+from models import bytes_batch, gpt, hf_gpt2, loss_of
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_model_and_optimizer_come_back_as_the_same_objects(pool):
 
 
 def test_names_and_state_dict_are_those_of_the_plain_model_at_any_moment(pool):
-    model, optimizer = trained(pool)
+    model, _ = trained(pool)
     plain = gpt()
     assert list(model.state_dict()) == list(plain.state_dict())
     assert isinstance(model, type(plain))

@@ -205,9 +205,7 @@ class Player:
     def send(self, event):
         for instruction in self.machine.handle(event):
             self.story.append(instruction)
-            if isinstance(instruction, Promote):
-                self.granted[instruction.task.trial].append(instruction)
-            elif isinstance(instruction, Run):
+            if isinstance(instruction, (Promote, Run)):
                 self.granted[instruction.task.trial].append(instruction)
             elif not isinstance(instruction, Drop):
                 self.granted[instruction.trial].append(instruction)
@@ -259,7 +257,7 @@ def play(budgets, plans, seed, fail_rate):
 
 
 def check_any_mix(workload):
-    budgets, plans, seed, fail_rate = workload
+    _, plans, _, fail_rate = workload
     story = play(*workload)
     assert story == play(*workload), "same seed, same story"
     if fail_rate == 0:

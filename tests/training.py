@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from models import loss_of
 
 import hydra_tune
+from models import loss_of
 
 
 @dataclass

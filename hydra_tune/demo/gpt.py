@@ -33,7 +33,8 @@ class Layer(nn.Module):
         dropout = self.dropout if self.training else 0.0
         a_BHTd = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         x_BTD = x_BTD + self.drop(self.proj(a_BHTd.transpose(1, 2).reshape(B, T, D)))
-        return x_BTD + self.drop(self.down(F.gelu(self.up(self.norm2(x_BTD)))))
+        y_BTD: torch.Tensor = x_BTD + self.drop(self.down(F.gelu(self.up(self.norm2(x_BTD)))))
+        return y_BTD
 
 
 class GPT(nn.Module):

@@ -60,7 +60,8 @@ def _table(report: dict[str, Any]) -> str:
             f"<tr><td><span style='color:{_colour(number)}'>&#9632;</span> {number}"
             f"<td>{trial['validation'][-1][1]:.3f}<td>{trial['config']['depth']}<td>{trial['config']['lr']:.2g}"
             f"<td>{format_bytes(t['weight_bytes'])}<td>{len(t['shards'])}"
-            f"<td>{format_bytes(t['promoted_bytes'] // max(1, t['steps']))}<td>{t['busy_s']:.1f} s<td>{t['stalled_s']:.1f} s"
+            f"<td>{format_bytes(t['promoted_bytes'] // max(1, t['steps']))}"
+            f"<td>{t['busy_s']:.1f} s<td>{t['stalled_s']:.1f} s"
         )
     return f"<table>{''.join(rows)}</table>"
 
@@ -82,10 +83,9 @@ def _curves(curves: dict[int, list[float]]) -> str:
         y = _scale(value, lowest, highest, HEIGHT - MARGIN, 10)
         parts.append(f'<path d="M{MARGIN} {y}H{WIDTH}" stroke="#ddd"/><text x="4" y="{y + 4}">{value:.2f}</text>')
     for number, losses in curves.items():
-        points = " ".join(
-            f"{_scale(i, 0, max(1, steps - 1), MARGIN, WIDTH - 10):.1f},{_scale(v, lowest, highest, HEIGHT - MARGIN, 10):.1f}"
-            for i, v in enumerate(losses)
-        )
+        xs = [_scale(i, 0, max(1, steps - 1), MARGIN, WIDTH - 10) for i in range(len(losses))]
+        ys = [_scale(v, lowest, highest, HEIGHT - MARGIN, 10) for v in losses]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{_colour(number)}" stroke-width="1.5"/>')
     parts.append(f'<text x="{WIDTH - 80}" y="{HEIGHT - 20}">step {steps}</text>')
     return _svg(HEIGHT, parts)

@@ -126,7 +126,8 @@ def run(settings: Settings, folder: Path, say: Callable[[str], None] = print) ->
     pool = hydra_tune.ShardPool("cuda:0" if torch.cuda.is_available() else "cpu", min(weights) // 2, seed=settings.seed)
     device = pool.devices[0]
     say(f"text      {len(text[0]):,} bytes to train on, {len(text[1]):,} to validate: Python's own documentation")
-    say(f"models    {DEPTHS[0]} to {DEPTHS[-1]} layers, {format_bytes(weights[0])} to {format_bytes(weights[-1])} of weights")
+    sizes = f"{format_bytes(weights[0])} to {format_bytes(weights[-1])} of weights"
+    say(f"models    {DEPTHS[0]} to {DEPTHS[-1]} layers, {sizes}")
     say(f"device    {device.name} with {format_bytes(device.budget_bytes)}: no model fits, and four share it")
     start = time.perf_counter()
     study, records = sweep(settings, pool, text, say)
@@ -172,7 +173,8 @@ def sweep(
 
         def report(step: int, value: float) -> None:
             trial.report(value, step)
-            say(f"trial {trial.number}   step {step:>3}  loss {record.losses[-1]:.3f}  validation {value:.3f} bits per byte")
+            loss = f"loss {record.losses[-1]:.3f}"
+            say(f"trial {trial.number}   step {step:>3}  {loss}  validation {value:.3f} bits per byte")
             if trial.should_prune():
                 raise optuna.TrialPruned
 

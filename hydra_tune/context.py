@@ -36,15 +36,16 @@ class Context:
             self.mode.meter = trial.meter
             self.trials.append(trial)
 
-    def refuse_second_model(self) -> None:
+    def refuse_second_model(self, pool: ShardPool) -> None:
+        """Two models of one thread in one pool could wait for each other for ever."""
         live = self._last() if self._last else None
         if live is not None and not live.ended and self.mode is None:
             del live
             gc.collect()  # a model that its owner has dropped may wait for the collector
             live = self._last() if self._last else None
-        if live is not None and not live.ended:
+        if live is not None and not live.ended and live.pool is pool:
             raise PrepareError(
-                f"one model at a time is prepared in a trial or thread; {live.name} still is. "
+                f"one model at a time is prepared in a trial, or by a thread in one pool; {live.name} still is. "
                 "Call hydra_tune.release(model) on the first one."
             )
 

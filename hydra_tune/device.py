@@ -31,6 +31,8 @@ CPU_SHARE = 4  # memory="auto" takes a quarter of what is left on the host
 class Device(ABC):
     """One device with an enforced budget. Slots are one-dimensional uint8 tensors."""
 
+    foreach_by_default = False  # does torch.optim choose `foreach` here by itself?
+
     def __init__(self, name: str, torch_device: torch.device, budget_bytes: int, *, enforce: bool) -> None:
         self.name = name
         self.torch_device = torch_device
@@ -116,6 +118,8 @@ class CpuDevice(Device):
 
 class CudaDevice(Device):
     """A GPU: compute on the caller's stream, one stream for each direction of copies, events between."""
+
+    foreach_by_default = True
 
     def __init__(self, index: int, budget_bytes: int) -> None:
         device = torch.device("cuda", index)

@@ -46,12 +46,15 @@ def _state_bytes_on_meta(optimizer: torch.optim.Optimizer, parameters: Sequence[
     return sum(v.numel() * v.element_size() for v in states)
 
 
-def step_scratch_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter]) -> int:
+def step_scratch_bytes(
+    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter], *, foreach_by_default: bool
+) -> int:
     """Temporaries of one step on the device: `foreach` makes up to two values of every parameter, the
     loop two of one."""
     sizes = [p.numel() * p.element_size() for p in parameters if p.requires_grad]
     defaults = optimizer.defaults if optimizer is not None else {}
     if defaults.get("fused"):
         return 0
-    on_gpu_by_default = defaults.get("foreach") is None and torch.cuda.is_available()
-    return 2 * (sum(sizes) if defaults.get("foreach") or on_gpu_by_default else max(sizes, default=0))
+    foreach = defaults.get("foreach")
+    foreach = foreach_by_default if foreach is None else foreach
+    return 2 * (sum(sizes) if foreach else max(sizes, default=0))

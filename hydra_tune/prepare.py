@@ -51,8 +51,8 @@ def prepare(
     if pool is not None and context.pool is not None and pool is not context.pool:
         raise ConfigError("inside an objective the runner's pool is used. Leave pool= out, or pass the runner's.")
     _refuse(model, optimizer)
-    context.refuse_second_model()
     chosen = pool or context.pool or default_pool()
+    context.refuse_second_model(chosen)
     if any(p.device.type not in ("cpu", "meta") for p in model.parameters()):
         logger.warning("%s is not in host memory; moving it there", type(model).__name__)
         model.to("cpu")

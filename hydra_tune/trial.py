@@ -408,7 +408,7 @@ class Trial:
         every = list(self.model.parameters())
         buffers = sum(storage_bytes(b) for b in self.model.buffers())
         in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
-        scratch = step_scratch_bytes(self._optimizer, every)
+        scratch = step_scratch_bytes(self._optimizer, every, foreach_by_default=self.device.foreach_by_default)
         return make_plan(
             list(pilot.profiles.values()),
             budget_bytes=self.pool.budget_bytes,

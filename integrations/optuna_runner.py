@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -83,6 +85,16 @@ def run_objective(pool: ShardPool, objective: Callable[[optuna.Trial], Any], tri
         raise
     logger.info("trial %d ends: %s", trial.number, value)
     return value
+
+
+def _forget_executor_threads() -> None:
+    """In a child forked by a trial, a loader's worker: at its end CPython would join the executor's threads,
+    one of which the child itself runs in, and exit with an error that PyTorch reports at any time after
+    ."""
+    getattr(concurrent.futures.thread, "_threads_queues", {}).clear()
+
+
+os.register_at_fork(after_in_child=_forget_executor_threads)
 
 
 def _clear_frames(error: BaseException) -> None:

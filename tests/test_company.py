@@ -1,5 +1,7 @@
 """A trial gives the same numbers alone and in company: four in four threads, on one device and on two."""
 
+import multiprocessing
+
 import optuna
 import pytest
 import torch
@@ -79,6 +81,28 @@ def test_four_trials_in_four_threads_equal_each_alone_and_plain_pytorch(devices,
     assert_same(together, alone)
     assert_same(together, plain_results(num_workers))
     assert {t["device"] for t in report["trials"]} == {d["name"] for d in report["devices"]}
+
+
+def test_loader_workers_of_a_trial_end_without_an_error():
+    """They are forked in an executor's thread. CPython then tried to join that thread from itself, every worker
+    ended with exit code 1, and PyTorch raised in the main thread if it noticed before the loader was gone."""
+    codes = []
+
+    def objective(trial):
+        loader = iter(DataLoader(TensorDataset(torch.zeros(4)), num_workers=2))
+        workers = multiprocessing.active_children()
+        assert len(list(loader)) == 4
+        del loader
+        for worker in workers:
+            worker.join()
+        codes.extend(worker.exitcode for worker in workers)
+        return 0.0
+
+    hydra_tune.HydraTrialRunner(hydra_tune.ShardPool(["cpu"], "1MiB"), 2).optimize(
+        optuna.create_study(), objective, n_trials=2
+    )
+    assert len(codes) >= 4
+    assert set(codes) == {0}
 
 
 def test_trials_of_one_architecture_share_one_partition():

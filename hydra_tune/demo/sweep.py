@@ -37,9 +37,9 @@ class Settings:
     """Sizes of the job. `report_every` is in steps; validation reads `validation_batches` batches."""
 
     trials: int = 8
-    steps: int = 60
+    steps: int = 50
     batch: int = 2
-    report_every: int = 20
+    report_every: int = 25
     validation_batches: int = 12
     seed: int = 0
 

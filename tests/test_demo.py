@@ -1,0 +1,40 @@
+"""`hydra-tune demo --quick`, whole: what it prints, what it asserts, what it writes."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+from hydra_tune.demo.text import Windows, documentation
+
+
+def test_quick_demo(tmp_path):
+    environment = {**os.environ, "HYDRA_TUNE_CHECKS": "0"}
+    command = [sys.executable, "-W", "error", "-m", "hydra_tune.cli", "demo", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "losses equal, final weights equal, bit for bit" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["proof"] == {"trial": report["best"]["trial"], "losses_equal": True, "weights_equal": True}
+    (device,) = report["pool"]["devices"]
+    smallest = min(t["weight_bytes"] for t in report["pool"]["trials"])
+    assert device["budget_bytes"] <= smallest / 2
+    assert device["peak_bytes"] <= device["budget_bytes"]
+    assert device["used_bytes"] == 0
+    for trial in report["pool"]["trials"]:
+        assert len(trial["shards"]) >= 8
+        assert trial["promoted_bytes"] / trial["steps"] >= trial["weight_bytes"] / 2
+    page = (tmp_path / "report.html").read_text()
+    drawings = [
+        ET.fromstring(part[: part.index("</svg>") + 6]) for part in page.split("<svg")[1:] for part in ["<svg" + part]
+    ]
+    assert [len(d) > 4 for d in drawings] == [True, True]
+
+
+def test_the_text_is_cut_without_overlap():
+    train, validation = documentation()
+    assert len(train) > 8 * len(validation) > 0
+    x, y = Windows(train, 64)[1]
+    assert x[1:].tolist() == y[:-1].tolist()
+    assert x.tolist() == train[64:128].tolist()

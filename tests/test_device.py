@@ -1,0 +1,113 @@
+"""Devices, budgets, and what memory="auto" means."""
+
+import sys
+import types
+
+import psutil
+import pytest
+import torch
+
+import hydra_tune
+from hydra_tune import device as device_module
+from hydra_tune.device import CpuDevice, host_free_bytes
+from hydra_tune.meter import DeviceOutOfMemoryError, Meter
+
+
+def test_auto_memory_on_the_cpu_is_a_quarter_of_what_is_left(monkeypatch):
+    monkeypatch.setattr(device_module, "host_free_bytes", lambda: 800 << 20)
+    assert hydra_tune.ShardPool("cpu").devices[0].budget_bytes == 200 << 20
+    assert [d.budget_bytes for d in hydra_tune.ShardPool(["cpu", "cpu"]).devices] == [100 << 20] * 2
+
+
+def test_the_cgroup_limits_what_is_left(monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 50\n")
+    monkeypatch.setattr(device_module, "_cgroup_folders", lambda: [tmp_path])
+    assert host_free_bytes() == 350
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_free_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+@pytest.mark.parametrize("gone", ["module", "init", "uuid", "field"])
+def test_nvml_may_miss_anything(monkeypatch, gone):
+    """What NVML says by UUID where it says anything, else what CUDA says."""
+
+    def fail(*args):
+        raise OSError("not supported")
+
+    nvml = types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-abc": "handle"}[uuid],
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(free=5000),
+    )
+    cuda = types.SimpleNamespace(
+        get_device_properties=lambda device: types.SimpleNamespace(uuid="abc"), mem_get_info=lambda device: (3000, 9000)
+    )
+    monkeypatch.setattr(device_module.torch, "cuda", cuda)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert device_module._cuda_free_bytes(torch.device("cuda", 0)) == 5000
+    if gone == "module":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    elif gone == "init":
+        nvml.nvmlInit = fail
+    elif gone == "uuid":
+        nvml.nvmlDeviceGetHandleByUUID = fail
+    else:
+        nvml.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace()
+    assert device_module._cuda_free_bytes(torch.device("cuda", 0)) == 3000
+
+
+@pytest.mark.parametrize(
+    ("devices", "memory", "words"),
+    [
+        ("tpu", "1MiB", "or one of the"),
+        (["cpu", "cuda:99"], "1MiB", "cuda:99"),
+        ([], "1MiB", "devices is empty"),
+        (["cpu", "cpu"], ["1MiB"], "1 entries for 2 devices"),
+        ("cpu", "1000TiB", "what the device has free"),
+        ("cpu", "some", "positive number of bytes"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(devices, memory, words):
+    with pytest.raises(hydra_tune.ConfigError, match=words):
+        hydra_tune.ShardPool(devices, memory)
+
+
+def test_each_device_may_have_its_own_budget():
+    pool = hydra_tune.ShardPool(["cpu", "cpu"], ["1MiB", 2048])
+    assert [d.budget_bytes for d in pool.devices] == [1 << 20, 2048]
+    assert [d.used_bytes for d in pool.devices] == [0, 0]
+
+
+def test_a_freed_slot_is_poisoned():
+    device = CpuDevice(0, 4096)
+    slot = device.slot(1024, 512)
+    device.promote([(slot, torch.zeros(512, dtype=torch.uint8))])
+    assert (slot == 0).all()
+    device.free_slot(1024, 512)
+    assert slot.view(torch.float32).isnan().all(), "a use after spill shows as NaN"
+
+
+def test_a_meter_counts_storages_while_they_live_and_refuses_one_too_many():
+    meter = Meter("device", 1000, enforce=True)
+    a = torch.zeros(100)
+    meter.add(0, [a, a[:10], a.view(10, 10)])
+    assert meter.live_bytes == 400
+    b = torch.zeros(150)
+    meter.add(1, [b])
+    with pytest.raises(DeviceOutOfMemoryError, match=r"holds 1000 B and was asked for 4 B more"):
+        meter.add(1, [torch.zeros(1)])
+    del a
+    assert (meter.live_bytes, meter.trial_bytes(0), meter.peak_bytes) == (600, 0, 1000)
+    meter.end_trial(1)
+    assert meter.live_bytes == 0
+
+
+def test_a_report_is_plain_data():
+    import json
+
+    report = hydra_tune.ShardPool(["cpu"], "1MiB").report()
+    assert json.loads(json.dumps(report)) == report
+    expected = {"budget_bytes", "used_bytes", "peak_bytes", "promoted_bytes", "spilled_bytes", "dropped_bytes"}
+    assert expected | {"busy_s", "stalled_s"} <= report["devices"][0].keys()

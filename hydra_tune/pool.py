@@ -115,7 +115,7 @@ class ShardPool:
         with self._lock:
             self._end_abandoned()
             for trial in self._trials.values():
-                self._summaries[trial.id] = trial.summary()
+                self.note_summary(trial)
             devices = [
                 {
                     "name": device.name,
@@ -162,6 +162,7 @@ class ShardPool:
             self._handle(s.TrialAdded(number))
             home = self._take(number, s.Place).device
             trial = self._trials[number] = make(number, home, self._devices[home])
+            self.note_summary(trial)
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
             return trial
 
@@ -174,14 +175,16 @@ class ShardPool:
 
     def admit(self, trial: Trial, plan: TrialPlan) -> None:
         self._ask(s.PlanReady(trial.id, plan), s.Admit)
-        self._summaries[trial.id] = trial.summary()
 
     def enter_step(self, trial: Trial, *, alone: bool) -> None:
         self._ask(s.StepReady(trial.id, alone), s.Enter)
 
     def leave_step(self, trial: Trial) -> None:
-        self._summaries[trial.id]["steps"] = trial.step
         self._tell(s.StepDone(trial.id))
+
+    def note_summary(self, trial: Trial) -> None:
+        """Kept for the report, should the trial be collected with its model."""
+        self._summaries[trial.id] = trial.summary()
 
     def invalidate(self, trial: Trial) -> None:
         self._tell(s.Invalidated(trial.id))
@@ -218,7 +221,7 @@ class ShardPool:
     def end_trial(self, trial: Trial) -> None:
         """Take back everything; the others go on."""
         with self._lock:
-            self._summaries[trial.id] = trial.summary()
+            self.note_summary(trial)
             self._forget(trial.id)
             del self._trials[trial.id]
 
@@ -292,7 +295,7 @@ class ShardPool:
         while self._abandoned:
             number = self._abandoned.popleft()
             if number in self._granted:
-                self._summaries.setdefault(number, {})["state"] = "ended"
+                self._summaries[number]["state"] = "ended"
                 self._forget(number)
 
     def _forget(self, number: int) -> None:

@@ -70,7 +70,7 @@ def _current_state() -> RandomState | None:
 
 def is_default(generator: Any) -> bool:
     """Whether an operator's `generator` argument means the default one."""
-    return generator is None or any(generator is default for default in _default_generators())
+    return generator is None or any(generator._cdata == default._cdata for default in _default_generators())
 
 
 # ---- proxies for the default generators --------------------------------------------------------------

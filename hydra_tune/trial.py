@@ -228,6 +228,7 @@ class Trial:
             finally:
                 self._pass = None
                 self.leave()
+                self.pool.note_summary(self)
             if plan.resident:
                 self._lease_backward(outputs, token)
             return outputs

@@ -99,10 +99,9 @@ def test_loader_workers_of_a_trial_end_without_an_error():
         return 0.0
 
     hydra_tune.HydraTrialRunner(hydra_tune.ShardPool(["cpu"], "1MiB"), 2).optimize(
-        optuna.create_study(), objective, n_trials=2
+        optuna.create_study(), objective, n_trials=1
     )
-    assert len(codes) >= 4
-    assert set(codes) == {0}
+    assert codes == [0, 0]
 
 
 def test_trials_of_one_architecture_share_one_partition():

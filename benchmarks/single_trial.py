@@ -90,7 +90,9 @@ def main() -> None:
     (trial,) = pools["spilled"].report()["trials"]
     assert not trial["resident"], trial
     assert pools["resident"].report()["trials"][0]["resident"]
-    seconds = interleaved(steps, rounds=options.rounds, warm_up=options.warm_up)
+    seconds = {}
+    for pair in (("plain", "resident"), ("checkpointed", "spilled")):  # A B A B: a third would leave its caches to one
+        seconds |= interleaved({name: steps[name] for name in pair}, rounds=options.rounds, warm_up=options.warm_up)
     (trial,) = pools["spilled"].report()["trials"]
     result = {
         "parameters": num_parameters,

@@ -70,7 +70,10 @@ def _current_state() -> RandomState | None:
 
 def is_default(generator: Any) -> bool:
     """Whether an operator's `generator` argument means the default one."""
-    return generator is None or any(generator._cdata == default._cdata for default in _default_generators())
+    if generator is None:
+        return True
+    own: list[Any] = _default_generators()  # operators see a new wrapper of the same generator
+    return any(generator._cdata == default._cdata for default in own)
 
 
 # ---- proxies for the default generators --------------------------------------------------------------

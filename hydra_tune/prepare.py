@@ -31,7 +31,8 @@ def prepare(
 
     Call it on a model in host memory, after the optimizer was made from its parameters. The first batch
     is measured, then the model is cut. Model and optimizer come back as the same objects; loaders come
-    back wrapped, their batches on the trial's device, their attributes forwarded.
+    back wrapped, their batches on the trial's device, their attributes forwarded. In the calling thread
+    autograd's device threads are turned off: a backward runs in the thread that called it.
 
     Args:
         model: any module whose layers are reached by calling them.

@@ -10,6 +10,7 @@ its optimizer step, whichever comes first: host memory is the truth, and may hav
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,8 @@ from hydra_tune.spill import DeviceCopy
 if TYPE_CHECKING:
     from hydra_tune.block import BlockCall
     from hydra_tune.pool import ShardPool
+
+logger = logging.getLogger("hydra_tune")
 
 
 @dataclass(eq=False)
@@ -76,6 +79,7 @@ class Trial:
         self._task_start_s = 0.0
         self._in_step = False
         self._alone = False
+        self._saw_backward = False
         self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._pass: ForwardPass | None = None
         self._backward_id = -1
@@ -172,17 +176,20 @@ class Trial:
         shared = self.pool.plans[self._key]
         if shared is not plan:  # another trial has measured a step of this plan since
             plan = self.plan = shared
+            self._adopt_cut(plan)
             self.pool.admit(self, plan)
-        self._alone = not plan.resident and self._key not in self.pool.measured and self._can_measure_step
+        self._alone = self._may_measure_step(plan)
+        self._saw_backward = False
         self.pool.enter_step(self, alone=self._alone)
         self._in_step = True
         if self._alone:
             self.meter.counting = True
             self.meter.watch_outside()
 
-    @property
-    def _can_measure_step(self) -> bool:
-        return self.mode is not None  # only the runner's mode sees the operators of user code
+    def _may_measure_step(self, plan: TrialPlan) -> bool:
+        """Only a runner's mode sees the operators of user code, and only a step of training has them all."""
+        unmeasured = not plan.resident and self._key not in self.pool.measured
+        return unmeasured and self.mode is not None and torch.is_grad_enabled()
 
     def _leave_step(self) -> None:
         self._in_step = False
@@ -190,10 +197,14 @@ class Trial:
         if self._alone:
             self._alone = False
             self.meter.counting = self.meter.always
-            self._use_measured_step(self.meter.outside_peak())
+            step_bytes = self.meter.outside_peak()
+            if self._saw_backward:
+                self._use_measured_step(step_bytes)
 
     def _use_measured_step(self, step_bytes: int) -> None:
         assert self.plan is not None
+        if self._key in self.pool.measured:  # by another trial meanwhile
+            step_bytes = max(step_bytes, self.pool.plans[self._key].step_bytes)
         plan = replace(self.plan, step_bytes=step_bytes)
         if plan.need_bytes > self.pool.budget_bytes:
             raise BudgetError(
@@ -264,6 +275,7 @@ class Trial:
             if not self._in_step:
                 assert self.plan is not None
                 self.open_step(self.plan)
+        self._saw_backward = True
         self._backward_passes.add(token)
 
     def _end_backward(self, keeps_graph: bool) -> None:
@@ -360,7 +372,14 @@ class Trial:
             return plan
         self.pool.admit(self, plan)
         self._settle(plan)
+        logger.info("%s", self._spell_plan(plan))
         return plan
+
+    def _spell_plan(self, plan: TrialPlan) -> str:
+        weights = format_bytes(sum(block.weight_bytes for block in plan.blocks))
+        how = "resident" if plan.resident else f"spilled, in {len(plan.shards)} shards"
+        need = f"needs {format_bytes(plan.need_bytes)} of {format_bytes(self.device.budget_bytes)}"
+        return f"{self.name}: {weights} of weights, {how}, {need} on {self.device.name}"
 
     def _replace(self, plan: TrialPlan) -> None:
         assert self.plan is not None
@@ -369,7 +388,7 @@ class Trial:
                 f"{self.name} was resident with its first batch, but a batch of {self._signature} needs it spilled. "
                 "Run the largest batch first, or raise ShardPool(memory=...)."
             )
-        self.residency.bring_home(self._optimizer)  # between two admissions it holds nothing
+        self.residency.bring_home(self._optimizer)
         self.pool.admit(self, plan)
         self.plan = plan
         self._adopt_cut(plan)
@@ -448,4 +467,5 @@ class Trial:
         finally:
             self.meter.counting = counting
             self._pass = self._pilot = None
+            self.residency.bring_home(self._optimizer)  # until it is admitted it holds nothing
             self.pool.end_pilot(self, pilot.peak_bytes)

@@ -54,6 +54,7 @@ class HydraTrialRunner:
             PoolClosedError: the pool is closed, or was while trials ran.
         """
         self.pool.check_usable()
+        _show_progress()
 
         def run(trial: optuna.Trial) -> Any:
             return run_objective(self.pool, objective, trial)
@@ -70,9 +71,18 @@ class HydraTrialRunner:
         )
 
 
+def _show_progress() -> None:
+    """Progress as plain lines on stderr, unless the user has set up logging."""
+    if not logger.handlers and not logging.getLogger().handlers and logger.level == logging.NOTSET:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
 def run_objective(pool: ShardPool, objective: Callable[[optuna.Trial], Any], trial: optuna.Trial) -> Any:
     """One trial, from its random state to its last byte."""
-    logger.info("trial %d starts", trial.number)
+    logger.info("trial %d: starts", trial.number)
     try:
         with trial_context(pool, trial.number):
             value = objective(trial)
@@ -81,9 +91,9 @@ def run_objective(pool: ShardPool, objective: Callable[[optuna.Trial], Any], tri
         raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
     except Exception as error:
         _clear_frames(error)
-        logger.info("trial %d ends: %s", trial.number, type(error).__name__)
+        logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
         raise
-    logger.info("trial %d ends: %s", trial.number, value)
+    logger.info("trial %d: finished with %s", trial.number, value)
     return value
 
 

@@ -7,6 +7,7 @@ plain PyTorch, alone, and compared bit for bit.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import time
@@ -165,6 +166,7 @@ def sweep(
     settings: Settings, pool: hydra_tune.ShardPool, text: tuple[torch.Tensor, torch.Tensor], say: Callable[[str], None]
 ) -> tuple[optuna.Study, dict[int, TrialRecord]]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    logging.getLogger("hydra_tune").setLevel(logging.WARNING)  # the demo tells its own story
     records: dict[int, TrialRecord] = {}
 
     def objective(trial: optuna.Trial) -> float:

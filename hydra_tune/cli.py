@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     demo.add_argument("--out", type=Path, default=Path("hydra-tune-demo"), help="folder of the report (%(default)s)")
     demo.set_defaults(command=_demo)
     options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # trials' threads outnumber the cores; read when torch loads
     status: int = options.command(options)
     return status
 

@@ -4,6 +4,7 @@ import os
 
 os.environ["HYDRA_TUNE_CHECKS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the demo: threads that wait do not spin
 
 import pytest
 import torch

@@ -11,20 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hydra_tune.block import Block, BlockCall
+from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.node import BlockCall
 from hydra_tune.random_state import random_state_kept
+from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.spill import DeviceCopy
-
-if TYPE_CHECKING:
-    from hydra_tune.trial import Trial
 
 OUTPUT_COPIES = 3  # what a loss makes of the model's outputs: log-probabilities, their gradient, one more
 
@@ -41,7 +41,9 @@ class DoesNotFitError(Exception):
 class Pilot:
     """One pass over a model. Afterwards: profiles in the order in which blocks ran, and the step's bytes."""
 
-    trial: Trial
+    model: nn.Module
+    blocks: Sequence[Block]
+    residency: Residency
     free_bytes: int
     profiles: dict[Block, BlockProfile] = field(default_factory=dict)
     step_bytes: int = 0
@@ -50,17 +52,17 @@ class Pilot:
     _copy: tuple[Block, DeviceCopy] | None = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        trial, buffers = self.trial, list(self.trial.model.buffers())
+        meter, device, buffers = self.residency.meter, self.residency.device, list(self.model.buffers())
         values = [b.clone() for b in buffers]
-        before = trial.meter.trial_bytes
+        before = meter.trial_bytes
         try:
-            with random_state_kept(trial.device.generators()), torch.enable_grad():
-                trial.meter.watch_outside()
+            with random_state_kept(device.generators()), torch.enable_grad():
+                meter.watch_outside()
                 outputs = forward(*args, **kwargs)
             tensors = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
             self._refuse_uncalled_weights(tensors)
             self._drop_copy()
-            forward_peak, held = trial.meter.outside_peak(), trial.meter.trial_bytes - before
+            forward_peak, held = meter.outside_peak(), meter.trial_bytes - before
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             self.kept_bytes = 2 * sum(map(storage_bytes, inputs)) + sum(map(storage_bytes, tensors))
             boundaries = [p.boundary_bytes for p in self.profiles.values()]
@@ -71,7 +73,7 @@ class Pilot:
             self._drop_copy()
             for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)
-        uncalled = [block for block in trial.blocks if block not in self.profiles]
+        uncalled = [block for block in self.blocks if block not in self.profiles]
         self.profiles.update((block, BlockProfile(block.name, block.weight_bytes)) for block in uncalled)
 
     # ---- one block ----
@@ -82,21 +84,21 @@ class Pilot:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
                 raise DoesNotFitError(BlockProfile(block.name, block.weight_bytes))
-            self._copy = block, self.trial.residency.promote([block], 0, block.weight_bytes)
+            self._copy = block, self.residency.promote([block], 0, block.weight_bytes)
         return self._copy[1]
 
     def _drop_copy(self) -> None:
         if self._copy is not None:
             block, _ = self._copy
             self._copy = None
-            self.trial.device.free_slot(0, block.weight_bytes)
+            self.residency.device.free_slot(0, block.weight_bytes)
 
     def measure(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> None:
         """Profile one call of a block; of several calls, the largest figures count."""
-        block, trial = call.block, self.trial
-        trial.meter.outside_ends()
+        block, meter, device = call.block, self.residency.meter, self.residency.device
+        meter.outside_ends()
         copy = self.copy_of(block)
-        with random_state_kept(trial.device.generators()), trial.inside(block, copy):
+        with random_state_kept(device.generators()), self.residency.inside(block, copy):
             now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
             try:
                 forward_s, forward_work, boundary = self._forward(call, tensors)
@@ -104,7 +106,7 @@ class Pilot:
             except torch.OutOfMemoryError:
                 raise DoesNotFitError(BlockProfile(block.name, block.weight_bytes, self.free_bytes)) from None
             copy.swap_buffers(block, now)
-        trial.meter.outside_starts()
+        meter.outside_starts()
         profile = BlockProfile(
             block.name, block.weight_bytes, forward_work, backward_work, saved, boundary, forward_s, backward_s,
             block.nondifferentiable,
@@ -112,7 +114,7 @@ class Pilot:
         known = self.profiles.get(block)
         self.profiles[block] = profile if known is None else _larger(known, profile)
         fits = block.weight_bytes + max(forward_work, backward_work)
-        self.peak_bytes = max(self.peak_bytes, fits + trial.meter.trial_bytes)
+        self.peak_bytes = max(self.peak_bytes, fits + meter.trial_bytes)
         if fits > self.free_bytes:
             raise DoesNotFitError(profile)
 
@@ -121,13 +123,13 @@ class Pilot:
             versions, start = [t._version for t in tensors], time.perf_counter()
             outputs = call.block.forward(*call.arguments(tensors))
             call.refuse_changed_inputs(tensors, versions)
-            self.trial.device.synchronize()
+            self.residency.device.synchronize()
             seconds = time.perf_counter() - start
             boundary = sum(storage_bytes(x) for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
         return seconds, used[0], boundary
 
     def _backward(self, call: BlockCall, tensors: Sequence[torch.Tensor], copy: DeviceCopy) -> tuple[float, int, int]:
-        block, meter = call.block, self.trial.meter
+        block, meter = call.block, self.residency.meter
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         leaves = [copy.leaf(p) for p in block.parameters]
         with torch.enable_grad(), self._measured() as used:
@@ -141,7 +143,7 @@ class Pilot:
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]
                 torch.autograd.grad(differentiable, wanted, ones, allow_unused=True)
-            self.trial.device.synchronize()
+            self.residency.device.synchronize()
             seconds = time.perf_counter() - start
         _refuse_side_channels(block)
         return seconds, used[0], saved
@@ -150,9 +152,9 @@ class Pilot:
     def _measured(self) -> Iterator[list[int]]:
         """The most bytes beyond those there at the start, known at the end."""
         used = [0]
-        before = self.trial.meter.start_window()
+        before = self.residency.meter.start_window()
         yield used
-        used[0] = self.trial.meter.window_peak - before
+        used[0] = self.residency.meter.window_peak - before
 
     # ---- what cannot be cut ----
 
@@ -172,7 +174,7 @@ class Pilot:
                 )
 
     def _refuse_uncalled_weights(self, outputs: Sequence[torch.Tensor]) -> None:
-        owner = {id(p): block for block in self.trial.blocks for p in block.parameters}
+        owner = {id(p): block for block in self.blocks for p in block.parameters}
         for node in _nodes(outputs):
             if type(node).__name__ == "BlockFunctionBackward":
                 continue
@@ -186,7 +188,7 @@ class Pilot:
                     )
 
     def _name_of(self, variable: torch.Tensor | None) -> str:
-        names = [name for name, p in self.trial.model.named_parameters() if p is variable]
+        names = [name for name, p in self.model.named_parameters() if p is variable]
         return names[0] if names else "a tensor that requires a gradient"
 
 

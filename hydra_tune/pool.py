@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,11 +23,24 @@ from hydra_tune.random_state import RandomState
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.trace import Span, Trace
 
-if TYPE_CHECKING:
-    from hydra_tune.trial import Trial
-
 InstructionT = TypeVar("InstructionT", bound=s.Instruction)
 _SEED_STRIDE = 1_000_003  # seeds of neighbouring trials lie apart
+
+
+class Client(Protocol):
+    """What the pool needs of a trial."""
+
+    id: int
+    home: int
+
+    def promote_shard(self, shard: int, offset: int, num_bytes: int) -> None: ...
+
+    def drop_shard(self, shard: int) -> None: ...
+
+    def summary(self) -> dict[str, Any]: ...
+
+
+ClientT = TypeVar("ClientT", bound=Client)
 
 
 class PoolDevice:
@@ -92,7 +105,7 @@ class ShardPool:
         self.measured: set[Hashable] = set()  # keys of plans whose step bytes a first step has measured
         self._machine = s.Machine([device.budget_bytes for device in self._devices])
         self._lock = threading.RLock()
-        self._trials: weakref.WeakValueDictionary[int, Trial] = weakref.WeakValueDictionary()  # a model owns its trial
+        self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
         self._granted: dict[int, deque[s.Instruction]] = {}
         self._wake: dict[int, threading.Condition] = {}
         self._ids = itertools.count()
@@ -152,7 +165,7 @@ class ShardPool:
 
     # ---- for trials ----
 
-    def add_trial(self, make: Callable[[int, int, Device], Trial]) -> Trial:
+    def add_trial(self, make: Callable[[int, int, Device], ClientT]) -> ClientT:
         with self._lock:
             self.check_usable()
             self._end_abandoned()
@@ -166,27 +179,27 @@ class ShardPool:
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
             return trial
 
-    def start_pilot(self, trial: Trial, *, empty: bool) -> int:
+    def start_pilot(self, trial: Client, *, empty: bool) -> int:
         """Wait for the device to be the trial's alone; the bytes free on it."""
         return self._ask(s.PilotReady(trial.id, empty), s.StartPilot).free_bytes
 
-    def end_pilot(self, trial: Trial, peak_bytes: int) -> None:
+    def end_pilot(self, trial: Client, peak_bytes: int) -> None:
         self._tell(s.PilotDone(trial.id, peak_bytes))
 
-    def admit(self, trial: Trial, plan: TrialPlan) -> None:
+    def admit(self, trial: Client, plan: TrialPlan) -> None:
         self._ask(s.PlanReady(trial.id, plan), s.Admit)
 
-    def enter_step(self, trial: Trial, *, alone: bool) -> None:
+    def enter_step(self, trial: Client, *, alone: bool) -> None:
         self._ask(s.StepReady(trial.id, alone), s.Enter)
 
-    def leave_step(self, trial: Trial) -> None:
+    def leave_step(self, trial: Client) -> None:
         self._tell(s.StepDone(trial.id))
 
-    def note_summary(self, trial: Trial) -> None:
+    def note_summary(self, trial: Client) -> None:
         """Kept for the report, should the trial be collected with its model."""
         self._summaries[trial.id] = trial.summary()
 
-    def invalidate(self, trial: Trial) -> None:
+    def invalidate(self, trial: Client) -> None:
         self._tell(s.Invalidated(trial.id))
 
     def acquire(self, task: Task) -> float:
@@ -218,7 +231,7 @@ class ShardPool:
             self._note("run", task, start_s)
             self._handle(s.Done(task))
 
-    def end_trial(self, trial: Trial) -> None:
+    def end_trial(self, trial: Client) -> None:
         """Take back everything; the others go on."""
         with self._lock:
             self.note_summary(trial)
@@ -264,7 +277,7 @@ class ShardPool:
     def _drop(self, drop: s.Drop) -> None:
         trial = self._trials.get(drop.trial)
         if trial is not None:
-            trial.residency.drop(drop.shard)
+            trial.drop_shard(drop.shard)
         self._devices[drop.device].free_slot(drop.offset, drop.num_bytes)
         self._trace.count("dropped_bytes", drop.device, drop.trial, drop.num_bytes)
 

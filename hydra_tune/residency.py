@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,12 +28,23 @@ class Residency:
         self._weights: HostWeights | None = None
         self._held: list[tuple[nn.Module, str]] = []
         self._count = count
+        self.in_visit = False
 
     @property
     def spilled(self) -> bool:
         return self._weights is not None
 
     # ---- slots ----
+
+    @contextmanager
+    def inside(self, block: Block, copy: DeviceCopy) -> Iterator[None]:
+        """The block's module reaches its device copies."""
+        outer, self.in_visit = self.in_visit, True
+        try:
+            with block.substituted(copy):
+                yield
+        finally:
+            self.in_visit = outer
 
     def promote(self, blocks: Sequence[Block], offset: int, num_bytes: int) -> DeviceCopy:
         with self.meter.paused(), torch.no_grad():
@@ -42,9 +54,6 @@ class Residency:
             copy = DeviceCopy(self.device, slot, blocks, self._weights)
         self._count("promoted_bytes", copy.promoted_bytes)
         return copy
-
-    def drop(self, shard: int) -> None:
-        self.copies.pop(shard, None)
 
     def write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Copy buffers that a forward has changed to their host masters."""

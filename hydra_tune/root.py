@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -11,14 +11,19 @@ from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import is_dense
 
-if TYPE_CHECKING:
-    from hydra_tune.trial import Trial
+
+class Executor(Protocol):
+    """What the root needs of the trial it runs for."""
+
+    def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
+
+    def end(self) -> None: ...
 
 
 class RootForward:
     """Stands in the prepared model's instance attribute `forward`. A copy of the model gets its own forward."""
 
-    def __init__(self, model: nn.Module, trial: Trial) -> None:
+    def __init__(self, model: nn.Module, trial: Executor) -> None:
         self._model = model
         self.trial = trial
         self.original: Callable[..., Any] = type(model).forward.__get__(model)

@@ -15,30 +15,28 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hydra_tune.block import Block, BlockForward
+from hydra_tune.block import Block
 from hydra_tune.config import checks_enabled, format_bytes
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode
+from hydra_tune.node import BlockCall, BlockForward
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
 from hydra_tune.partition import covers, find_blocks, input_signature, make_plan, plan_key
 from hydra_tune.pilot import DoesNotFitError, Pilot
+from hydra_tune.pool import ShardPool
 from hydra_tune.residency import Residency
 from hydra_tune.root import RootForward, refuse_unsupported
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.spill import DeviceCopy
-
-if TYPE_CHECKING:
-    from hydra_tune.block import BlockCall
-    from hydra_tune.pool import ShardPool
 
 logger = logging.getLogger("hydra_tune")
 
@@ -63,7 +61,6 @@ class Trial:
         self.mode: TrialMode | None = None  # the runner's, where there is one
         self.plan: TrialPlan | None = None
         self.blocks: list[Block] = []
-        self.in_visit = False
         self.step = 0
         self.ended = False
         self._optimizer: torch.optim.Optimizer | None = None
@@ -299,22 +296,13 @@ class Trial:
             copy = self._go_to(self._shard_of[block], direction)
         self.meter.outside_ends()
         try:
-            with self._counted(), self.inside(block, copy):
+            with self._counted(), self.residency.inside(block, copy):
                 yield copy
         except BaseException:
             self.leave()
             raise
         finally:
             self.meter.outside_starts()
-
-    @contextmanager
-    def inside(self, block: Block, copy: DeviceCopy) -> Iterator[None]:
-        outer, self.in_visit = self.in_visit, True
-        try:
-            with block.substituted(copy):
-                yield
-        finally:
-            self.in_visit = outer
 
     def _go_to(self, shard: int, direction: Direction) -> Any:
         task = Task(self.id, self.step, shard, direction)
@@ -335,6 +323,10 @@ class Trial:
         assert self.plan is not None
         blocks = [self.blocks[i] for i in self.plan.shards[shard].blocks]
         self.residency.copies[shard] = self.residency.promote(blocks, offset, num_bytes)
+
+    def drop_shard(self, shard: int) -> None:
+        """Carry out the scheduler's `Drop`, in any thread."""
+        self.residency.copies.pop(shard, None)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -446,7 +438,7 @@ class Trial:
     def _try_pilot(
         self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Pilot | None:
-        pilot = self._pilot = Pilot(self, free_bytes)
+        pilot = self._pilot = Pilot(self.model, self.blocks, self.residency, free_bytes)
         self._pass = ForwardPass()
         counting, self.meter.counting = self.meter.counting, True
         try:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import storage_bytes
 
 
@@ -65,7 +66,14 @@ class Block:
             for m, n in self.buffer_sites:
                 m._buffers[n] = copy.buffer(m, n)
             self._refresh_flat_weights()
+            leaves = [copy.leaf(p) for p in self.parameters]
+            versions = [leaf._version for leaf in leaves]
             yield
+            if versions != [leaf._version for leaf in leaves]:
+                raise PrepareError(
+                    f"a block's forward leaves its weights as they are, but {self.name} changed one in place "
+                    "(nn.Embedding's max_norm does). Change it outside of forward, before the step."
+                )
         finally:
             torch.set_autocast_cache_enabled(caches_casts)
             for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):

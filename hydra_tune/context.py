@@ -39,10 +39,10 @@ class Context:
     def refuse_second_model(self, pool: ShardPool) -> None:
         """Two models of one thread in one pool could wait for each other for ever."""
         live = self._last() if self._last else None
-        if live is not None and not live.ended and self.mode is None:
-            del live
+        if live is not None and not live.ended:
             gc.collect()  # a model that its owner has dropped may wait for the collector
-            live = self._last() if self._last else None
+            if not live.has_model:
+                live.end()  # kept by a loss or a loader that nobody has rebound yet
         if live is not None and not live.ended and live.pool is pool:
             raise PrepareError(
                 f"one model at a time is prepared in a trial, or by a thread in one pool; {live.name} still is. "

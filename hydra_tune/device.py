@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -194,14 +195,14 @@ def open_devices(devices: str | Sequence[str | torch.device], memory: int | str 
     if devices == "auto":
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
     else:
-        names = [devices] if isinstance(devices, str) else [str(device) for device in devices]
+        names = [str(devices)] if isinstance(devices, (str, torch.device)) else [str(d) for d in _listed(devices)]
     if not names:
         raise ConfigError('devices is empty. Name at least one, such as devices=["cpu"], or leave "auto".')
     parsed = [_parse_device(name) for name in names]
     cuda = [d.index for d in parsed if d.type == "cuda"]
     if len(set(cuda)) < len(cuda):
         raise ConfigError(f"each GPU may appear once, got devices={names}.")
-    budgets = [memory] * len(parsed) if isinstance(memory, (int, str)) else list(memory)
+    budgets: list[Any] = list(memory) if isinstance(memory, (list, tuple)) else [memory] * len(parsed)
     if len(budgets) != len(parsed):
         raise ConfigError(f"memory has {len(budgets)} entries for {len(parsed)} devices. Give one, or one a device.")
     num_cpu = sum(d.type == "cpu" for d in parsed)
@@ -221,6 +222,12 @@ def open_devices(devices: str | Sequence[str | torch.device], memory: int | str 
             CudaDevice(device.index, budget_bytes) if device.type == "cuda" else CpuDevice(index, budget_bytes)
         )
     return opened
+
+
+def _listed(devices: object) -> Sequence[object]:
+    if not isinstance(devices, (list, tuple)):
+        raise ConfigError(f'devices is "auto", a name or a list of names, got {devices!r}.')
+    return devices
 
 
 def _parse_device(name: str) -> torch.device:

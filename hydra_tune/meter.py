@@ -113,6 +113,7 @@ class TrialMeter:
         self.counting = always
         self._outside_start: int | None = None
         self._outside_peak = 0
+        self.watched = False  # a dispatch mode of the trial's own is installed
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
     def observe(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:

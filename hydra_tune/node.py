@@ -3,7 +3,7 @@
     plain PyTorch     x --op--op--op--> y           every op is a node, every activation is kept
     here              x --[ BlockFunction ]--> y    one node; kept are x and the random state it drew from
 
-Forward runs without gradients on the promoted weights. Backward promotes them again, repeats the forward
+Forward runs on the promoted weights and keeps nothing. Backward promotes them again, repeats the forward
 with gradients on, runs the local backward, and hands the gradients of inputs and weights to the outer
 graph. The host parameters are inputs of the node, so accumulation into `.grad`, its order, ties and
 parameter hooks stay PyTorch's own. (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError
@@ -104,7 +104,7 @@ class BlockCall:
                 )
 
     def refuse_changed_inputs(self, tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-        if list(versions) != [t._version for t in tensors]:
+        if list(versions) != versions_of(tensors):
             raise PrepareError(
                 f"a block leaves its inputs as they are, but {self.block.name} changed one in place. "
                 "Make its first operator out of place (inplace=False), or give it a copy."
@@ -128,10 +128,13 @@ class BlockCall:
         """The block on its promoted weights, without gradients; notes what `run_backward` must restore."""
         generators = self.trial.residency.device.generators()
         before = generator_states(generators)
-        versions = [t._version for t in tensors]
+        versions = versions_of(tensors)
         self._autocast = _autocast_state()
         with self.trial.visit(self.block, Direction.FORWARD) as copy:
-            outputs = self.block.forward(*self.arguments(tensors))
+            if self.keeps_graph:
+                outputs = forward_unsaved(self.block, *self.arguments(detached(tensors)))
+            else:
+                outputs = self.block.forward(*self.arguments(tensors))
             changed = copy.changed_buffers(self.block)
         self.refuse_changed_inputs(tensors, versions)
         if any(not torch.equal(b, a) for b, a in zip(before, generator_states(generators), strict=True)):
@@ -225,6 +228,29 @@ class BlockFunction(torch.autograd.Function):
         tensors = ctx.saved_tensors
         call.trial.enter_backward(call.token)
         return (None, *call.run_backward(tensors, ctx.needs_input_grad[1:], grad_outputs))
+
+
+def forward_unsaved(block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The block's forward by the operators that training uses, but with nothing kept for a backward.
+
+    Some operators compute otherwise, in the last bit, where no gradient is asked for (oneDNN's LSTM).
+    """
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _forget):  # type: ignore[arg-type]
+        outputs = block.forward(args, kwargs)
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+
+def _forget(_: Any) -> None:
+    return None
+
+
+def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves of a graph of their own, which require a gradient where the given ones do."""
+    return [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [t._version for t in tensors]
 
 
 # ---- the surroundings of a call ----------------------------------------------------------------------

@@ -154,6 +154,12 @@ def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype]
     return tuple((tuple(t.shape), t.dtype) for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
 
 
+def gradient_flags(root: nn.Module, inputs: object) -> tuple[bool, ...]:
+    """What requires a gradient: each parameter, each tensor among the inputs."""
+    tensors = (t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
+    return tuple(t.requires_grad for t in (*root.parameters(), *tensors))
+
+
 def covers(
     measured: Sequence[tuple[tuple[int, ...], torch.dtype]], now: Sequence[tuple[tuple[int, ...], torch.dtype]]
 ) -> bool:

@@ -18,9 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hydra_tune.block import Block
+from hydra_tune.config import format_bytes
 from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.node import BlockCall
+from hydra_tune.node import BlockCall, detached, forward_unsaved, versions_of
 from hydra_tune.random_state import random_state_kept
 from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
@@ -30,11 +31,12 @@ OUTPUT_COPIES = 3  # what a loss makes of the model's outputs: log-probabilities
 
 
 class DoesNotFitError(Exception):
-    """The pilot has less free memory than a block needs; with the block's profile so far."""
+    """The pilot has less free memory than a block needs to compute; `work_bytes` is None if it never got so far."""
 
-    def __init__(self, profile: BlockProfile) -> None:
-        super().__init__(profile.name)
-        self.profile = profile
+    def __init__(self, block: Block, work_bytes: int | None) -> None:
+        work = "more than is free" if work_bytes is None else format_bytes(work_bytes)
+        weights = format_bytes(block.weight_bytes)
+        super().__init__(f"block {block.name} needs {weights} of weights and {work} to compute")
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Pilot:
         if self._copy is None or self._copy[0] is not block:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
-                raise DoesNotFitError(BlockProfile(block.name, block.weight_bytes))
+                raise DoesNotFitError(block, None)
             self._copy = block, self.residency.promote([block], 0, block.weight_bytes)
         return self._copy[1]
 
@@ -104,7 +106,7 @@ class Pilot:
                 forward_s, forward_work, boundary = self._forward(call, tensors)
                 backward_s, backward_work, saved = self._backward(call, tensors, copy)
             except torch.OutOfMemoryError:
-                raise DoesNotFitError(BlockProfile(block.name, block.weight_bytes, self.free_bytes)) from None
+                raise DoesNotFitError(block, None) from None
             copy.swap_buffers(block, now)
         meter.outside_starts()
         profile = BlockProfile(
@@ -116,12 +118,19 @@ class Pilot:
         fits = block.weight_bytes + max(forward_work, backward_work)
         self.peak_bytes = max(self.peak_bytes, fits + meter.trial_bytes)
         if fits > self.free_bytes:
-            raise DoesNotFitError(profile)
+            raise DoesNotFitError(block, max(forward_work, backward_work))
 
     def _forward(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> tuple[float, int, int]:
         with torch.no_grad(), self._measured() as used:
-            versions, start = [t._version for t in tensors], time.perf_counter()
-            outputs = call.block.forward(*call.arguments(tensors))
+            versions, start = versions_of(tensors), time.perf_counter()
+            try:
+                outputs = forward_unsaved(call.block, *call.arguments(detached(tensors)))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # autograd's own refusal of an input changed in place does not name the block
+                call.block.forward(*call.arguments(tensors))
+                call.refuse_changed_inputs(tensors, versions)
+                raise
             call.refuse_changed_inputs(tensors, versions)
             self.residency.device.synchronize()
             seconds = time.perf_counter() - start
@@ -130,7 +139,7 @@ class Pilot:
 
     def _backward(self, call: BlockCall, tensors: Sequence[torch.Tensor], copy: DeviceCopy) -> tuple[float, int, int]:
         block, meter = call.block, self.residency.meter
-        inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        inputs = detached(tensors)
         leaves = [copy.leaf(p) for p in block.parameters]
         with torch.enable_grad(), self._measured() as used:
             before, start = meter.trial_bytes, time.perf_counter()

@@ -18,7 +18,7 @@ import torch
 from hydra_tune import schedule as s
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Device, open_devices
-from hydra_tune.errors import PoolClosedError, TrialStopped
+from hydra_tune.errors import ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.random_state import RandomState
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.trace import Span, Trace
@@ -97,6 +97,8 @@ class ShardPool:
         *,
         seed: int | None = None,
     ) -> None:
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ConfigError(f"seed is an int or None, got {seed!r}.")
         self._devices = open_devices(devices, memory)
         self.devices = tuple(PoolDevice(self, i, device) for i, device in enumerate(self._devices))
         self.seed = torch.initial_seed() if seed is None else seed

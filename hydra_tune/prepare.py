@@ -51,6 +51,8 @@ def prepare(
     context = current_context()
     if pool is not None and context.pool is not None and pool is not context.pool:
         raise ConfigError("inside an objective the runner's pool is used. Leave pool= out, or pass the runner's.")
+    if pool is not None and not isinstance(pool, ShardPool):
+        raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
     _refuse(model, optimizer)
     chosen = pool or context.pool or default_pool()
     context.refuse_second_model(chosen)

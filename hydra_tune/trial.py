@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hydra_tune.block import Block
 from hydra_tune.config import checks_enabled, format_bytes
@@ -30,7 +30,7 @@ from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode
 from hydra_tune.node import BlockCall, BlockForward
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
-from hydra_tune.partition import covers, find_blocks, input_signature, make_plan, plan_key
+from hydra_tune.partition import covers, find_blocks, gradient_flags, input_signature, make_plan, plan_key
 from hydra_tune.pilot import DoesNotFitError, Pilot
 from hydra_tune.pool import ShardPool
 from hydra_tune.residency import Residency
@@ -66,6 +66,7 @@ class Trial:
         self._optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+        self._flags: tuple[bool, ...] = ()
         self._key: Hashable = None
         self._pilot: Pilot | None = None
         self.residency = Residency(
@@ -93,8 +94,7 @@ class Trial:
         self.blocks = [Block(n, m) for n, m in find_blocks(model, self.pool.budget_bytes)]
         refuse_unsupported(model, self.blocks)
         model.forward = RootForward(model, self)
-        for block in self.blocks:
-            block.module.forward = BlockForward(block, self)
+        self._wrap()
         configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
         self._use_cache = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
         for config in self._use_cache:
@@ -104,6 +104,10 @@ class Trial:
                 optimizer.register_step_pre_hook(lambda *_: self.boundary()),
                 optimizer.register_step_post_hook(lambda *_: self.pool.invalidate(self)),
             ]
+
+    @property
+    def has_model(self) -> bool:
+        return self._model() is not None
 
     @property
     def model(self) -> nn.Module:
@@ -130,6 +134,10 @@ class Trial:
             config.use_cache = True
         self.device.meter.end_trial(self.id)
         self.blocks, self._shard_of, self._optimizer = [], {}, None
+
+    def _wrap(self) -> None:
+        for block in self.blocks:
+            block.module.forward = BlockForward(block, self)
 
     def _unwrap(self) -> None:
         for block in self.blocks:
@@ -218,6 +226,10 @@ class Trial:
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
+        if torch.is_inference_mode_enabled():  # whose tensors could not be measured: without gradients instead
+            with torch.inference_mode(False), torch.no_grad():
+                args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+                return self.run_root(root, args, kwargs)
         with self._counted():
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             if self.meter.counting:
@@ -331,14 +343,15 @@ class Trial:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Count operators on the device, where anything counts them: in pilots and under checks."""
-        with ExitStack() as stack:
-            if self.mode is None and self.meter.counting and not self.meter.inside:
-                stack.enter_context(TrialMode(meter=self.meter))
-            self.meter.inside += 1
-            try:
+        installs = self.mode is None and self.meter.counting and not self.meter.watched
+        self.meter.inside += 1
+        self.meter.watched |= installs
+        try:
+            with TrialMode(meter=self.meter) if installs else nullcontext():
                 yield
-            finally:
-                self.meter.inside -= 1
+        finally:
+            self.meter.inside -= 1
+            self.meter.watched &= not installs
 
     # ---- plan ----
 
@@ -348,21 +361,26 @@ class Trial:
 
     def _plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
         """The plan for these inputs: the one there is, another trial's, or a new pilot's."""
-        signature = input_signature((args, kwargs))
-        if self.plan is not None and covers(self._signature, signature):
+        signature, flags = input_signature((args, kwargs)), gradient_flags(self.model, (args, kwargs))
+        if self.plan is not None and flags == self._flags and covers(self._signature, signature):
             return self.plan
-        first = self.plan is None
         if self._in_step:
             self._leave_step()
-        self._signature = signature
-        self._key = (plan_key(self.model, self._optimizer, (args, kwargs)), self.residency.spilled)
-        plan = self.pool.plans.get(self._key)
-        if plan is None:
-            plan = self.pool.plans[self._key] = self._run_pilot(root, args, kwargs)
-        if not first:
-            self._replace(plan)
-            return plan
-        self.pool.admit(self, plan)
+        self._key = (plan_key(self.model, self._optimizer, (args, kwargs)), flags, self.residency.spilled)
+        former = self.plan
+        try:
+            if former is not None:
+                self.residency.bring_home(self._optimizer)
+                self._wrap()
+            plan = self.pool.plans.get(self._key)
+            if plan is None:
+                plan = self.pool.plans[self._key] = self._run_pilot(root, args, kwargs)
+            self.pool.admit(self, plan)
+        except BaseException:
+            if former is not None:
+                self._settle(former)
+            raise
+        self._signature, self._flags = signature, flags
         self._settle(plan)
         logger.info("%s", self._spell_plan(plan))
         return plan
@@ -373,19 +391,6 @@ class Trial:
         need = f"needs {format_bytes(plan.need_bytes)} of {format_bytes(self.device.budget_bytes)}"
         return f"{self.name}: {weights} of weights, {how}, {need} on {self.device.name}"
 
-    def _replace(self, plan: TrialPlan) -> None:
-        assert self.plan is not None
-        if plan.resident != self.plan.resident:
-            raise BudgetError(
-                f"{self.name} was resident with its first batch, but a batch of {self._signature} needs it spilled. "
-                "Run the largest batch first, or raise ShardPool(memory=...)."
-            )
-        self.residency.bring_home(self._optimizer)
-        self.pool.admit(self, plan)
-        self.plan = plan
-        self._adopt_cut(plan)
-        self._hold(self.blocks)
-
     def _settle(self, plan: TrialPlan) -> None:
         """Put every weight where the plan wants it."""
         self.plan = plan
@@ -395,7 +400,8 @@ class Trial:
             self._hold([])
         else:
             self._hold(self.blocks)
-            self.residency.spill(self.blocks)
+            if not self.residency.spilled:
+                self.residency.spill(self.blocks)
 
     def _hold(self, except_blocks: Sequence[Block]) -> None:
         self.residency.hold(self.model, except_blocks, self._optimizer)
@@ -447,14 +453,13 @@ class Trial:
                 pilot.run(root.original, args, kwargs)
             return pilot
         except DoesNotFitError as error:
-            profile = error.profile
-            work = max(profile.forward_work_bytes, profile.backward_work_bytes)
             self._too_large = (
-                f"block {profile.name} needs {format_bytes(profile.weight_bytes)} of weights and "
-                f"{format_bytes(work)} to compute, but the budget of {self.device.name} is "
-                f"{format_bytes(self.device.budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, "
-                "or split the module into smaller children."
+                f"{error}, but the budget of {self.device.name} is {format_bytes(self.device.budget_bytes)}. "
+                "Raise ShardPool(memory=...), lower the batch size, or split the module into smaller children."
             )
+            return None
+        except torch.OutOfMemoryError as error:
+            self._too_large = f"{self.name} does not fit even one block at a time: {error}"
             return None
         finally:
             self.meter.counting = counting

@@ -32,7 +32,10 @@ class HydraTrialRunner:
     """
 
     def __init__(self, pool: ShardPool | None = None, concurrency: int | None = None) -> None:
-        if concurrency is not None and (isinstance(concurrency, bool) or concurrency < 1):
+        if pool is not None and not isinstance(pool, ShardPool):
+            raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
+        whole = isinstance(concurrency, int) and not isinstance(concurrency, bool)
+        if concurrency is not None and (not whole or concurrency < 1):
             raise ConfigError(f"concurrency is how many trials live at a time, at least 1; got {concurrency!r}.")
         self.pool = pool or default_pool()
         self.concurrency = concurrency or TRIALS_A_DEVICE * len(self.pool.devices)

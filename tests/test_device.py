@@ -67,6 +67,8 @@ def test_nvml_may_miss_anything(monkeypatch, gone):
         (["cpu", "cpu"], ["1MiB"], "1 entries for 2 devices"),
         ("cpu", "1000TiB", "what the device has free"),
         ("cpu", "some", "positive number of bytes"),
+        ("cpu", 1.5, "positive number of bytes"),
+        (3, "1MiB", "a name or a list of names"),
     ],
 )
 def test_pools_that_cannot_be_are_refused(devices, memory, words):

@@ -174,6 +174,131 @@ def test_hugging_face_caches_are_off_while_prepared(pool):
     assert model.config.use_cache
 
 
+# ---- what a first user's tests found ----
+
+
+def compared(build, step, budget, steps=4):
+    """(losses, weights, gradients) of plain PyTorch and of a pool, `step(model, i)` giving the loss."""
+    results = []
+    for pool in (None, hydra_tune.ShardPool(["cpu"], budget)):
+        torch.manual_seed(0)
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if pool is not None:
+            model, optimizer = hydra_tune.prepare(model, optimizer, pool=pool)
+        losses, grads = [], []
+        for i in range(steps):
+            loss = step(model, i)
+            loss.backward()
+            grads += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if pool is not None:
+            hydra_tune.release(model)
+            assert pool.devices[0].used_bytes == 0
+        results.append((losses, [p.detach().clone() for p in model.parameters()], grads))
+    return results
+
+
+def assert_equal(plain, prepared):
+    assert plain[0] == prepared[0]
+    for a, b in zip([*plain[1], *plain[2]], [*prepared[1], *prepared[2]], strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
+def deep():
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(7)), nn.Linear(64, 4))
+
+
+@pytest.mark.parametrize("budget", [70_000, "8MiB"], ids=["spilled", "resident"])
+def test_layers_may_be_unfrozen_between_steps(budget):
+    """Blocks that were frozen when the pilot ran got no gradient ever after, without a word."""
+
+    def step(model, i):
+        for p in model[:3].parameters():
+            p.requires_grad_(i >= 2)
+        return nn.functional.cross_entropy(model(torch.randn(8, 64)), torch.arange(8) % 4)
+
+    assert_equal(*compared(deep, step, budget))
+
+
+@pytest.mark.parametrize("budget", [150_000, "8MiB"], ids=["spilled", "resident"])
+def test_batches_may_grow(budget):
+    """A resident model measured its second pilot on unwrapped blocks, and was refused."""
+
+    def step(model, i):
+        x = torch.randn((8, 3, 12, 16)[i], 64)
+        return nn.functional.cross_entropy(model(x), torch.arange(len(x)) % 4)
+
+    assert_equal(*compared(deep, step, budget))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 96)
+        self.layers = nn.ModuleList([nn.LSTM(96, 96, batch_first=True) for _ in range(4)])
+        self.head = nn.Linear(96, 32)
+
+    def forward(self, x):
+        h = self.embedding(x)
+        for lstm in self.layers:
+            h, _ = lstm(h)
+        return self.head(h)
+
+
+def test_a_lstm_runs_the_operators_of_training_in_its_forward_too():
+    """oneDNN's LSTM differs in the last bit where no gradient is asked for."""
+
+    def step(model, i):
+        x = torch.randint(0, 32, (4, 10))
+        return nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+    assert_equal(*compared(Recurrent, step, 1_300_000))
+
+
+@pytest.mark.parametrize("budget", [150_000, "8MiB"], ids=["spilled", "resident"])
+def test_inference_mode_evaluates_before_and_between_steps(budget):
+    def step(model, i):
+        with torch.inference_mode():
+            x = torch.randn(8, 64)
+            value = model(x).sum().item()
+        loss = nn.functional.cross_entropy(model(torch.randn(8, 64)), torch.arange(8) % 4)
+        return loss + value
+
+    assert_equal(*compared(deep, step, budget))
+
+
+def test_a_model_may_be_made_anew_in_one_thread_while_its_loss_is_kept(pool):
+    """As a notebook does whose cell is run again, or a loop over folds."""
+    for _ in range(3):
+        model = gpt()
+        loader = DataLoader(TensorDataset(*bytes_batch()), batch_size=2)
+        model, optimizer, loader = hydra_tune.prepare(model, torch.optim.SGD(model.parameters()), loader, pool=pool)
+        for x, y in loader:
+            loss = loss_of(model, x, y)
+            loss.backward()
+            optimizer.step()
+    assert sum(t["state"] == "live" for t in pool.report()["trials"]) == 1
+    hydra_tune.release(model)
+    assert pool.devices[0].used_bytes == 0
+
+
+def test_a_plan_does_not_depend_on_the_checks(monkeypatch):
+    """Without them a plain script's pilot measured no operator, and its plan had no room to compute."""
+    plans = []
+    for checks in ("0", "1"):
+        monkeypatch.setenv("HYDRA_TUNE_CHECKS", checks)
+        pool = hydra_tune.ShardPool(["cpu"], "3MiB")
+        model = hydra_tune.prepare(gpt(), pool=pool)
+        loss_of(model, *bytes_batch()).backward()
+        plans.append([(s["slot_bytes"], s["backward_work_bytes"]) for s in pool.report()["trials"][0]["shards"]])
+        hydra_tune.release(model)
+    assert plans[0] == plans[1]
+    assert min(work for _, work in plans[0]) > 0
+
+
 # ---- refusals, each by its words ----
 
 
@@ -194,6 +319,14 @@ class InPlace(nn.Module):
 
     def forward(self, x):
         return self.linear(x.relu_())
+
+
+class Renormalising(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(8, 8, max_norm=0.1), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return super().forward(x.long().abs() % 8)
 
 
 class Borrows(nn.Module):
@@ -225,6 +358,7 @@ def borrowing():
 REFUSED = {
     "keeps one in": lambda: nn.Sequential(nn.Linear(8, 8), SideChannel()),
     "changed one in place": lambda: nn.Sequential(nn.Linear(8, 8), InPlace()),
+    "changed one in place \\(nn.Embedding's max_norm does\\)": Renormalising,
     "uses 0.weight beside them": borrowing,
     "second.weight of block second is used from outside": Outside,
 }

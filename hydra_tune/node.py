@@ -9,8 +9,8 @@ graph. The host parameters are inputs of the node, so accumulation into `.grad`,
 parameter hooks stay PyTorch's own. (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
 arXiv 1604.06174, with the weights away between the two visits.)
 
-Known slack: gradients of a boundary tensor that several blocks use are summed block by block, where
-plain PyTorch sums use by use; with three or more uses the last bit may differ.
+Known slack: a block adds the gradients of its own uses of an input before the engine adds those of others,
+where plain PyTorch adds use by use; with two uses in a block and one outside the last bit may differ.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ class CudaDevice(Device):
         self._h2d = torch.cuda.Stream(device)
         self._d2h = torch.cuda.Stream(device)
         self._pinned: set[int] = set()
+        self._generators = [torch.default_generator, torch.cuda.default_generators[index]]  # never a trial's proxy
 
     def slot(self, offset: int, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
@@ -160,7 +161,7 @@ class CudaDevice(Device):
         return tensor.detach().to(self.torch_device, copy=True)
 
     def generators(self) -> list[torch.Generator]:
-        return [torch.default_generator, torch.cuda.default_generators[self.torch_device.index]]
+        return self._generators
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

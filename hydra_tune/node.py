@@ -82,6 +82,7 @@ class BlockCall:
         self.trial = trial
         self.token = trial.pass_token
         self.keeps_graph = False
+        self.num_uses: list[int] = []  # of each tensor and parameter within the block; the pilot's finding
         self._spec = spec
         self._leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._random_states: list[torch.Tensor] | None = None

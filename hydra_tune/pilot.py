@@ -7,7 +7,9 @@ and buffers are put back, `p.grad` is never written, and the outputs are thrown 
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.spill import DeviceCopy
 
+logger = logging.getLogger("hydra_tune")
 OUTPUT_COPIES = 3  # what a loss makes of the model's outputs: log-probabilities, their gradient, one more
 
 
@@ -63,6 +66,7 @@ class Pilot:
                 outputs = forward(*args, **kwargs)
             tensors = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
             self._refuse_uncalled_weights(tensors)
+            _warn_of_reordered_sums(tensors)
             self._drop_copy()
             forward_peak, held = meter.outside_peak(), meter.trial_bytes - before
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -148,6 +152,7 @@ class Pilot:
             block.nondifferentiable = tuple(i for i, x in enumerate(outputs) if not x.requires_grad)
             differentiable = [x for x in outputs if x.requires_grad]
             self._refuse_foreign_nodes(block, differentiable, [*inputs, *leaves])
+            call.num_uses = _num_uses(differentiable, [*inputs, *leaves])
             wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]
@@ -212,6 +217,32 @@ def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
+
+
+def _num_uses(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[int]:
+    """How many operators of a block's graph each leaf goes into."""
+    uses = Counter(id(getattr(child, "variable", None)) for node in _nodes(outputs) for child, _ in node.next_functions)
+    return [uses[id(leaf)] for leaf in leaves]
+
+
+def _warn_of_reordered_sums(outputs: Sequence[torch.Tensor]) -> None:
+    """A block adds the gradients of its own uses of a tensor before the engine adds those of others."""
+    users: defaultdict[tuple[Any, int], list[tuple[str, int]]] = defaultdict(list)
+    for node in _nodes(outputs):
+        call = getattr(node, "call", None)
+        for i, (child, number) in enumerate(node.next_functions):
+            if child is not None:
+                used = (call.block.name, call.num_uses[i]) if isinstance(call, BlockCall) else ("", 1)
+                users[child, number].append(used)
+    shared = (tensor_users for tensor_users in users.values() if len(tensor_users) > 1)
+    names = sorted({name for tensor_users in shared for name, uses in tensor_users if uses > 1})
+    if names:
+        logger.warning(
+            "gradients may differ from plain PyTorch's in the last bit where the model is spilled: %s%s use an input "
+            "more than once that is used elsewhere too (a skip connection), and sums are made block by block",
+            ", ".join(names[:3]),
+            " and others" if len(names) > 3 else "",
+        )
 
 
 def _refuse_side_channels(block: Block) -> None:

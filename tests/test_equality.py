@@ -30,7 +30,7 @@ def budget_bytes(which, build, batch):
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["plain", "clipped"])
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("case", CASES)
-def test_training_equals_plain_pytorch_bit_for_bit(case, budget, clip):
+def test_training_equals_plain_pytorch_bit_for_bit(case, budget, clip, caplog):
     build, batch = CASES[case]
     budget_now = budget_bytes(budget, build, batch)
     with hydra_tune.ShardPool(["cpu"], budget_now) as pool:
@@ -38,6 +38,7 @@ def test_training_equals_plain_pytorch_bit_for_bit(case, budget, clip):
         report = pool.report()
     plain = train(build, batch, clip=clip)
     assert_bitwise_equal(plain, prepared)
+    assert "last bit" not in caplog.text
     (trial,), (device,) = report["trials"], report["devices"]
     assert trial["resident"] == (budget == "all resident")
     if budget != "all resident":

@@ -116,6 +116,37 @@ def test_a_block_that_fits_no_budget_is_named_with_its_need_and_the_ways_out():
         model(torch.randn(1, 512))
 
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+
+class Skipping(nn.Module):
+    """With `skips`, the middle layer's input is read by that layer, twice, and by the sum at the end."""
+
+    def __init__(self, skips):
+        super().__init__()
+        self.layers = nn.ModuleList([Residual() for _ in range(3)])
+        self.skips = skips
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        last = self.layers[2](self.layers[1](first))
+        return last + first if self.skips else last
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_it_warns_where_sums_of_gradients_are_made_in_another_order(skips, caplog):
+    model = hydra_tune.prepare(Skipping(skips), pool=hydra_tune.ShardPool(["cpu"], "1MiB"))
+    model(torch.randn(2, 16))
+    assert ("layers.1 use an input more than once" in caplog.text) == skips
+    hydra_tune.release(model)
+
+
 @pytest.mark.parametrize("budget", ["100MiB", "1200KiB"], ids=["resident", "spilled"])
 def test_profiles_hold_what_was_measured(budget):
     with hydra_tune.ShardPool(["cpu"], budget) as pool:

@@ -102,8 +102,8 @@ def run_objective(pool: ShardPool, objective: Callable[[optuna.Trial], Any], tri
 
 def _forget_executor_threads() -> None:
     """In a child forked by a trial, a loader's worker: at its end CPython would join the executor's threads,
-    one of which the child itself runs in, and exit with an error, which PyTorch
-    raises in the parent's main thread, if it notices."""
+    one of which the child itself runs in, and exit with an error, which PyTorch raises in the parent's main
+    thread, if it notices."""
     getattr(concurrent.futures.thread, "_threads_queues", {}).clear()
 
 

@@ -7,8 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
+from hydra_tune.fork import gate
 from hydra_tune.meter import TrialMeter
 from hydra_tune.random_state import RandomState, is_default
 
@@ -21,7 +27,14 @@ class TrialMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.random_state = random_state
         self.meter = meter
-        self._pid = os.getpid()  # a forked loader worker inherits the mode, but not the trial
+
+    def __enter__(self) -> Any:
+        gate.join()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        gate.part()
 
     def __torch_dispatch__(
         self,
@@ -31,8 +44,14 @@ class TrialMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if os.getpid() != self._pid:
-            return func(*args, **kwargs)
+        outermost = gate.enter()
+        try:
+            return self._run(func, args, kwargs)
+        finally:
+            if outermost:
+                gate.leave()
+
+    def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.random_state is not None and _draws(func) and is_default(kwargs.get("generator")):
             out = self.random_state.swapped(lambda: func(*args, **kwargs))
         else:
@@ -40,6 +59,19 @@ class TrialMode(TorchDispatchMode):
         if self.meter is not None and self.meter.counting:
             self.meter.observe(_tensors((args, *kwargs.values())), _tensors((out,)))
         return out
+
+
+def _drop_modes() -> None:
+    """A forked loader worker inherits its parent's modes, but not the trial."""
+    inherited = _get_current_dispatch_mode_stack()
+    for _ in inherited:
+        _pop_mode()
+    for mode in inherited:
+        if not isinstance(mode, TrialMode):
+            _push_mode(mode)
+
+
+os.register_at_fork(after_in_child=_drop_modes)
 
 
 def _draws(func: Callable[..., Any]) -> bool:

@@ -126,14 +126,15 @@ def _restore_defaults() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _num_active
+    """No operator, so no swap, was under way: see `fork`. But another thread may have held the lock."""
+    global _num_active, _swap_lock
     _num_active = 0
+    _swap_lock = threading.RLock()
     _restore_defaults()
     _local.__dict__.clear()
-    _swap_lock.release()
 
 
-os.register_at_fork(before=_swap_lock.acquire, after_in_parent=_swap_lock.release, after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 # ---- what one forward of a model drew ----------------------------------------------------------------
 

@@ -1,0 +1,76 @@
+"""A trial's loader workers are forked while no trial is inside an operator, and inherit no trial."""
+
+import os
+import threading
+
+import torch
+
+from hydra_tune.fork import ForkGate
+from hydra_tune.meter import Meter, TrialMeter
+from hydra_tune.mode import TrialMode
+
+
+def test_a_fork_waits_for_operators_under_way_and_holds_up_the_next():
+    gate, events = ForkGate(), []
+    inside, may_leave, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def operators():
+        gate.join()
+        gate.enter()
+        inside.set()
+        assert may_leave.wait(10)
+        events.append("leaves the first")
+        gate.leave()
+        assert closed.wait(10)
+        gate.enter()
+        events.append("enters the second")
+        gate.leave()
+        gate.part()
+
+    def forks():
+        gate.close()
+        events.append("forks")
+        closed.set()
+        while not waits_at(gate):
+            pass
+        gate.open()
+
+    def waits_at(gate):
+        return gate._open._cond._waiters
+
+    first, second = (threading.Thread(target=f, daemon=True) for f in (operators, forks))
+    first.start()
+    assert inside.wait(10)
+    second.start()
+    while gate._open.is_set():
+        pass
+    assert not closed.wait(0.1)
+    may_leave.set()
+    first.join(10)
+    second.join(10)
+    assert events == ["leaves the first", "forks", "enters the second"]
+
+
+def test_an_operator_within_an_operator_does_not_wait_for_the_fork_that_waits_for_it():
+    gate = ForkGate()
+    assert gate.enter()
+    gate._open.clear()
+    assert not gate.enter()
+
+
+def test_a_forked_child_is_in_no_trial():
+    meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)
+    meter.inside = 1
+    read, write = os.pipe()
+    with TrialMode(meter=meter):
+        pid = os.fork()
+        if pid == 0:
+            torch.ones(10)
+            os.write(write, b"%d" % meter.meter.live_bytes)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        kept = torch.ones(10)
+    assert os.read(read, 10) == b"0"
+    assert meter.meter.live_bytes == kept.nbytes
+    os.close(read)
+    os.close(write)

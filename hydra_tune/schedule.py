@@ -50,7 +50,8 @@ class PilotDone:
 @dataclass(frozen=True)
 class PlanReady:
     """The trial knows its plan and wants to be admitted. One that is admitted, and between steps, asks
-    again with another plan; if that holds other bytes, it holds none until it is admitted anew."""
+    again with another plan, and holds nothing until it is admitted anew: at once, if that holds the same
+    bytes and every step still fits beside them."""
 
     trial: int
     plan: TrialPlan
@@ -227,11 +228,11 @@ class Machine:
     def _on_PlanReady(self, event: PlanReady) -> list[Instruction]:
         trial, device = self.trials[event.trial], self._device(event.trial)
         assert event.trial not in device.ledger.steps, self._story(event)
-        if trial.admitted and trial.plan is not None and trial.plan.held_bytes == event.plan.held_bytes:
-            trial.plan = event.plan
-            return [Admit(event.trial), *self._advance(device)]
+        again = trial.admitted and trial.plan is not None and trial.plan.held_bytes == event.plan.held_bytes
         trial.admitted = False
         device.ledger.forget(event.trial)
+        if again and self._admissible(device, event):
+            return [*self._admit_one(device, event), *self._advance(device)]
         device.admissions.append(event)
         return self._advance(device)
 
@@ -313,13 +314,16 @@ class Machine:
             else:
                 if not self._admissible(device, request):
                     break
-                self.trials[request.trial].plan = request.plan
-                self.trials[request.trial].admitted = True
-                admitted += self._make_room(device, request.plan.held_bytes)
-                device.ledger.hold(request.trial, request.plan.held_bytes)
-                admitted.append(Admit(request.trial))
+                admitted += self._admit_one(device, request)
             device.admissions.pop(0)
         return admitted
+
+    def _admit_one(self, device: DeviceState, request: PlanReady) -> list[Instruction]:
+        self.trials[request.trial].plan = request.plan
+        self.trials[request.trial].admitted = True
+        dropped = self._make_room(device, request.plan.held_bytes)
+        device.ledger.hold(request.trial, request.plan.held_bytes)
+        return [*dropped, Admit(request.trial)]
 
     def _admissible(self, device: DeviceState, request: PlanReady) -> bool:
         """Would every admitted trial's step still fit alone, and those under way go on?"""

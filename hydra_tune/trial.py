@@ -178,11 +178,6 @@ class Trial:
         self.boundary()
         if self._in_step:
             return
-        shared = self.pool.plans[self._key]
-        if shared is not plan:  # another trial has measured a step of this plan since
-            plan = self.plan = shared
-            self._adopt_cut(plan)
-            self.pool.admit(self, plan)
         self._alone = self._may_measure_step(plan)
         self._saw_backward = False
         self.pool.enter_step(self, alone=self._alone)
@@ -217,9 +212,8 @@ class Trial:
                 f"{format_bytes(step_bytes)} between its blocks, in its loss and kept by its loop; but the budget is "
                 f"{format_bytes(self.pool.budget_bytes)}. Raise ShardPool(memory=...), or lower the batch size."
             )
-        self.plan = self.pool.plans[self._key] = plan
+        self.pool.plans[self._key] = plan
         self.pool.measured.add(self._key)
-        self.pool.admit(self, plan)
 
     # ---- forward and backward of the root module ----
 
@@ -363,6 +357,11 @@ class Trial:
         """The plan for these inputs: the one there is, another trial's, or a new pilot's."""
         signature, flags = input_signature((args, kwargs)), gradient_flags(self.model, (args, kwargs))
         if self.plan is not None and flags == self._flags and covers(self._signature, signature):
+            shared = self.pool.plans[self._key]
+            if shared is not self.plan and not self._in_step:  # its step has been measured since
+                self.residency.bring_home(self._optimizer)
+                self.pool.admit(self, shared)
+                self._settle(shared)
             return self.plan
         if self._in_step:
             self._leave_step()

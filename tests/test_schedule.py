@@ -1,6 +1,7 @@
 """The scheduler as a dialogue; every test ends by validating every invariant."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -115,6 +116,14 @@ def test_a_trial_waits_for_admission_until_every_step_would_fit(machine):
     assert machine.handle(TrialEnded(0)) == [Admit(1)]
 
 
+def test_two_trials_whose_steps_grow_beyond_the_room_beside_each_other_take_turns(machine):
+    admitted(machine, 0, 1, held=20)
+    assert machine.handle(PlanReady(0, plan(held=20, step=25))) == [], "20 + 20 + 25 + 30 + 10 > 100"
+    assert machine.handle(PlanReady(1, plan(held=20, step=25))) == [Admit(1)]
+    assert machine.handle(StepReady(1)) == [Enter(1)]
+    assert machine.handle(TrialEnded(1)) == [Admit(0)]
+
+
 def test_a_pilot_has_the_device_to_itself(machine):
     admitted(machine, 0, held=20)
     machine.handle(StepReady(0))
@@ -185,13 +194,17 @@ class Player:
         self.story = []
 
     def script(self, trial):
-        """What a trial asks and which answer it waits for, as a generator of (event, answer)."""
+        """What a trial asks and which answer it waits for, as a generator of (event, answer). Even trials
+        measure their first step, which proves larger than estimated."""
+        final, measures = self.plans[trial], trial % 2 == 0
         yield TrialAdded(trial), Place
         yield PilotReady(trial), StartPilot
         yield PilotDone(trial, 0), None
-        yield PlanReady(trial, self.plans[trial]), Admit
+        yield PlanReady(trial, replace(final, step_bytes=final.step_bytes // 2) if measures else final), Admit
         for step in range(1, self.steps + 1):
-            yield StepReady(trial, alone=step == 1 and trial % 2 == 0), Enter
+            if step == 2 and measures:
+                yield PlanReady(trial, final), Admit
+            yield StepReady(trial, alone=step == 1 and measures), Enter
             yield Invalidated(trial), None
             shards = range(len(self.plans[trial].shards))
             visits = [task(trial, s, step=step) for s in shards]

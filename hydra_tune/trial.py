@@ -371,9 +371,9 @@ class Trial:
             if former is not None:
                 self.residency.bring_home(self._optimizer)
                 self._wrap()
-            plan = self.pool.plans.get(self._key)
-            if plan is None:
-                plan = self.pool.plans[self._key] = self._run_pilot(root, args, kwargs)
+            if self._key not in self.pool.plans:
+                self._run_pilot(root, args, kwargs)
+            plan = self.pool.plans[self._key]
             self.pool.admit(self, plan)
         except BaseException:
             if former is not None:
@@ -412,12 +412,16 @@ class Trial:
             block.nondifferentiable = profile.nondifferentiable
         self._shard_of = {self.blocks[i]: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
 
-    def _run_pilot(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
-        free_bytes = self.pool.start_pilot(self, empty=False)
-        pilot = self._try_pilot(free_bytes, root, args, kwargs)
-        if pilot is None and free_bytes < self.device.budget_bytes:
-            free_bytes = self.pool.start_pilot(self, empty=True)
+    def _run_pilot(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Make the plan that all trials with this key share."""
+        for empty in (False, True):
+            free_bytes = self.pool.start_pilot(self, empty=empty)
+            if self._key in self.pool.plans:  # another trial's pilot came first
+                self.pool.end_pilot(self, 0)
+                return
             pilot = self._try_pilot(free_bytes, root, args, kwargs)
+            if pilot is not None or free_bytes == self.device.budget_bytes:
+                break
         if pilot is None:
             raise BudgetError(self._too_large)
         spilled = {p for block in self.blocks for p in block.parameters}
@@ -426,7 +430,7 @@ class Trial:
         buffers = sum(storage_bytes(b) for b in self.model.buffers())
         in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
         scratch = step_scratch_bytes(self._optimizer, every, foreach_by_default=self.device.foreach_by_default)
-        return make_plan(
+        self.pool.plans[self._key] = make_plan(
             list(pilot.profiles.values()),
             budget_bytes=self.pool.budget_bytes,
             loose_bytes=self._training_bytes(loose) + buffers - in_blocks + pilot.kept_bytes,

@@ -1,10 +1,12 @@
 """A trial gives the same numbers alone and in company: four in four threads, on one device and on two."""
 
 import multiprocessing
+import time
 
 import optuna
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
@@ -108,3 +110,54 @@ def test_trials_of_one_architecture_share_one_partition():
     _, report = run_in_pool(["cpu"], 0, concurrency=2)
     assert len({str(t["shards"]) for t in report["trials"]}) == 1
     assert len({t["step_bytes"] for t in report["trials"]}) == 1
+
+
+class LargeTable(nn.Module):
+    """Holds for life more than its blocks need: a parameter outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2000, 32))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(4))
+
+    def forward(self, ids):
+        x = self.table[ids]
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_steps_that_prove_too_large_to_run_beside_each_other_take_turns():
+    """Both trials are admitted by the estimate; then the first step measures a loss that no pilot sees. Each
+    waited for the bytes that the other holds."""
+    losses = {}
+
+    def train(number, prepared):
+        torch.manual_seed(number)
+        model = LargeTable()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if prepared:
+            model, optimizer = hydra_tune.prepare(model, optimizer)
+        for step in range(3):
+            output = model(torch.randint(0, 2000, (16,)))
+            if prepared and step == 0 and not losses:
+                losses[number] = []
+                while not pool._machine.devices[0].entries:
+                    time.sleep(0.001)  # until the other is admitted, and waits for its first step
+            loss = (output.flatten().repeat(10) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    def objective(trial):
+        losses[trial.number] = list(train(trial.number, prepared=True))
+        return losses[trial.number][-1]
+
+    with hydra_tune.ShardPool(["cpu"], 1_650_000) as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=2).optimize(optuna.create_study(), objective, n_trials=2)
+        report = pool.report()
+    trial = report["trials"][0]
+    task_bytes = max(s["slot_bytes"] + s["backward_work_bytes"] for s in trial["shards"])
+    assert 2 * trial["held_bytes"] + trial["step_bytes"] + task_bytes > 1_650_000, "both would fit"
+    assert losses == {number: list(train(number, prepared=False)) for number in (0, 1)}

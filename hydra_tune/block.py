@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hydra_tune.errors import PrepareError
+from hydra_tune.errors import UncuttableError
 from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.shard import Edges
 
 
 class Substitute(Protocol):
@@ -24,27 +25,43 @@ class Substitute(Protocol):
 
 @dataclass(eq=False)
 class Block:
-    """A module under its name in the model; `nondifferentiable` is known after the pilot."""
+    """A module under its name in the model.
+
+    `held` are its parameters that live on the device for the trial's life, because something else uses them
+    without calling the block; `borrowed` are such parameters of others, which its forward reaches.
+    """
 
     name: str
     module: nn.Module
+    held: Collection[nn.Parameter] = ()
+    borrowed: Sequence[nn.Parameter] = ()
+    edges: Edges = field(default_factory=Edges)
+    keeps_clones: bool = False  # its inputs are changed in place by what comes after it
+
     parameter_sites: list[tuple[nn.Module, str]] = field(init=False)
     buffer_sites: list[tuple[nn.Module, str]] = field(init=False)
-    parameters: list[nn.Parameter] = field(init=False)  # each once, in order of registration
+    parameters: list[nn.Parameter] = field(init=False)  # each once, in order of registration; then the borrowed
+    slot_parameters: list[nn.Parameter] = field(init=False)
     recurrent: list[nn.RNNBase] = field(init=False)
-    nondifferentiable: tuple[int, ...] = ()  # outputs through which plain PyTorch sends no gradient
 
     def __post_init__(self) -> None:
         modules = list(self.module.modules())
         self.parameter_sites = [(m, n) for m in modules for n, p in m._parameters.items() if p is not None]
         self.buffer_sites = [(m, n) for m in modules for n, b in m._buffers.items() if b is not None]
-        self.parameters = list(self.module.parameters())
+        own = list(self.module.parameters())
+        self.parameters = [*own, *self.borrowed]
+        self.slot_parameters = [p for p in own if p not in set(self.held)]
         self.recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
+
+    @property
+    def slot_sites(self) -> list[tuple[nn.Module, str]]:
+        in_slot = set(self.slot_parameters)
+        return [*((m, n) for m, n in self.parameter_sites if m._parameters[n] in in_slot), *self.buffer_sites]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of its slot: parameters, once each, and buffers."""
-        return sum(map(storage_bytes, self.parameters)) + sum(storage_bytes(b) for b in self.buffers())
+        return sum(map(storage_bytes, self.slot_parameters)) + sum(storage_bytes(b) for b in self.buffers())
 
     def buffers(self) -> list[torch.Tensor]:
         return [b for b in (m._buffers[n] for m, n in self.buffer_sites) if b is not None]
@@ -54,23 +71,25 @@ class Block:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @contextmanager
-    def substituted(self, copy: Substitute) -> Iterator[None]:
-        """Let the module reach the device copies under its own names."""
+    def substituted(self, copy: Substitute) -> Iterator[list[nn.Parameter]]:
+        """Let the module reach the device copies under its own names. Gives the leaves, as in `parameters`."""
         host_parameters = [m._parameters[n] for m, n in self.parameter_sites]
         host_buffers = [m._buffers[n] for m, n in self.buffer_sites]
+        aliases = {p: nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.held}
         caches_casts = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # it would outlive the visit; the slot does not
         try:
             for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):
-                m._parameters[n] = copy.leaf(p)
+                m._parameters[n] = aliases[p] if p in aliases else copy.leaf(p)
             for m, n in self.buffer_sites:
                 m._buffers[n] = copy.buffer(m, n)
             self._refresh_flat_weights()
-            leaves = [copy.leaf(p) for p in self.parameters]
+            borrowed = set(self.borrowed)
+            leaves = [p if p in borrowed else aliases[p] if p in aliases else copy.leaf(p) for p in self.parameters]
             versions = [leaf._version for leaf in leaves]
-            yield
+            yield leaves
             if versions != [leaf._version for leaf in leaves]:
-                raise PrepareError(
+                raise UncuttableError(
                     f"a block's forward leaves its weights as they are, but {self.name} changed one in place "
                     "(nn.Embedding's max_norm does). Change it outside of forward, before the step."
                 )

@@ -18,6 +18,11 @@ class PrepareError(HydraTuneError, ValueError):
     """A model, optimizer or call that cannot be trained spilled with plain PyTorch's numbers."""
 
 
+class UncuttableError(PrepareError):
+    """A block that cannot be run apart. A pilot opens it into its children, or keeps it with its graph; once
+    training has begun it ends the trial."""
+
+
 class BudgetError(HydraTuneError, ValueError):
     """Something needs more bytes than the device's budget, however it is cut or ordered."""
 

@@ -7,27 +7,32 @@ Forward runs on the promoted weights and keeps nothing. Backward promotes them a
 with gradients on, runs the local backward, and hands the gradients of inputs and weights to the outer
 graph. The host parameters are inputs of the node, so accumulation into `.grad`, its order, ties and
 parameter hooks stay PyTorch's own. (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
-arXiv 1604.06174, with the weights away between the two visits.)
-
-Known slack: a block adds the gradients of its own uses of an input before the engine adds those of others,
-where plain PyTorch adds use by use; with two uses in a block and one outside the last bit may differ.
+arXiv 1604.06174, with the weights away between the two visits.) A tensor that is used elsewhere too is an
+input once for each of its uses in the block, so that sums are made in plain PyTorch's order: see `graph`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from hydra_tune.block import Block
-from hydra_tune.errors import PrepareError
+from hydra_tune.errors import PrepareError, UncuttableError
+from hydra_tune.graph import Uses
 from hydra_tune.random_state import generator_states, set_generator_states
-from hydra_tune.residency import Residency
-from hydra_tune.shard import Direction
-from hydra_tune.spill import DeviceCopy
+from hydra_tune.residency import Residency, Visit
+from hydra_tune.shard import Direction, Edges
+from hydra_tune.tree import Structure, flatten, unflatten
+
+
+class ForwardPass(Protocol):
+    """One forward of the root module, whose graph may still be used."""
+
+    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class Executor(Protocol):
@@ -36,13 +41,13 @@ class Executor(Protocol):
     residency: Residency
 
     @property
-    def pass_token(self) -> Any: ...
+    def forward_pass(self) -> ForwardPass: ...
 
-    def visit(self, block: Block, direction: Direction) -> AbstractContextManager[DeviceCopy]: ...
+    def visit(self, block: Block, direction: Direction) -> AbstractContextManager[Visit]: ...
 
-    def measure_block(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> None: ...
+    def probe(self, call: BlockCall) -> bool: ...
 
-    def enter_backward(self, token: Any) -> None: ...
+    def enter_backward(self, forward_pass: Any) -> None: ...
 
 
 class BlockForward:
@@ -56,74 +61,134 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.trial.residency.in_visit:  # a block within a block
             return self.block.forward(args, kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        call = BlockCall(self.block, self.trial, spec, leaves)
+        call = BlockCall(self.block, self.trial, args, kwargs)
+        if not self.trial.probe(call):
+            with self.trial.visit(self.block, Direction.FORWARD):
+                return self.block.forward(args, kwargs)
         call.refuse_hidden_tensors()
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.trial.measure_block(call, tensors)
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in [*tensors, *self.block.parameters])
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.tensors, *self.block.parameters))
         if needs_grad:
-            call.keeps_graph = True
-            outputs = BlockFunction.apply(call, *tensors, *self.block.parameters)  # type: ignore[no-untyped-call]
+            call.start_graph()
+            outputs = BlockFunction.apply(call, *call.edges_in())  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
-                outputs = call.run_forward(tensors)
-        return call.unflatten_outputs(outputs)
+                outputs = call.run_forward(call.tensors)
+        return call.outputs_of(outputs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self.block.module, "forward")
 
 
 class BlockCall:
-    """One call of a block: its arguments with the tensors taken out, and what its backward must restore."""
+    """One call of a block: its arguments with the tensors taken out, and what its backward must restore.
 
-    def __init__(self, block: Block, trial: Executor, spec: TreeSpec, leaves: list[Any]) -> None:
+    `tensors`, each once, are its sources; then come the block's parameters, then autocast's copies of these.
+    A source has as many edges in the outer graph as `num_edges` says. Outputs are the tensors that the block
+    made; one that it was given is handed on as it is.
+    """
+
+    def __init__(self, block: Block, trial: Executor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.block = block
         self.trial = trial
-        self.token = trial.pass_token
-        self.keeps_graph = False
-        self.num_uses: list[int] = []  # of each tensor and parameter within the block; the pilot's finding
-        self._spec = spec
-        self._leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.forward_pass = trial.forward_pass
+        leaves, self._structure = flatten((args, kwargs))
+        places: dict[int, _Place] = {}
+        self.tensors: list[torch.Tensor] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+                places[id(leaf)] = _Place(len(self.tensors))
+                self.tensors.append(leaf)
+        self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
+        self.num_edges: list[int] = []
+        self._casts: list[torch.Tensor] = []  # in the outer graph, of the parameters numbered in `_recast`
+        self._recast: list[int] = []
+        self._keeps_graph = False
         self._random_states: list[torch.Tensor] | None = None
         self._buffers_before: list[tuple[int, torch.Tensor]] = []
         self._versions: list[int] = []
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
         self._output_leaves: list[Any] = []
-        self._output_spec: TreeSpec | None = None
+        self._output_structure: Structure | None = None
+        self.nondifferentiable: list[int] = []
+        self.tensor_uses: list[tuple[int, int]] = []  # in the block's own graph, direct and by a cast; the
+        self.parameter_uses: list[tuple[int, int]] = []  # pilot's findings
 
     # ---- arguments and outputs ----
 
     def refuse_hidden_tensors(self) -> None:
         """A mutable object with tensors inside (a cache) would be changed twice, by forward and recompute."""
         for leaf in self._leaves:
-            if leaf is not _TENSOR and any(isinstance(v, torch.Tensor) for v in _contents(leaf)):
-                raise PrepareError(
-                    f"a block's arguments are tensors, plain data, and tuples, lists and dicts of them; block "
-                    f"{self.block.name} was given a {type(leaf).__name__} that holds tensors. Pass its tensors, or "
-                    "turn the feature off while training (use_cache=False)."
+            if not isinstance(leaf, _Place) and any(isinstance(v, torch.Tensor) for v in _contents(leaf)):
+                raise UncuttableError(
+                    f"a block's arguments are tensors, plain data, and tuples, lists, dicts and dataclasses of them; "
+                    f"block {self.block.name} was given a {type(leaf).__name__} that holds tensors. Pass its tensors, "
+                    "or turn the feature off while training (use_cache=False)."
                 )
 
     def refuse_changed_inputs(self, tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         if list(versions) != versions_of(tensors):
-            raise PrepareError(
+            raise UncuttableError(
                 f"a block leaves its inputs as they are, but {self.block.name} changed one in place. "
                 "Make its first operator out of place (inplace=False), or give it a copy."
             )
 
+    def refuse_changed_containers(self, tensors: Sequence[torch.Tensor], arguments: tuple[Any, Any]) -> None:
+        leaves, structure = flatten(arguments)
+        given = self._filled(tensors)
+        if structure.spec != self._structure.spec or any(a is not b for a, b in zip(leaves, given, strict=False)):
+            raise UncuttableError(
+                f"a block leaves the lists, dicts and objects that it is given as they are, but {self.block.name} "
+                "changed one. Return what it has to say."
+            )
+
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        remaining = iter(tensors)
-        leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        args, kwargs = unflatten(self._filled(tensors), self._structure)
         return args, kwargs
 
-    def unflatten_outputs(self, tensors: Sequence[torch.Tensor]) -> Any:
-        assert self._output_spec is not None
-        remaining = iter(tensors)
-        leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in self._output_leaves]
-        return tree_unflatten(leaves, self._output_spec)
+    def _filled(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        return [tensors[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+
+    def made_by(self, outputs: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors among the outputs that are neither given nor met before, in order."""
+        places = {id(t): _Place(i) for i, t in enumerate(given)}
+        leaves, self._output_structure = flatten(outputs)
+        made: list[torch.Tensor] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+                places[id(leaf)] = _Place(len(given) + len(made))
+                made.append(leaf)
+        self._output_leaves = [places.get(id(leaf), leaf) for leaf in leaves]
+        return made
+
+    def outputs_of(self, made: Sequence[torch.Tensor]) -> Any:
+        assert self._output_structure is not None
+        known = [*self.tensors, *made]
+        leaves = [known[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._output_leaves]
+        self.tensors = []  # the graph keeps them where a backward will come
+        return unflatten(leaves, self._output_structure)
 
     # ---- forward ----
+
+    def start_graph(self) -> None:
+        """A backward may come: count the edges, and give autocast's copies their places in the outer graph."""
+        self._keeps_graph = True
+        edges, block = self.block.edges, self.block
+        self.num_edges = [
+            *_padded(edges.tensors, len(self.tensors), 1),
+            *_padded(edges.parameters, len(block.parameters), 1),
+        ]
+        dtype = _casts_to() if any(edges.casts) else None
+        if dtype is not None:
+            for i, (parameter, count) in enumerate(zip(block.parameters, edges.casts, strict=False)):
+                if count and parameter.requires_grad and parameter.dtype is torch.float32:
+                    self._casts.append(self.forward_pass.cast(parameter, dtype))
+                    self._recast.append(i)
+                    self.num_edges.append(count)
+
+    def edges_in(self) -> list[torch.Tensor]:
+        """Every source as many times as it has edges."""
+        sources = [*self.tensors, *self.block.parameters, *self._casts]
+        return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The block on its promoted weights, without gradients; notes what `run_backward` must restore."""
@@ -131,22 +196,24 @@ class BlockCall:
         before = generator_states(generators)
         versions = versions_of(tensors)
         self._autocast = _autocast_state()
-        with self.trial.visit(self.block, Direction.FORWARD) as copy:
-            if self.keeps_graph:
-                outputs = forward_unsaved(self.block, *self.arguments(detached(tensors)))
-            else:
-                outputs = self.block.forward(*self.arguments(tensors))
-            changed = copy.changed_buffers(self.block)
+        with self.trial.visit(self.block, Direction.FORWARD) as visit:
+            given = detached(tensors) if self._keeps_graph else list(tensors)
+            with unsaved() if self._keeps_graph else torch.no_grad():
+                outputs = self.block.forward(*self.arguments(given))
+            made = self.made_by(outputs, given)
+            del outputs
+            self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
+            plain = [visit.copy.kept(x.detach()) for x in made]
+            changed = visit.copy.changed_buffers(self.block)
+            del made, given
         self.refuse_changed_inputs(tensors, versions)
         if any(not torch.equal(b, a) for b, a in zip(before, generator_states(generators), strict=True)):
             self._random_states = before
-        if self.keeps_graph:
-            self._versions = [p._version for p in self.block.parameters]
+        if self._keeps_graph:
+            self._versions = versions_of(self.block.parameters)
             self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
         self.trial.residency.write_back(changed)
-        leaves, self._output_spec = tree_flatten(outputs)
-        self._output_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return tuple(plain)
 
     # ---- backward ----
 
@@ -156,66 +223,81 @@ class BlockCall:
         needed: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """Gradients of `tensors` (on the device), then of the block's parameters (on the host).
+        """Gradients for each edge: of `tensors` on the device, of parameters on the host.
 
-        `needed` says which of both are wanted; `grad_outputs` has one entry for each output tensor.
+        `needed` says which edges want one; `grad_outputs` has one entry for each output that the block made.
         """
-        if self._versions != [p._version for p in self.block.parameters]:
+        if self._versions != versions_of(self.block.parameters):
             raise RuntimeError(
                 f"a weight of block {self.block.name} was changed in place between forward and backward. "
                 "Call backward before optimizer.step(), or repeat the forward."
             )
+        ends = list(accumulate(self.num_edges))
+        wanted = [needed[end - 1] for end in ends]
         generators = self.trial.residency.device.generators()
         drawn = generator_states(generators)
-        with self.trial.visit(self.block, Direction.BACKWARD) as copy:
-            now = copy.swap_buffers(self.block, self._buffers_before)
+        with self.trial.visit(self.block, Direction.BACKWARD) as visit:
+            now = visit.copy.swap_buffers(self.block, self._buffers_before)
             try:
                 if self._random_states is not None:
                     set_generator_states(generators, self._random_states)
-                grads, grad_leaves = self._local_backward(tensors, needed, grad_outputs, copy)
+                grads = self._local_backward(tensors, wanted, grad_outputs, visit)
             finally:
                 set_generator_states(generators, drawn)
-                copy.swap_buffers(self.block, now)
-            host_grads = self.trial.residency.spill_gradients(self.block, grad_leaves)
-            del grad_leaves  # the step's reservation does not cover them, the visit's does
-        return [*grads, *host_grads]
+                visit.copy.swap_buffers(self.block, now)
+            num_tensors, parameters = len(tensors), self.block.parameters
+            masters = [*parameters, *(parameters[i] for i in self._recast)]
+            spilled = self.trial.residency.spill_gradients(self.block, masters, grads[num_tensors:])
+            grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
+        return [g for source in grads for g in source]
 
     def _local_backward(
         self,
         tensors: Sequence[torch.Tensor],
-        needed: Sequence[bool],
+        wanted: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
-        copy: DeviceCopy,
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, needed, strict=False)]
-        leaves = [copy.leaf(p) for p in self.block.parameters]
-        wanted = [x for x, n in zip([*inputs, *leaves], needed, strict=True) if n]
+        visit: Visit,
+    ) -> list[list[torch.Tensor | None]]:
+        """For each source the gradients of its edges."""
+        num_leaves = len(tensors) + len(self.block.parameters)
+        inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
+        leaves = [*inputs, *visit.leaves]
+        recast = [len(tensors) + i for i in self._recast]
+        needed = [w or (i in recast) for i, w in enumerate(wanted[:num_leaves])]
+        split = [i for i in range(num_leaves) if needed[i] and (self.num_edges[i] > 1 or i in recast)]
         with torch.enable_grad(), _restored_autocast(self._autocast):
-            outputs = self.block.forward(*self.arguments(inputs))
-        flat = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
-        pairs = [(o, g) for o, g in zip(flat, grad_outputs, strict=True) if g is not None and o.requires_grad]
-        del outputs, flat
-        if pairs:
-            outs, grads_in = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(outs, wanted, grads_in, allow_unused=True))
-        else:
-            found = iter(())
-        grads = [next(found, None) if n else None for n in needed]
-        return grads[: len(inputs)], grads[len(inputs) :]
+            made = self.made_by(self.block.forward(*self.arguments(inputs)), inputs)
+        pairs = [(o, g) for o, g in zip(made, grad_outputs, strict=True) if g is not None and o.requires_grad]
+        del made
+        if not pairs:
+            return [[None] * n for n in self.num_edges]
+        outs, grads_in = zip(*pairs, strict=True)
+        del pairs
+        uses = Uses(outs, leaves, casts=bool(recast)) if split else None
+        if uses:
+            uses.record(split)
+        sums = gradients_of(outs, grads_in, leaves, needed, owned=not self.block.borrowed)
+        grads: list[list[torch.Tensor | None]] = []
+        for i, total in enumerate(sums):
+            parts = uses.direct[i] if uses and i in split else [] if total is None else [total]
+            grads.append(_spread(parts, self.num_edges[i]))
+        for i, count in zip(recast, self.num_edges[num_leaves:], strict=True):
+            assert uses is not None
+            grads.append(_spread(uses.cast[i], count))
+        return grads
 
 
 class BlockFunction(torch.autograd.Function):
-    """The node: inputs are the call's tensors, then the block's host parameters."""
+    """The node: its inputs are the call's edges."""
 
     @staticmethod
-    def forward(ctx: Any, call: BlockCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        inputs = tensors[: len(tensors) - len(call.block.parameters)]
+    def forward(ctx: Any, call: BlockCall, *edges: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs)
-        outputs = call.run_forward(inputs)
-        fixed = [outputs[i] for i in call.block.nondifferentiable if i < len(outputs)]
-        ctx.mark_non_differentiable(*fixed)
+        tensors = call.tensors
+        ctx.save_for_backward(*([t.clone() for t in tensors] if call.block.keeps_clones else tensors))
+        outputs = call.run_forward(tensors)
+        ctx.mark_non_differentiable(*(outputs[i] for i in call.nondifferentiable))
         return outputs
 
     @staticmethod
@@ -226,23 +308,53 @@ class BlockFunction(torch.autograd.Function):
                 "gradients of gradients are not available in a prepared model: backward was called with "
                 "create_graph=True. Call hydra_tune.release(model) first."
             )
-        tensors = ctx.saved_tensors
-        call.trial.enter_backward(call.token)
+        call.trial.enter_backward(call.forward_pass)
+        tensors = ctx.saved_tensors  # a checkpoint around the block repeats its forward here
         return (None, *call.run_backward(tensors, ctx.needs_input_grad[1:], grad_outputs))
 
 
-def forward_unsaved(block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The block's forward by the operators that training uses, but with nothing kept for a backward.
+def gradients_of(
+    outputs: Sequence[torch.Tensor],
+    grad_outputs: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    needed: Sequence[bool],
+    *,
+    owned: bool,
+) -> list[torch.Tensor | None]:
+    """The gradient of each leaf. `owned` leaves are the block's alone and require one where it is needed."""
+    if not owned:
+        found = iter(
+            torch.autograd.grad(
+                outputs, [x for x, n in zip(leaves, needed, strict=True) if n], grad_outputs, allow_unused=True
+            )
+        )
+        return [next(found) if n else None for n in needed]
+    torch.autograd.backward(outputs, grad_outputs)  # reentrant checkpoints refuse `torch.autograd.grad`
+    grads = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return [g if n else None for g, n in zip(grads, needed, strict=True)]
+
+
+@contextmanager
+def unsaved() -> Iterator[None]:
+    """Run by the operators that training uses, but keep nothing for a backward.
 
     Some operators compute otherwise, in the last bit, where no gradient is asked for (oneDNN's LSTM).
     """
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _forget):  # type: ignore[arg-type]
-        outputs = block.forward(args, kwargs)
-    return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
+        yield
 
 
 def _forget(_: Any) -> None:
     return None
+
+
+def _forgotten(_: Any) -> torch.Tensor:
+    raise PrepareError(
+        "what a block computes reaches the loss through its outputs, but this loss uses a tensor that was kept beside "
+        "them (by a hook, an attribute or a list), and not in the first step. Do so from the first step on."
+    )
 
 
 def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -254,15 +366,33 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [t._version for t in tensors]
 
 
+def _padded(counts: Sequence[int], length: int, default: int) -> list[int]:
+    return [max(n, default) for n in counts[:length]] + [default] * (length - len(counts))
+
+
+def _spread(parts: Sequence[torch.Tensor], num_edges: int) -> list[torch.Tensor | None]:
+    """The gradients of a source's uses on its edges; uses beyond the pilot's count are summed on the last."""
+    spread: list[torch.Tensor | None] = [*parts[:num_edges], *[None] * (num_edges - len(parts))]
+    for extra in parts[num_edges:]:
+        last = spread[-1]
+        assert last is not None
+        spread[-1] = last + extra
+    return spread
+
+
 # ---- the surroundings of a call ----------------------------------------------------------------------
 
 
-class _Tensor:
+class _Place:
+    """Where a tensor was, by its number."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
     def __repr__(self) -> str:
         return "tensor"
-
-
-_TENSOR: Any = _Tensor()
 
 
 def _contents(leaf: object) -> Iterator[object]:
@@ -281,6 +411,12 @@ def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
 
+def _casts_to() -> torch.dtype | None:
+    """What autocast makes of weights here, if it is on and remembers its casts."""
+    enabled = [dtype for _, on, dtype in _autocast_state() if on]
+    return enabled[0] if enabled and torch.is_autocast_cache_enabled() else None
+
+
 @contextmanager
 def _restored_autocast(state: Sequence[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
     with ExitStack() as stack:
@@ -288,3 +424,17 @@ def _restored_autocast(state: Sequence[tuple[str, bool, torch.dtype]]) -> Iterat
             if enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
         yield
+
+
+def edges_for(counts: Edges, other: Edges) -> Edges:
+    """Enough edges for both of two calls."""
+
+    def larger(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+        size = max(len(a), len(b))
+        return tuple(map(max, _padded(a, size, 0), _padded(b, size, 0)))
+
+    return Edges(
+        larger(counts.tensors, other.tensors),
+        larger(counts.parameters, other.parameters),
+        larger(counts.casts, other.casts),
+    )

@@ -7,44 +7,58 @@ double-buffer reserve set aside, extend a shard block by block until the next wo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.utils.parametrize import is_parametrized
 
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BudgetError
-from hydra_tune.shard import BlockProfile, Shard, TrialPlan
+from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
+from hydra_tune.tree import flatten, tensors_in
 
 _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def find_blocks(root: nn.Module, limit_bytes: int) -> list[tuple[str, nn.Module]]:
+def find_blocks(
+    root: nn.Module, limit_bytes: int, *, opened: Container[str] = (), kept: Container[str] = ()
+) -> list[tuple[str, nn.Module]]:
     """Names and modules of the blocks of `root`, in order of registration.
 
-    The root is always opened, and so is whatever contains a stack of layers. An element of a stack is a
-    block, unless its weights and gradients pass `limit_bytes`; then its children are.
+    The root is always opened, and so is whatever contains a stack of layers, or is named among `opened`. An
+    element of a stack is a block, unless its weights and gradients pass `limit_bytes`; then its children are.
+    What is `kept` has no blocks.
     """
     blocks: dict[nn.Module, str] = {}
+
+    def walk(name: str, module: nn.Module, *, in_stack: bool) -> Iterator[tuple[str, nn.Module]]:
+        size = sum(t.numel() * t.element_size() for t in [*module.parameters(), *module.buffers()])
+        if size == 0 or name in kept:
+            return
+        stack = isinstance(module, _STACKS)
+        opens = stack or name in opened or 2 * size > limit_bytes or (not in_stack and _contains_stack(module))
+        children = children_of(module) if opens else []
+        if not children:
+            yield name, module
+        for child_name, child in children:
+            yield from walk(f"{name}.{child_name}", child, in_stack=in_stack or stack)
+
     for name, child in root.named_children():
-        for found_name, module in _walk(name, child, limit_bytes, in_stack=isinstance(root, _STACKS)):
+        for found_name, module in walk(name, child, in_stack=isinstance(root, _STACKS)):
             blocks.setdefault(module, found_name)
     return [(name, module) for module, name in blocks.items()]
 
 
-def _walk(name: str, module: nn.Module, limit_bytes: int, *, in_stack: bool) -> Iterator[tuple[str, nn.Module]]:
-    size = sum(t.numel() * t.element_size() for t in [*module.parameters(), *module.buffers()])
-    if size == 0:
-        return
-    stack = isinstance(module, _STACKS)
-    opened = stack or 2 * size > limit_bytes or (not in_stack and any(isinstance(m, _STACKS) for m in module.modules()))
-    children = list(module.named_children()) if opened else []
-    if not children:
-        yield name, module
-    for child_name, child in children:
-        yield from _walk(f"{name}.{child_name}", child, limit_bytes, in_stack=in_stack or stack)
+def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that this one calls; what computes its parametrized weights is part of itself."""
+    return [] if is_parametrized(module) else list(module.named_children())
+
+
+def _contains_stack(module: nn.Module) -> bool:
+    """A stack of layers, not of parametrizations."""
+    return any(isinstance(m, _STACKS) for n, m in module.named_modules() if "parametrizations" not in n.split("."))
 
 
 def make_plan(
@@ -55,6 +69,7 @@ def make_plan(
     resident_bytes: int,
     step_bytes: int,
     may_be_resident: bool = True,
+    cut: Cut = Cut(),  # noqa: B008
 ) -> TrialPlan:
     """The plan for blocks in the order in which they run.
 
@@ -70,7 +85,7 @@ def make_plan(
     backward = max((p.backward_work_bytes for p in profiles), default=0)
     saved = sum(p.saved_bytes for p in profiles)
     blocks = tuple(profiles)
-    resident = TrialPlan(True, (Shard(every, 0, forward, backward),), blocks, resident_bytes, step_bytes + saved)
+    resident = TrialPlan(True, (Shard(every, 0, forward, backward),), blocks, resident_bytes, step_bytes + saved, cut)
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident
     if not profiles:
@@ -91,7 +106,7 @@ def make_plan(
             )
     reserve = (budget_bytes - loose_bytes - step_bytes - max(forward, backward)) // 2
     shards = tuple(pack_shards(profiles, reserve))
-    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes)
+    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
 
 
 def pack_shards(profiles: Sequence[BlockProfile], limit_bytes: int) -> Iterator[Shard]:
@@ -151,13 +166,17 @@ def _coarse(value: Any) -> Hashable:
 
 
 def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    return tuple((tuple(t.shape), t.dtype) for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
+    return tuple((tuple(t.shape), t.dtype) for t in tensors_in(inputs))
 
 
 def gradient_flags(root: nn.Module, inputs: object) -> tuple[bool, ...]:
     """What requires a gradient: each parameter, each tensor among the inputs."""
-    tensors = (t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
-    return tuple(t.requires_grad for t in (*root.parameters(), *tensors))
+    return tuple(t.requires_grad for t in (*root.parameters(), *tensors_in(inputs)))
+
+
+def switches(inputs: object) -> tuple[object, ...]:
+    """What else among the inputs decides what a forward computes: flags, names and absent tensors."""
+    return tuple(x for x in flatten(inputs)[0] if x is None or isinstance(x, (bool, str)))
 
 
 def covers(

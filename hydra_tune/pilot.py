@@ -1,35 +1,43 @@
-"""Measures a model's blocks on its first batch, one block at a time on the device.
+"""Measures a model's blocks on its first batch, one block at a time on the device, and finds what cannot be cut.
 
 The root module runs once as it would in training. Before each block's own call the pilot runs it forward,
-and forward with gradients and backward, and notes bytes and seconds. Nothing of it stays: random state
-and buffers are put back, `p.grad` is never written, and the outputs are thrown away.
+and forward with gradients and backward, and notes bytes and seconds. Nothing of it stays: random state,
+buffers, attributes and inputs are put back, `p.grad` is never written, and the outputs are thrown away.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter, defaultdict
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from hydra_tune.block import Block
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import PrepareError
+from hydra_tune.errors import UncuttableError
+from hydra_tune.graph import Uses
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.node import BlockCall, detached, forward_unsaved, versions_of
+from hydra_tune.node import BlockCall, detached, edges_for, gradients_of, unsaved, versions_of
+from hydra_tune.probe import (
+    OuterGraph,
+    attributes_kept,
+    attributes_of,
+    borrowed_by,
+    inputs_kept,
+    refuse_changing_attributes,
+    refuse_side_channel,
+)
 from hydra_tune.random_state import random_state_kept
 from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.spill import DeviceCopy
+from hydra_tune.tree import tensors_in
 
-logger = logging.getLogger("hydra_tune")
 OUTPUT_COPIES = 3  # what a loss makes of the model's outputs: log-probabilities, their gradient, one more
 
 
@@ -43,14 +51,28 @@ class DoesNotFitError(Exception):
 
 
 @dataclass
+class Findings:
+    """What must be cut otherwise, each with the reason, before the model can be trained spilled."""
+
+    uncuttable: dict[Block, str] = field(default_factory=dict)
+    held: dict[nn.Parameter, str] = field(default_factory=dict)
+    borrowed: dict[Block, list[nn.Parameter]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.uncuttable or self.held or self.borrowed)
+
+
+@dataclass
 class Pilot:
-    """One pass over a model. Afterwards: profiles in the order in which blocks ran, and the step's bytes."""
+    """One pass over a model. Afterwards: profiles in the order in which blocks ran, and the step's bytes; or
+    findings, after which the model is to be cut anew."""
 
     model: nn.Module
     blocks: Sequence[Block]
     residency: Residency
     free_bytes: int
     profiles: dict[Block, BlockProfile] = field(default_factory=dict)
+    findings: Findings = field(default_factory=Findings)
     step_bytes: int = 0
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
     peak_bytes: int = 0
@@ -59,28 +81,46 @@ class Pilot:
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         meter, device, buffers = self.residency.meter, self.residency.device, list(self.model.buffers())
         values = [b.clone() for b in buffers]
+        inputs = tensors_in((args, kwargs))
         before = meter.trial_bytes
         try:
-            with random_state_kept(device.generators()), torch.enable_grad():
+            with random_state_kept(device.generators()), attributes_kept(self.model), inputs_kept(inputs):
                 meter.watch_outside()
-                outputs = forward(*args, **kwargs)
-            tensors = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-            self._refuse_uncalled_weights(tensors)
-            _warn_of_reordered_sums(tensors)
-            self._drop_copy()
-            forward_peak, held = meter.outside_peak(), meter.trial_bytes - before
-            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self.kept_bytes = 2 * sum(map(storage_bytes, inputs)) + sum(map(storage_bytes, tensors))
-            boundaries = [p.boundary_bytes for p in self.profiles.values()]
-            saved_between = max(0, held - sum(boundaries))
-            loss_bytes = max(OUTPUT_COPIES * sum(map(storage_bytes, tensors)), saved_between)
-            self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
+                with torch.enable_grad():
+                    outputs = tensors_in(forward(*args, **kwargs))
+                self._drop_copy()
+                forward_peak, held = meter.outside_peak(), meter.trial_bytes - before
+                if not self.findings:
+                    self._read(OuterGraph(outputs))
+                self.kept_bytes = 2 * sum(map(storage_bytes, inputs)) + sum(map(storage_bytes, outputs))
+                boundaries = [p.boundary_bytes for p in self.profiles.values()]
+                saved_between = max(0, held - sum(boundaries))
+                loss_bytes = max(OUTPUT_COPIES * sum(map(storage_bytes, outputs)), saved_between)
+                self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
+                del outputs
         finally:
             self._drop_copy()
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
-        uncalled = [block for block in self.blocks if block not in self.profiles]
-        self.profiles.update((block, BlockProfile(block.name, block.weight_bytes)) for block in uncalled)
+            with torch.no_grad():
+                for buffer, value in zip(buffers, values, strict=True):
+                    buffer.copy_(value)
+        self._profile_uncalled()
+
+    def _read(self, graph: OuterGraph) -> None:
+        for parameter in graph.used_outside(self.blocks):
+            self.findings.held[parameter] = "used without calling the module that owns it"
+        for block, edges in graph.edges():
+            profile = self.profiles[block]
+            self.profiles[block] = replace(profile, edges=edges_for(profile.edges, edges))
+        for block in graph.changed_later():
+            self.profiles[block] = replace(self.profiles[block], keeps_clones=True)
+
+    def _profile_uncalled(self) -> None:
+        """A block that this batch has passed over is like a called one of its kind, or unknown."""
+        known = {_kind(block): profile for block, profile in self.profiles.items()}
+        for block in self.blocks:
+            if block not in self.profiles:
+                like = known.get(_kind(block), BlockProfile("", block.weight_bytes, called=False))
+                self.profiles[block] = replace(like, name=block.name)
 
     # ---- one block ----
 
@@ -99,68 +139,105 @@ class Pilot:
             self._copy = None
             self.residency.device.free_slot(0, block.weight_bytes)
 
-    def measure(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> None:
-        """Profile one call of a block; of several calls, the largest figures count."""
-        block, meter, device = call.block, self.residency.meter, self.residency.device
+    def measure(self, call: BlockCall) -> bool:
+        """Profile one call of a block; of several calls, the largest figures count. False if it can't be cut so."""
+        block, meter = call.block, self.residency.meter
+        if block in self.findings.uncuttable:
+            return False
         meter.outside_ends()
-        copy = self.copy_of(block)
-        with random_state_kept(device.generators()), self.residency.inside(block, copy):
-            now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
-            try:
-                forward_s, forward_work, boundary = self._forward(call, tensors)
-                backward_s, backward_work, saved = self._backward(call, tensors, copy)
-            except torch.OutOfMemoryError:
-                raise DoesNotFitError(block, None) from None
-            copy.swap_buffers(block, now)
-        meter.outside_starts()
-        profile = BlockProfile(
-            block.name, block.weight_bytes, forward_work, backward_work, saved, boundary, forward_s, backward_s,
-            block.nondifferentiable,
-        )  # fmt: skip
+        try:
+            profile = self._profile(call)
+        except UncuttableError as error:
+            self.findings.uncuttable[block] = str(error)
+            return False
+        finally:
+            meter.outside_starts()
         known = self.profiles.get(block)
         self.profiles[block] = profile if known is None else _larger(known, profile)
-        fits = block.weight_bytes + max(forward_work, backward_work)
-        self.peak_bytes = max(self.peak_bytes, fits + meter.trial_bytes)
-        if fits > self.free_bytes:
-            raise DoesNotFitError(block, max(forward_work, backward_work))
+        work_bytes = max(profile.forward_work_bytes, profile.backward_work_bytes)
+        self.peak_bytes = max(self.peak_bytes, block.weight_bytes + work_bytes + meter.trial_bytes)
+        if block.weight_bytes + work_bytes > self.free_bytes:
+            raise DoesNotFitError(block, work_bytes)
+        return True
 
-    def _forward(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> tuple[float, int, int]:
-        with torch.no_grad(), self._measured() as used:
-            versions, start = versions_of(tensors), time.perf_counter()
+    def _profile(self, call: BlockCall) -> BlockProfile:
+        block = call.block
+        call.refuse_hidden_tensors()
+        copy = self.copy_of(block)
+        with random_state_kept(self.residency.device.generators()):
+            now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
             try:
-                outputs = forward_unsaved(call.block, *call.arguments(detached(tensors)))
+                with random_state_kept(self.residency.device.generators()):
+                    forward_s, forward_work, boundary = self._forward(call, copy)
+                attributes = attributes_of(block.module)
+                copy.swap_buffers(block, now)
+                backward_s, backward_work, saved, leaves = self._backward(call, copy)
             except torch.OutOfMemoryError:
+                raise DoesNotFitError(block, None) from None
+            finally:
+                copy.swap_buffers(block, now)
+                copy.renew_leaves()
+        refuse_changing_attributes(block, attributes)
+        refuse_side_channel(block, leaves)
+        return BlockProfile(
+            block.name, block.weight_bytes, forward_work, backward_work, saved, boundary, forward_s, backward_s
+        )
+
+    def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int]:
+        with self.residency.inside(call.block, copy), self._measured() as used:
+            versions, start = versions_of(call.tensors), time.perf_counter()
+            given = detached(call.tensors)
+            arguments = call.arguments(given)
+            try:
+                with unsaved():
+                    outputs = call.block.forward(*arguments)
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self._refuse_in_place(call)  # autograd's own refusal does not name the block
                 raise
-            except RuntimeError:  # autograd's own refusal of an input changed in place does not name the block
-                call.block.forward(*call.arguments(tensors))
-                call.refuse_changed_inputs(tensors, versions)
-                raise
-            call.refuse_changed_inputs(tensors, versions)
+            call.refuse_changed_inputs(call.tensors, versions)
+            call.refuse_changed_containers(given, arguments)
             self.residency.device.synchronize()
             seconds = time.perf_counter() - start
-            boundary = sum(storage_bytes(x) for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
+            boundary = sum(map(storage_bytes, tensors_in(outputs)))
         return seconds, used[0], boundary
 
-    def _backward(self, call: BlockCall, tensors: Sequence[torch.Tensor], copy: DeviceCopy) -> tuple[float, int, int]:
-        block, meter = call.block, self.residency.meter
-        inputs = detached(tensors)
-        leaves = [copy.leaf(p) for p in block.parameters]
-        with torch.enable_grad(), self._measured() as used:
+    def _refuse_in_place(self, call: BlockCall) -> None:
+        copies = [t.clone() for t in call.tensors]
+        versions = versions_of(copies)
+        with torch.no_grad():
+            call.block.forward(*call.arguments(copies))
+        call.refuse_changed_inputs(copies, versions)
+
+    def _backward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int, list[weakref.ref[torch.Tensor]]]:
+        block, meter, device = call.block, self.residency.meter, self.residency.device
+        inputs = detached(call.tensors)
+        casts = torch.is_autocast_enabled(device.torch_device.type)
+        with torch.enable_grad(), self.residency.inside(block, copy) as visit, self._measured() as used:
+            leaves = [*inputs, *visit.leaves]
             before, start = meter.trial_bytes, time.perf_counter()
-            outputs = [x for x in tree_leaves(block.forward(*call.arguments(inputs))) if isinstance(x, torch.Tensor)]
+            first_node = torch._C._autograd._get_sequence_nr()
+            made = call.made_by(block.forward(*call.arguments(inputs)), inputs)
             saved = meter.trial_bytes - before
-            block.nondifferentiable = tuple(i for i, x in enumerate(outputs) if not x.requires_grad)
-            differentiable = [x for x in outputs if x.requires_grad]
-            self._refuse_foreign_nodes(block, differentiable, [*inputs, *leaves])
-            call.num_uses = _num_uses(differentiable, [*inputs, *leaves])
-            wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
+            differentiable = [x for x in made if x.requires_grad]
+            del made
+            borrowed = borrowed_by(block, differentiable, leaves, first_node)
+            if borrowed:
+                self.findings.borrowed[block] = borrowed
+            uses = Uses(differentiable, leaves, casts=casts)
+            counts = [(uses.count(i, cast=False), uses.count(i, cast=True)) for i in range(len(leaves))]
+            call.tensor_uses, call.parameter_uses = counts[: len(inputs)], counts[len(inputs) :]
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]
-                torch.autograd.grad(differentiable, wanted, ones, allow_unused=True)
-            self.residency.device.synchronize()
+                needed = [x.requires_grad for x in leaves]
+                gradients_of(differentiable, ones, leaves, needed, owned=not (borrowed or block.borrowed))
+            device.synchronize()
             seconds = time.perf_counter() - start
-        _refuse_side_channels(block)
-        return seconds, used[0], saved
+            slot_leaves = [
+                x for x, p in zip(visit.leaves, block.parameters, strict=True) if x is not p
+            ]  # not the borrowed
+            refs = [weakref.ref(x) for x in (*inputs, *slot_leaves)]
+        return seconds, used[0], saved, refs
 
     @contextmanager
     def _measured(self) -> Iterator[list[int]]:
@@ -170,93 +247,12 @@ class Pilot:
         yield used
         used[0] = self.residency.meter.window_peak - before
 
-    # ---- what cannot be cut ----
 
-    def _refuse_foreign_nodes(
-        self, block: Block, outputs: Sequence[torch.Tensor], allowed: Sequence[torch.Tensor]
-    ) -> None:
-        known = {id(t) for t in allowed}
-        for node in _nodes(outputs):
-            variable = getattr(node, "variable", None)
-            foreign = variable is not None and id(variable) not in known
-            if foreign or type(node).__name__ == "BlockFunctionBackward":
-                what = self._name_of(variable) if foreign else "a tensor of another block"
-                raise PrepareError(
-                    f"a block reaches weights and activations through its own modules and arguments, but "
-                    f"{block.name} uses {what} beside them. Pass it as an argument, or register the weight in "
-                    "the block as well (a tied parameter)."
-                )
-
-    def _refuse_uncalled_weights(self, outputs: Sequence[torch.Tensor]) -> None:
-        owner = {id(p): block for block in self.blocks for p in block.parameters}
-        for node in _nodes(outputs):
-            if type(node).__name__ == "BlockFunctionBackward":
-                continue
-            for child, _ in node.next_functions:
-                variable = getattr(child, "variable", None)
-                if variable is not None and id(variable) in owner:
-                    raise PrepareError(
-                        f"weights of a block are used by calling it, but {self._name_of(variable)} of block "
-                        f"{owner[id(variable)].name} is used from outside. Call the module that owns it, or make "
-                        "it a parameter of the model's root, which stays resident."
-                    )
-
-    def _name_of(self, variable: torch.Tensor | None) -> str:
-        names = [name for name, p in self.model.named_parameters() if p is variable]
-        return names[0] if names else "a tensor that requires a gradient"
-
-
-def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Every node of the graph behind `outputs`."""
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
-
-
-def _num_uses(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[int]:
-    """How many operators of a block's graph each leaf goes into."""
-    uses = Counter(id(getattr(child, "variable", None)) for node in _nodes(outputs) for child, _ in node.next_functions)
-    return [uses[id(leaf)] for leaf in leaves]
-
-
-def _warn_of_reordered_sums(outputs: Sequence[torch.Tensor]) -> None:
-    """A block adds the gradients of its own uses of a tensor before the engine adds those of others."""
-    users: defaultdict[tuple[Any, int], list[tuple[str, int]]] = defaultdict(list)
-    for node in _nodes(outputs):
-        call = getattr(node, "call", None)
-        for i, (child, number) in enumerate(node.next_functions):
-            if child is not None:
-                used = (call.block.name, call.num_uses[i]) if isinstance(call, BlockCall) else ("", 1)
-                users[child, number].append(used)
-    shared = (tensor_users for tensor_users in users.values() if len(tensor_users) > 1)
-    names = sorted({name for tensor_users in shared for name, uses in tensor_users if uses > 1})
-    if names:
-        logger.warning(
-            "gradients may differ from plain PyTorch's in the last bit where the model is spilled: %s%s use an input "
-            "more than once that is used elsewhere too (a skip connection), and sums are made block by block",
-            ", ".join(names[:3]),
-            " and others" if len(names) > 3 else "",
-        )
-
-
-def _refuse_side_channels(block: Block) -> None:
-    for module in block.module.modules():
-        for name, value in vars(module).items():
-            values = value if isinstance(value, (list, tuple)) else [value]
-            if any(isinstance(v, torch.Tensor) and v.grad_fn is not None for v in values):
-                raise PrepareError(
-                    f"a block hands activations on through its outputs, but {block.name} keeps one in "
-                    f"{type(module).__name__}.{name}, whose gradient would be lost. Return it, or detach it."
-                )
+def _kind(block: Block) -> tuple[Any, ...]:
+    return type(block.module), *((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters)
 
 
 def _larger(a: BlockProfile, b: BlockProfile) -> BlockProfile:
-    figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if k not in ("name", "nondifferentiable")}
+    figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if k.endswith(("_bytes", "_s"))}
     figures["saved_bytes"] = a.saved_bytes + b.saved_bytes  # resident, each call keeps its own
-    return BlockProfile(a.name, **figures, nondifferentiable=b.nondifferentiable)
+    return replace(a, **figures)

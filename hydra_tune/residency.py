@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from hydra_tune.block import Block
 from hydra_tune.device import Device
 from hydra_tune.meter import TrialMeter
 from hydra_tune.spill import DeviceCopy, HostWeights
+from hydra_tune.tree import map_tensors
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A block's device copy, and the leaves of its local graph, as in `Block.parameters`."""
+
+    copy: DeviceCopy
+    leaves: list[nn.Parameter]
+
 
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
@@ -37,12 +47,12 @@ class Residency:
     # ---- slots ----
 
     @contextmanager
-    def inside(self, block: Block, copy: DeviceCopy) -> Iterator[None]:
+    def inside(self, block: Block, copy: DeviceCopy) -> Iterator[Visit]:
         """The block's module reaches its device copies."""
         outer, self.in_visit = self.in_visit, True
         try:
-            with block.substituted(copy):
-                yield
+            with block.substituted(copy) as leaves:
+                yield Visit(copy, leaves)
         finally:
             self.in_visit = outer
 
@@ -62,24 +72,37 @@ class Residency:
                 host.copy_(slot)
         self._count("spilled_bytes", sum(tensor_bytes(host) for _, host, _ in changed))
 
-    def spill_gradients(self, block: Block, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Fresh host tensors, laid out as the parameters, so that autograd can take them for `.grad` as they are."""
-        pairs = [(g, p) for g, p in zip(grads, block.parameters, strict=True) if g is not None]
+    def spill_gradients(
+        self, block: Block, masters: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor | None]]
+    ) -> list[list[torch.Tensor | None]]:
+        """Fresh host tensors, laid out as their master, so that autograd can take them for `.grad` as they are.
+
+        Each master has a list of gradients, one an edge. Those of parameters that are held stay where they are.
+        """
+        in_slot = set(block.slot_parameters)
+        pairs = [(g, p) for p, row in zip(masters, grads, strict=True) for g in row if g is not None and p in in_slot]
         with self.meter.paused(), torch.no_grad():
             hosts = iter(self.device.to_host([g for g, _ in pairs], [p for _, p in pairs]))
         self._count("spilled_bytes", sum(tensor_bytes(g) for g, _ in pairs))
-        return [None if g is None else next(hosts) for g in grads]
+        return [
+            [g if g is None or p not in in_slot else next(hosts) for g in row]
+            for p, row in zip(masters, grads, strict=True)
+        ]
 
     # ---- for the trial's life ----
 
     def spill(self, blocks: Sequence[Block]) -> None:
-        """Lay the blocks' parameters into one host buffer, in this order."""
+        """Lay the blocks' parameters into one host buffer, in this order, unless they are in one."""
+        if self._weights is not None:
+            if self._weights.holds(blocks):
+                return
+            self._weights.close()
         with self.meter.paused(), torch.no_grad():
             self._weights = HostWeights(blocks, self.device)
 
     def hold(self, model: nn.Module, except_blocks: Sequence[Block], optimizer: torch.optim.Optimizer | None) -> None:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
-        spilled = {site for b in except_blocks for site in (*b.parameter_sites, *b.buffer_sites)}
+        spilled = {site for b in except_blocks for site in b.slot_sites}
         moved: set[int] = set()
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -133,7 +156,7 @@ class Residency:
     def to_device(self, batch: Any) -> Any:
         """A batch's tensors on the device; what else it holds as it is."""
         device = self.device.torch_device
-        return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, batch)
+        return map_tensors(lambda x: x.to(device, non_blocking=True), batch)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -41,6 +41,32 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Edges:
+    """How many edges of the outer graph a block takes for each of its tensors, parameters and autocast's copies
+    of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`."""
+
+    tensors: tuple[int, ...] = ()
+    parameters: tuple[int, ...] = ()
+    casts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a model is cut otherwise than by size, by names, each with the reason.
+
+    `opened`    modules whose children are blocks
+    `kept`      modules that stay on the device and run with their own graph, as in plain PyTorch
+    `held`      parameters that stay on the device while the rest of their block is spilled
+    `borrowed`  for a block, parameters of others that its forward reaches; they are held
+    """
+
+    opened: tuple[tuple[str, str], ...] = ()
+    kept: tuple[tuple[str, str], ...] = ()
+    held: tuple[tuple[str, str], ...] = ()
+    borrowed: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
 class BlockProfile:
     """What the pilot measured for one block on the first batch. Bytes on the device, times in seconds.
 
@@ -56,7 +82,9 @@ class BlockProfile:
     boundary_bytes: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    nondifferentiable: tuple[int, ...] = ()  # outputs through which no gradient flows
+    called: bool = True  # by the pilot's batch; what was not called is not measured either
+    edges: Edges = Edges()
+    keeps_clones: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +107,7 @@ class TrialPlan:
     `held_bytes`  from admission to the trial's end: what is never promoted or dropped
     `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators
                   between blocks, the loss
+    `cut`         where the model is cut otherwise than by size
     A resident plan has one shard without a slot: the root module, whose weights are all held.
     """
 
@@ -87,6 +116,7 @@ class TrialPlan:
     blocks: tuple[BlockProfile, ...]
     held_bytes: int
     step_bytes: int
+    cut: Cut = Cut()
 
     @property
     def task_bytes(self) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 
 from hydra_tune.block import Block
 from hydra_tune.device import Device
-from hydra_tune.errors import PrepareError
+from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.host_buffer import HostBuffer, storage_bytes, view_bytes
 
 
@@ -22,7 +22,7 @@ class HostWeights:
     """The parameters of all blocks in one host buffer; the model's own parameters are views of it."""
 
     def __init__(self, blocks: Sequence[Block], device: Device) -> None:
-        self.parameters = list(dict.fromkeys(p for block in blocks for p in block.parameters))
+        self.parameters = list(dict.fromkeys(p for block in blocks for p in block.slot_parameters))
         self._device = device
         self.buffer = HostBuffer([p.data for p in self.parameters])
         self._place = {
@@ -32,6 +32,9 @@ class HostWeights:
         for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
             parameter.data = view
         device.pin(self.buffer.bytes)
+
+    def holds(self, blocks: Sequence[Block]) -> bool:
+        return all(p in self._place for block in blocks for p in block.slot_parameters)
 
     def offset(self, parameter: nn.Parameter) -> int:
         """Where the parameter lies; brings it back if the user has given it other storage since."""
@@ -61,7 +64,7 @@ class DeviceCopy:
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._end = 0
-        for parameter in dict.fromkeys(p for block in blocks for p in block.parameters):
+        for parameter in dict.fromkeys(p for block in blocks for p in block.slot_parameters):
             self._add_parameter(parameter, host)
         for block in blocks:
             for (module, name), buffer in zip(block.buffer_sites, block.buffers(), strict=True):
@@ -97,6 +100,17 @@ class DeviceCopy:
         self._end += storage_bytes(tensor)
         return view
 
+    def renew_leaves(self) -> None:
+        """Graphs made so far keep their leaves; those of later visits start at new ones."""
+        for parameter, leaf in self._leaves.items():
+            self._leaves[parameter] = nn.Parameter(leaf.data, requires_grad=leaf.requires_grad)
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it if it lies in the slot, which will be another shard's."""
+        start = self.slot.data_ptr()
+        inside = tensor.numel() > 0 and start <= tensor.data_ptr() < start + self.slot.numel()
+        return tensor.clone() if inside else tensor
+
     def leaf(self, parameter: nn.Parameter | None) -> nn.Parameter:
         assert parameter is not None
         if parameter not in self._leaves:
@@ -118,7 +132,7 @@ class DeviceCopy:
         for i, (module, name) in enumerate(block.buffer_sites):
             current, (slot, host) = module._buffers[name], self._buffers[module, name]
             if current is None or current.shape != host.shape or current.dtype != host.dtype:
-                raise PrepareError(
+                raise UncuttableError(
                     f"a block's buffers keep shape and dtype, but {block.name} replaced its buffer {name!r}. "
                     "Register it with its final shape, or keep it out of the block's forward."
                 )

@@ -14,29 +14,38 @@ import logging
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hydra_tune.block import Block
 from hydra_tune.config import checks_enabled, format_bytes
+from hydra_tune.cut import blocks_of, cut_at_hooks, recut
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError
+from hydra_tune.graph import Cast
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode
 from hydra_tune.node import BlockCall, BlockForward
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
-from hydra_tune.partition import covers, find_blocks, gradient_flags, input_signature, make_plan, plan_key
+from hydra_tune.partition import (
+    covers,
+    gradient_flags,
+    input_signature,
+    make_plan,
+    plan_key,
+    switches,
+)
 from hydra_tune.pilot import DoesNotFitError, Pilot
 from hydra_tune.pool import ShardPool
-from hydra_tune.residency import Residency
+from hydra_tune.random_state import generator_states, set_generator_states
+from hydra_tune.residency import Residency, Visit
 from hydra_tune.root import RootForward, refuse_unsupported
-from hydra_tune.shard import Direction, Task, TrialPlan
-from hydra_tune.spill import DeviceCopy
+from hydra_tune.shard import BlockProfile, Cut, Direction, Task, TrialPlan
+from hydra_tune.tree import map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
 
@@ -46,6 +55,19 @@ class ForwardPass:
     """Lives as long as the graph of one forward of the root module; done once that graph was used up."""
 
     done: bool = False
+    _casts: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What stands for autocast's copy of a weight, one for all its uses in this forward."""
+        key = (id(parameter), dtype)
+        if key not in self._casts:
+            with torch.enable_grad():
+                self._casts[key] = Cast.apply(parameter, dtype)  # type: ignore[no-untyped-call]
+        return self._casts[key]
+
+
+class UnmeasuredBlock(Exception):
+    """A block is called that no pilot has seen called."""
 
 
 class Trial:
@@ -66,7 +88,9 @@ class Trial:
         self._optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
-        self._flags: tuple[bool, ...] = ()
+        self._flags: Hashable = ()
+        self._cut = Cut()
+        self._unmeasured: set[Block] = set()
         self._key: Hashable = None
         self._pilot: Pilot | None = None
         self.residency = Residency(
@@ -91,7 +115,7 @@ class Trial:
         """Put the model's blocks under this trial. Nothing is cut or moved before the first forward."""
         self._model = weakref.ref(model)
         self._optimizer = optimizer
-        self.blocks = [Block(n, m) for n, m in find_blocks(model, self.pool.budget_bytes)]
+        self.blocks = blocks_of(model, self._limit_bytes, self._cut)
         refuse_unsupported(model, self.blocks)
         model.forward = RootForward(model, self)
         self._wrap()
@@ -135,6 +159,10 @@ class Trial:
         self.device.meter.end_trial(self.id)
         self.blocks, self._shard_of, self._optimizer = [], {}, None
 
+    @property
+    def _limit_bytes(self) -> int:
+        return self.pool.budget_bytes
+
     def _wrap(self) -> None:
         for block in self.blocks:
             block.module.forward = BlockForward(block, self)
@@ -164,6 +192,11 @@ class Trial:
                 }
                 for shard in (plan.shards if plan else ())
             ],
+            "cut": {
+                "opened": dict(plan.cut.opened) if plan else {},
+                "kept": dict(plan.cut.kept) if plan else {},
+                "held": dict(plan.cut.held) if plan else {},
+            },
         }
 
     # ---- steps ----
@@ -222,42 +255,58 @@ class Trial:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
         if torch.is_inference_mode_enabled():  # whose tensors could not be measured: without gradients instead
             with torch.inference_mode(False), torch.no_grad():
-                args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+                args, kwargs = map_tensors(torch.clone, (args, kwargs))
                 return self.run_root(root, args, kwargs)
         with self._counted():
-            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             if self.meter.counting:
-                self.meter.adopt(inputs)
+                self.meter.adopt(tensors_in((args, kwargs)))
             self.boundary()
             plan = self._plan_for(root, args, kwargs)
-            self.open_step(plan)
-            self.step += 1
-            self.pool.invalidate(self)
-            self._pass = token = ForwardPass()
-            self._passes.add(token)
-            try:
-                if plan.resident:
-                    self._go_to(0, Direction.FORWARD)
-                outputs = root.original(*args, **kwargs)
-            finally:
-                self._pass = None
-                self.leave()
-                self.pool.note_summary(self)
-            if plan.resident:
-                self._lease_backward(outputs, token)
-            return outputs
+            while self._unmeasured:  # which this forward may call, or not
+                generators = self.device.generators()
+                random_states, buffers = generator_states(generators), [b.clone() for b in self.model.buffers()]
+                try:
+                    return self._run_step(root, plan, args, kwargs)
+                except UnmeasuredBlock:
+                    self._leave_step()
+                    set_generator_states(generators, random_states)
+                    with torch.no_grad():
+                        for buffer, value in zip(self.model.buffers(), buffers, strict=True):
+                            buffer.copy_(value)
+                    plan = self._extend_plan(root, args, kwargs)
+            return self._run_step(root, plan, args, kwargs)
 
-    def _lease_backward(self, outputs: Any, token: ForwardPass) -> None:
+    def _run_step(self, root: RootForward, plan: TrialPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self.open_step(plan)
+        self.step += 1
+        self.pool.invalidate(self)
+        self._pass = forward_pass = ForwardPass()
+        self._passes.add(forward_pass)
+        try:
+            if plan.resident:
+                self._go_to(0, Direction.FORWARD)
+            outputs = root.original(*args, **kwargs)
+        finally:
+            self._pass = None
+            self.leave()
+            self.pool.note_summary(self)
+        if plan.resident:
+            self._lease_backward(outputs, forward_pass)
+        return outputs
+
+    def _lease_backward(self, outputs: Any, forward_pass: ForwardPass) -> None:
         def take_lease(grad: torch.Tensor) -> None:
-            self.enter_backward(token)
+            self.enter_backward(forward_pass)
             self._go_to(0, Direction.BACKWARD)
 
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+        for tensor in tensors_in(outputs):
+            if tensor.grad_fn is not None:
                 tensor.register_hook(take_lease)
 
     @property
-    def pass_token(self) -> ForwardPass:
+    def forward_pass(self) -> ForwardPass:
+        if self._pass is None and self._backward_passes:  # a checkpoint around blocks repeats their forward
+            return next(iter(self._backward_passes))
         if self._pass is None:
             raise PrepareError(
                 "a prepared model is called as a whole: a block was called outside of its root's forward. "
@@ -265,7 +314,7 @@ class Trial:
             )
         return self._pass
 
-    def enter_backward(self, token: ForwardPass) -> None:
+    def enter_backward(self, forward_pass: ForwardPass) -> None:
         """Called by each node of this trial's in a backward; at its end the lease and the step are left."""
         if self.ended:
             raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
@@ -279,12 +328,12 @@ class Trial:
                 assert self.plan is not None
                 self.open_step(self.plan)
         self._saw_backward = True
-        self._backward_passes.add(token)
+        self._backward_passes.add(forward_pass)
 
     def _end_backward(self, keeps_graph: bool) -> None:
         if not keeps_graph:
-            for token in self._backward_passes:
-                token.done = True
+            for forward_pass in self._backward_passes:
+                forward_pass.done = True
         self._backward_passes = set()
         self._backward_id = -1
         if not self.ended:
@@ -293,7 +342,7 @@ class Trial:
     # ---- visits ----
 
     @contextmanager
-    def visit(self, block: Block, direction: Direction) -> Iterator[DeviceCopy]:
+    def visit(self, block: Block, direction: Direction) -> Iterator[Visit]:
         """Hold the lease, with the block's device copy under its module's names. The lease lingers after,
         for the next block of the same shard."""
         if self._pilot is not None:
@@ -302,8 +351,8 @@ class Trial:
             copy = self._go_to(self._shard_of[block], direction)
         self.meter.outside_ends()
         try:
-            with self._counted(), self.residency.inside(block, copy):
-                yield copy
+            with self._counted(), self.residency.inside(block, copy) as visit:
+                yield visit
         except BaseException:
             self.leave()
             raise
@@ -349,33 +398,44 @@ class Trial:
 
     # ---- plan ----
 
-    def measure_block(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> None:
+    def probe(self, call: BlockCall) -> bool:
+        """In a pilot, measure this call first; False if it can't be cut so and is to run as it is.
+
+        Raises:
+            UnmeasuredBlock: no pilot has measured this block; the forward is to be started anew after one.
+        """
         if self._pilot is not None:
-            self._pilot.measure(call, tensors)
+            return self._pilot.measure(call)
+        if call.block in self._unmeasured:
+            raise UnmeasuredBlock
+        return True
 
     def _plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
         """The plan for these inputs: the one there is, another trial's, or a new pilot's."""
-        signature, flags = input_signature((args, kwargs)), gradient_flags(self.model, (args, kwargs))
+        signature = input_signature((args, kwargs))
+        hooks = cut_at_hooks(self.model, self._limit_bytes, Cut())
+        flags = (gradient_flags(self.model, (args, kwargs)), switches((args, kwargs)), hooks)
         if self.plan is not None and flags == self._flags and covers(self._signature, signature):
             shared = self.pool.plans[self._key]
-            if shared is not self.plan and not self._in_step:  # its step has been measured since
+            if shared is not self.plan and not self._in_step:  # measured anew, by its first step or another trial
                 self.residency.bring_home(self._optimizer)
                 self.pool.admit(self, shared)
                 self._settle(shared)
             return self.plan
         if self._in_step:
             self._leave_step()
+        former, former_key = self.plan, self._key
         self._key = (plan_key(self.model, self._optimizer, (args, kwargs)), flags, self.residency.spilled)
-        former = self.plan
         try:
             if former is not None:
                 self.residency.bring_home(self._optimizer)
-                self._wrap()
             if self._key not in self.pool.plans:
+                self._adopt_cut(hooks)
                 self._run_pilot(root, args, kwargs)
             plan = self.pool.plans[self._key]
             self.pool.admit(self, plan)
         except BaseException:
+            self._key = former_key
             if former is not None:
                 self._settle(former)
             raise
@@ -383,6 +443,17 @@ class Trial:
         self._settle(plan)
         logger.info("%s", self._spell_plan(plan))
         return plan
+
+    def _extend_plan(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
+        """The same plan with what a pilot of this forward, which calls other blocks, adds to it."""
+        assert self.plan is not None
+        former = self.plan
+        self.residency.bring_home(self._optimizer)
+        self._adopt_cut(former.cut)
+        self._run_pilot(root, args, kwargs, former)
+        self.pool.admit(self, self.pool.plans[self._key])
+        self._settle(self.pool.plans[self._key])
+        return self.plan
 
     def _spell_plan(self, plan: TrialPlan) -> str:
         weights = format_bytes(sum(block.weight_bytes for block in plan.blocks))
@@ -393,30 +464,35 @@ class Trial:
     def _settle(self, plan: TrialPlan) -> None:
         """Put every weight where the plan wants it."""
         self.plan = plan
-        self._adopt_cut(plan)
+        self._adopt_cut(plan.cut, plan.blocks)
+        self._shard_of = {self.blocks[i]: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
+        self._unmeasured = {
+            block for block, profile in zip(self.blocks, plan.blocks, strict=True) if not profile.called
+        }
         if plan.resident:
             self._unwrap()
+            self._unmeasured = set()
             self._hold([])
         else:
             self._hold(self.blocks)
-            if not self.residency.spilled:
-                self.residency.spill(self.blocks)
+            self.residency.spill(self.blocks)
 
     def _hold(self, except_blocks: Sequence[Block]) -> None:
         self.residency.hold(self.model, except_blocks, self._optimizer)
 
-    def _adopt_cut(self, plan: TrialPlan) -> None:
-        by_name = {block.name: block for block in self.blocks}
-        self.blocks = [by_name[profile.name] for profile in plan.blocks]
-        for block, profile in zip(self.blocks, plan.blocks, strict=True):
-            block.nondifferentiable = profile.nondifferentiable
-        self._shard_of = {self.blocks[i]: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
+    def _adopt_cut(self, cut: Cut, profiles: Sequence[BlockProfile] = ()) -> None:
+        self._unwrap()
+        self._cut = cut
+        self.blocks = blocks_of(self.model, self._limit_bytes, cut, profiles)
+        self._wrap()
 
-    def _run_pilot(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Make the plan that all trials with this key share."""
+    def _run_pilot(
+        self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], former: TrialPlan | None = None
+    ) -> None:
+        """Make the plan that all trials with this key share; one that covers `former` too."""
         for empty in (False, True):
             free_bytes = self.pool.start_pilot(self, empty=empty)
-            if self._key in self.pool.plans:  # another trial's pilot came first
+            if self.pool.plans.get(self._key) is not former:  # another trial's pilot came first
                 self.pool.end_pilot(self, 0)
                 return
             pilot = self._try_pilot(free_bytes, root, args, kwargs)
@@ -424,19 +500,25 @@ class Trial:
                 break
         if pilot is None:
             raise BudgetError(self._too_large)
-        spilled = {p for block in self.blocks for p in block.parameters}
-        loose = [p for p in self.model.parameters() if p not in spilled]
+        in_slots = {p for block in self.blocks for p in block.slot_parameters}
+        loose = [p for p in self.model.parameters() if p not in in_slots]
         every = list(self.model.parameters())
         buffers = sum(storage_bytes(b) for b in self.model.buffers())
         in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
         scratch = step_scratch_bytes(self._optimizer, every, foreach_by_default=self.device.foreach_by_default)
+        profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
+        if former is not None:
+            known = {p.name: p for p in former.blocks if p.called}
+            profiles = [p if p.called else known.get(p.name, p) for p in profiles]
+            step_bytes = max(step_bytes, former.step_bytes)
         self.pool.plans[self._key] = make_plan(
-            list(pilot.profiles.values()),
+            profiles,
             budget_bytes=self.pool.budget_bytes,
             loose_bytes=self._training_bytes(loose) + buffers - in_blocks + pilot.kept_bytes,
             resident_bytes=self._training_bytes(every) + buffers + scratch + pilot.kept_bytes,
-            step_bytes=pilot.step_bytes,
+            step_bytes=step_bytes,
             may_be_resident=not self.residency.spilled,
+            cut=self._cut,
         )
 
     def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
@@ -447,14 +529,21 @@ class Trial:
     def _try_pilot(
         self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Pilot | None:
-        pilot = self._pilot = Pilot(self.model, self.blocks, self.residency, free_bytes)
-        self._pass = ForwardPass()
+        """Pilots of ever better cuts, until nothing is found; None if there is no room."""
+        peak_bytes = 0
         counting, self.meter.counting = self.meter.counting, True
         try:
-            with self._counted():
-                self._hold(self.blocks)
-                pilot.run(root.original, args, kwargs)
-            return pilot
+            while True:
+                pilot = self._pilot = Pilot(self.model, self.blocks, self.residency, free_bytes)
+                self._pass = ForwardPass()
+                with self._counted():
+                    self._hold(self.blocks)
+                    pilot.run(root.original, args, kwargs)
+                peak_bytes = max(peak_bytes, pilot.peak_bytes)
+                if not pilot.findings:
+                    return pilot
+                self.residency.bring_home(self._optimizer)
+                self._adopt_cut(recut(self.model, self._cut, pilot.findings))
         except DoesNotFitError as error:
             self._too_large = (
                 f"{error}, but the budget of {self.device.name} is {format_bytes(self.device.budget_bytes)}. "
@@ -468,4 +557,4 @@ class Trial:
             self.meter.counting = counting
             self._pass = self._pilot = None
             self.residency.bring_home(self._optimizer)  # until it is admitted it holds nothing
-            self.pool.end_pilot(self, pilot.peak_bytes)
+            self.pool.end_pilot(self, max(peak_bytes, pilot.peak_bytes))

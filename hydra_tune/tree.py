@@ -1,0 +1,69 @@
+"""Takes the tensors out of nested values and puts others in their place: PyTorch's pytrees, and dataclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What is left of a value without its leaves; `nested` has the dataclasses among pytree's leaves."""
+
+    spec: TreeSpec
+    nested: dict[int, tuple[Any, tuple[str, ...], Structure, int]]  # shell, fields, its own structure, leaves
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """The leaves in order. A dataclass that holds no tensor is a leaf."""
+    outer, spec = tree_flatten(value)
+    leaves: list[Any] = []
+    nested = {}
+    for i, leaf in enumerate(outer):
+        if isinstance(leaf, torch.Tensor) or not hasattr(type(leaf), "__dataclass_fields__"):
+            leaves.append(leaf)
+            continue
+        fields = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
+        inner, structure = flatten([getattr(leaf, name) for name in fields])
+        if any(isinstance(x, torch.Tensor) for x in inner):
+            nested[i] = (_filled(leaf, fields, [None] * len(fields)), fields, structure, len(inner))
+            leaves += inner
+        else:
+            leaves.append(leaf)
+    return leaves, Structure(spec, nested)
+
+
+def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
+    if not structure.nested:
+        return tree_unflatten(leaves, structure.spec)
+    remaining, outer = list(leaves), []
+    for i in range(structure.spec.num_leaves):
+        if i in structure.nested:
+            shell, fields, inner, count = structure.nested[i]
+            values, remaining = unflatten(remaining[:count], inner), remaining[count:]
+            outer.append(_filled(shell, fields, values))
+        else:
+            outer.append(remaining.pop(0))
+    return tree_unflatten(outer, structure.spec)
+
+
+def _filled(value: Any, fields: Sequence[str], contents: Sequence[Any]) -> Any:
+    """A copy of a dataclass, frozen ones included, with other contents."""
+    twin = copy.copy(value)
+    for name, content in zip(fields, contents, strict=True):
+        object.__setattr__(twin, name, content)
+    return twin
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    leaves, structure = flatten(value)
+    return unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure)

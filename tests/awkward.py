@@ -192,15 +192,15 @@ class RootBuffer(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Each of three layers runs three times, as in a universal transformer."""
+    """Each of four layers runs twice, as in a universal transformer."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([Attention() for _ in range(3)])
+        self.layers = nn.ModuleList([Attention() for _ in range(4)])
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
-        for _ in range(3):
+        for _ in range(2):
             for layer in self.layers:
                 x = layer(x)
         return self.head(x.mean(1))

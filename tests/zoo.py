@@ -62,21 +62,21 @@ def image_batch(size=16, classes=10):
     return {"pixel_values": torch.randn(BATCH, 3, size, size), "labels": torch.randint(0, classes, (BATCH,))}
 
 
-def segmentation_batch(size=32, classes=5):
+def segmentation_batch(size=16, classes=5):
     labels = torch.randint(0, classes, (BATCH, size, size))
     return {"pixel_values": torch.randn(BATCH, 3, size, size), "labels": labels}
 
 
-def pretraining_speech_batch(positions=19):
+def pretraining_speech_batch(positions=9):
     return {
-        "input_values": torch.randn(BATCH, 160),
+        "input_values": torch.randn(BATCH, 80),
         "mask_time_indices": (torch.rand(BATCH, positions) < 0.3).long(),
         "sampled_negative_indices": torch.randint(0, positions * BATCH, (BATCH, positions, 5)),
     }
 
 
 def speech_batch():
-    return {"input_values": torch.randn(BATCH, 160), "labels": torch.randint(1, 30, (BATCH, 4))}
+    return {"input_values": torch.randn(BATCH, 80), "labels": torch.randint(1, 30, (BATCH, 4))}
 
 
 def whisper_batch():
@@ -201,8 +201,8 @@ VISION = dict(
     hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=160, image_size=16, patch_size=8,
 )  # fmt: skip
 SPEECH = dict(
-    vocab_size=32, hidden_size=48, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128,
-    conv_dim=(32, 32), conv_kernel=(8, 3), conv_stride=(4, 2), num_conv_pos_embeddings=16,
+    vocab_size=32, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=160,
+    conv_dim=(32, 32), conv_kernel=(8, 3), conv_stride=(4, 2), num_conv_pos_embeddings=8,
     num_conv_pos_embedding_groups=4, apply_spec_augment=False, hidden_dropout=0.1, feat_proj_dropout=0.1,
 )  # fmt: skip
 SEQ2SEQ = dict(
@@ -266,14 +266,14 @@ DECODERS = {
     ),
     "mamba": Architecture(
         "state space",
-        hugging_face("MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=4, state_size=8),
+        hugging_face("MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=80, num_hidden_layers=4, state_size=4),
         causal_batch, own_loss,
     ),
     "mamba2": Architecture(
         "state space",
         hugging_face(
-            "Mamba2ForCausalLM", vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=4, state_size=16,
-            num_heads=6, head_dim=16, n_groups=2, chunk_size=4, pad_token_id=0,
+            "Mamba2ForCausalLM", vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=4, state_size=8,
+            num_heads=4, head_dim=32, n_groups=2, chunk_size=4, pad_token_id=0,
         ),
         causal_batch, own_loss,
     ),
@@ -303,7 +303,7 @@ DECODERS = {
         hugging_face(
             "SwitchTransformersForConditionalGeneration", num_experts=4, num_sparse_encoder_layers=1,
             num_sparse_decoder_layers=1, num_decoder_layers=2, expert_capacity=8, router_jitter_noise=0.01,
-            output_router_logits=True, **dict(T5, d_model=32, d_kv=8, d_ff=64, num_layers=2),
+            output_router_logits=True, **dict(T5, d_ff=64, num_layers=2),
         ),
         translation_batch, own_loss,
     ),
@@ -316,7 +316,8 @@ ENCODERS = {
         max_position_embeddings=32,
     ),
     "albert": encoder("AlbertForMaskedLM", **dict(
-        BASE, hidden_size=96, intermediate_size=256, embedding_size=32, num_hidden_groups=2, hidden_dropout_prob=0.1,
+        BASE, hidden_size=72, intermediate_size=180, embedding_size=32, num_hidden_layers=6, num_hidden_groups=3,
+        hidden_dropout_prob=0.1,
         attention_probs_dropout_prob=0.1,
     )),
     "electra": encoder("ElectraForMaskedLM", embedding_size=32, **BASE),
@@ -352,16 +353,17 @@ VISION_MODELS = {
         lambda: {"pixel_values": torch.randn(BATCH, 3, 16, 16)}, own_loss,
     ),
     "swin": vision(
-        "SwinForImageClassification", num_labels=10, image_size=16, patch_size=2, embed_dim=24, depths=[2, 2],
-        num_heads=[2, 4], window_size=4, drop_path_rate=0.2,
+        "SwinForImageClassification", num_labels=10, image_size=16, patch_size=4, embed_dim=32, depths=[2, 2],
+        num_heads=[2, 4], window_size=2, drop_path_rate=0.2,
     ),
     "convnext": vision("ConvNextForImageClassification", num_labels=10, hidden_sizes=[16, 24, 32, 64],
         depths=[1, 1, 2, 2], patch_size=2, drop_path_rate=0.2),
     "resnet": vision("ResNetForImageClassification", num_labels=10, embedding_size=16, hidden_sizes=[24, 48, 64],
         depths=[2, 2, 1], layer_type="basic"),
     "segformer": vision(
-        "SegformerForSemanticSegmentation", batch=segmentation_batch, num_labels=5, hidden_sizes=[16, 24, 48, 64],
+        "SegformerForSemanticSegmentation", batch=segmentation_batch, num_labels=5, hidden_sizes=[32, 32, 64, 64],
         depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 4], decoder_hidden_size=32, mlp_ratios=[2, 2, 2, 2],
+        sr_ratios=[4, 2, 1, 1],
     ),
 }  # fmt: skip
 SPEECH_MODELS = {

@@ -8,6 +8,7 @@ without children is kept: it stays on the device and runs as it is.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import nn
 
@@ -60,12 +61,23 @@ def recut(model: nn.Module, cut: Cut, findings: Findings) -> Cut:
         borrowed[block.name] = (*borrowed.get(block.name, ()), *(names[p] for p in parameters))
         held.update({names[p]: f"used by {block.name} without being given to it" for p in parameters})
     for block, reason in uncuttable.items():
-        has_children = any(True for _, child in children_of(block.module) for _ in child.parameters())
-        (opened if has_children else kept)[block.name] = reason
+        (opened if has_children(block.module) else kept)[block.name] = reason
     held.update({names[p]: reason for p, reason in findings.held.items()})
     found = Cut(tuple(opened.items()), tuple(kept.items()), tuple(held.items()), tuple(borrowed.items()))
     assert found != cut, findings
     return found
+
+
+def has_children(module: nn.Module) -> bool:
+    """Whether opening this block makes others."""
+    return any(True for _, child in children_of(module) for _ in child.parameters())
+
+
+def open_too_large(model: nn.Module, cut: Cut, name: str) -> Cut | None:
+    """The cut with a block opened that does not fit; None if nothing is left to open."""
+    if not has_children(model.get_submodule(name)):
+        return None
+    return replace(cut, opened=(*cut.opened, (name, "it does not fit the budget")))
 
 
 def cut_at_hooks(model: nn.Module, limit_bytes: int, cut: Cut) -> Cut:

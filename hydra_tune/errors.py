@@ -27,6 +27,14 @@ class BudgetError(HydraTuneError, ValueError):
     """Something needs more bytes than the device's budget, however it is cut or ordered."""
 
 
+class BlockTooLargeError(BudgetError):
+    """A block needs more than the budget; `block` is its name."""
+
+    def __init__(self, block: str, message: str) -> None:
+        super().__init__(message)
+        self.block = block
+
+
 class PoolClosedError(HydraTuneError, RuntimeError):
     """A closed pool was asked to work."""
 

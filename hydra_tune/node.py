@@ -63,7 +63,7 @@ class BlockForward:
             return self.block.forward(args, kwargs)
         call = BlockCall(self.block, self.trial, args, kwargs)
         if not self.trial.probe(call):
-            with self.trial.visit(self.block, Direction.FORWARD):
+            with self.trial.visit(self.block, Direction.FORWARD), torch.no_grad():
                 return self.block.forward(args, kwargs)
         call.refuse_hidden_tensors()
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.tensors, *self.block.parameters))
@@ -241,10 +241,15 @@ class BlockCall:
             try:
                 if self._random_states is not None:
                     set_generator_states(generators, self._random_states)
-                grads = self._local_backward(tensors, wanted, grad_outputs, visit)
+                inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
+                with torch.enable_grad(), _restored_autocast(self._autocast):
+                    made = self.made_by(self.block.forward(*self.arguments(inputs)), inputs)
             finally:
                 set_generator_states(generators, drawn)
                 visit.copy.swap_buffers(self.block, now)
+            grads = self._local_backward(inputs, made, wanted, grad_outputs, visit)
+            if now:  # by a checkpoint within the block, which repeats its forward in plain PyTorch too
+                self.trial.residency.write_back(visit.copy.changed_buffers(self.block))
             num_tensors, parameters = len(tensors), self.block.parameters
             masters = [*parameters, *(parameters[i] for i in self._recast)]
             spilled = self.trial.residency.spill_gradients(self.block, masters, grads[num_tensors:])
@@ -253,22 +258,20 @@ class BlockCall:
 
     def _local_backward(
         self,
-        tensors: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        made: list[torch.Tensor],
         wanted: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
         visit: Visit,
     ) -> list[list[torch.Tensor | None]]:
-        """For each source the gradients of its edges."""
-        num_leaves = len(tensors) + len(self.block.parameters)
-        inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
+        """For each source the gradients of its edges; uses up what was `made`."""
         leaves = [*inputs, *visit.leaves]
-        recast = [len(tensors) + i for i in self._recast]
+        num_leaves = len(leaves)
+        recast = [len(inputs) + i for i in self._recast]
         needed = [w or (i in recast) for i, w in enumerate(wanted[:num_leaves])]
         split = [i for i in range(num_leaves) if needed[i] and (self.num_edges[i] > 1 or i in recast)]
-        with torch.enable_grad(), _restored_autocast(self._autocast):
-            made = self.made_by(self.block.forward(*self.arguments(inputs)), inputs)
         pairs = [(o, g) for o, g in zip(made, grad_outputs, strict=True) if g is not None and o.requires_grad]
-        del made
+        made.clear()
         if not pairs:
             return [[None] * n for n in self.num_edges]
         outs, grads_in = zip(*pairs, strict=True)
@@ -344,6 +347,16 @@ def unsaved() -> Iterator[None]:
     """
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
         yield
+
+
+def saved() -> AbstractContextManager[None]:
+    """Whatever hooks surround it, a forward inside keeps what its backward needs."""
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+    return hooks
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _forget(_: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import BlockTooLargeError, BudgetError
 from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
 from hydra_tune.tree import flatten, tensors_in
 
@@ -97,12 +97,13 @@ def make_plan(
     for p in profiles:
         need = loose_bytes + step_bytes + p.weight_bytes + max(p.forward_work_bytes, p.backward_work_bytes)
         if need > budget_bytes:
-            raise BudgetError(
+            raise BlockTooLargeError(
+                p.name,
                 f"block {p.name} needs {format_bytes(need)}: {format_bytes(p.weight_bytes)} of weights, "
                 f"{format_bytes(max(p.forward_work_bytes, p.backward_work_bytes))} to compute, "
                 f"{format_bytes(loose_bytes + step_bytes)} held by its trial and step; but the budget is "
                 f"{format_bytes(budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, or split "
-                "the module into smaller children."
+                "the module into smaller children.",
             )
     reserve = (budget_bytes - loose_bytes - step_bytes - max(forward, backward)) // 2
     shards = tuple(pack_shards(profiles, reserve))

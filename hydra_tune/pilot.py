@@ -22,7 +22,7 @@ from hydra_tune.config import format_bytes
 from hydra_tune.errors import UncuttableError
 from hydra_tune.graph import Uses
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.node import BlockCall, detached, edges_for, gradients_of, unsaved, versions_of
+from hydra_tune.node import BlockCall, detached, edges_for, gradients_of, saved, unsaved, versions_of
 from hydra_tune.probe import (
     OuterGraph,
     attributes_kept,
@@ -48,6 +48,7 @@ class DoesNotFitError(Exception):
         work = "more than is free" if work_bytes is None else format_bytes(work_bytes)
         weights = format_bytes(block.weight_bytes)
         super().__init__(f"block {block.name} needs {weights} of weights and {work} to compute")
+        self.block = block
 
 
 @dataclass
@@ -171,7 +172,7 @@ class Pilot:
                     forward_s, forward_work, boundary = self._forward(call, copy)
                 attributes = attributes_of(block.module)
                 copy.swap_buffers(block, now)
-                backward_s, backward_work, saved, leaves = self._backward(call, copy)
+                backward_s, backward_work, saved_bytes, leaves = self._backward(call, copy)
             except torch.OutOfMemoryError:
                 raise DoesNotFitError(block, None) from None
             finally:
@@ -180,7 +181,7 @@ class Pilot:
         refuse_changing_attributes(block, attributes)
         refuse_side_channel(block, leaves)
         return BlockProfile(
-            block.name, block.weight_bytes, forward_work, backward_work, saved, boundary, forward_s, backward_s
+            block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, forward_s, backward_s
         )
 
     def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int]:
@@ -213,12 +214,12 @@ class Pilot:
         block, meter, device = call.block, self.residency.meter, self.residency.device
         inputs = detached(call.tensors)
         casts = torch.is_autocast_enabled(device.torch_device.type)
-        with torch.enable_grad(), self.residency.inside(block, copy) as visit, self._measured() as used:
+        with torch.enable_grad(), saved(), self.residency.inside(block, copy) as visit, self._measured() as used:
             leaves = [*inputs, *visit.leaves]
             before, start = meter.trial_bytes, time.perf_counter()
             first_node = torch._C._autograd._get_sequence_nr()
             made = call.made_by(block.forward(*call.arguments(inputs)), inputs)
-            saved = meter.trial_bytes - before
+            saved_bytes = meter.trial_bytes - before
             differentiable = [x for x in made if x.requires_grad]
             del made
             borrowed = borrowed_by(block, differentiable, leaves, first_node)
@@ -237,7 +238,7 @@ class Pilot:
                 x for x, p in zip(visit.leaves, block.parameters, strict=True) if x is not p
             ]  # not the borrowed
             refs = [weakref.ref(x) for x in (*inputs, *slot_leaves)]
-        return seconds, used[0], saved, refs
+        return seconds, used[0], saved_bytes, refs
 
     @contextmanager
     def _measured(self) -> Iterator[list[int]]:

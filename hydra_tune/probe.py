@@ -194,6 +194,7 @@ class OuterGraph:
     """The graph behind a pilot's outputs, in which each call of a block is one node."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        self._outputs = [(t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None]
         self._nodes = list(nodes_of(outputs))
         self.calls = [(node, node.call) for node in self._nodes if isinstance(getattr(node, "call", None), BlockCall)]
 
@@ -214,7 +215,8 @@ class OuterGraph:
 
     def edges(self) -> Iterator[tuple[Block, Edges]]:
         """For each call: sources that other operators use too have an edge for each use in the block."""
-        users = Counter(child for node in self._nodes for child in node.next_functions if child[0] is not None)
+        users = Counter(self._outputs)  # the loss uses these
+        users.update(child for node in self._nodes for child in node.next_functions if child[0] is not None)
         casts: Counter[int] = Counter()
         for _, call in self.calls:
             casts.update({id(p): n for p, (_, n) in zip(call.block.parameters, call.parameter_uses, strict=True)})

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hydra_tune.block import Block
 from hydra_tune.device import Device
@@ -101,9 +102,10 @@ class DeviceCopy:
         return view
 
     def renew_leaves(self) -> None:
-        """Graphs made so far keep their leaves; those of later visits start at new ones."""
+        """Graphs of visits to come start at new leaves; who keeps an old graph does not keep the slot with it."""
         for parameter, leaf in self._leaves.items():
             self._leaves[parameter] = nn.Parameter(leaf.data, requires_grad=leaf.requires_grad)
+            leaf.data = leaf.data.new_empty(0)
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it if it lies in the slot, which will be another shard's."""
@@ -143,10 +145,11 @@ class DeviceCopy:
         return changed
 
     def swap_buffers(self, block: Block, values: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
-        """Give the buffers at these sites these values; the ones they had."""
+        """Give the buffers at these sites these values; the ones they had. A graph that has saved one goes on."""
         before = []
         for i, value in values:
             slot = self.buffer(*block.buffer_sites[i])
             before.append((i, slot.clone()))
-            slot.copy_(value)
+            with _unsafe_preserve_version_counter(slot), torch.no_grad():
+                slot.copy_(value)
         return before

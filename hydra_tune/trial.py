@@ -10,6 +10,7 @@ its optimizer step, whichever comes first: host memory is the truth, and may hav
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,9 +23,9 @@ from torch import nn
 
 from hydra_tune.block import Block
 from hydra_tune.config import checks_enabled, format_bytes
-from hydra_tune.cut import blocks_of, cut_at_hooks, recut
+from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
-from hydra_tune.errors import BudgetError, PrepareError
+from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.graph import Cast
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
@@ -107,7 +108,6 @@ class Trial:
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
         self._use_cache: list[Any] = []
-        self._too_large = ""
 
     # ---- the model's life in the pool ----
 
@@ -365,6 +365,9 @@ class Trial:
             self.leave()
             self._task_start_s = self.pool.acquire(task)
             self._task = task
+        assert self.plan is not None
+        if not self.plan.resident and shard not in self.residency.copies:
+            self.promote_shard(shard, 0, 0)  # all its weights are held: it needs no slot
         return self.residency.copies.get(shard)
 
     def leave(self) -> None:
@@ -490,16 +493,26 @@ class Trial:
         self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], former: TrialPlan | None = None
     ) -> None:
         """Make the plan that all trials with this key share; one that covers `former` too."""
-        for empty in (False, True):
+        empty = False
+        while True:
             free_bytes = self.pool.start_pilot(self, empty=empty)
             if self.pool.plans.get(self._key) is not former:  # another trial's pilot came first
                 self.pool.end_pilot(self, 0)
                 return
-            pilot = self._try_pilot(free_bytes, root, args, kwargs)
-            if pilot is not None or free_bytes == self.device.budget_bytes:
-                break
-        if pilot is None:
-            raise BudgetError(self._too_large)
+            try:
+                pilot = self._try_pilot(free_bytes, root, args, kwargs)
+                self.pool.plans[self._key] = self._make_plan(pilot, former)
+                return
+            except BlockTooLargeError as error:
+                if free_bytes < self.device.budget_bytes and not empty:
+                    empty = True  # what fits depends on the budget, not on the neighbours
+                    continue
+                opened = open_too_large(self.model, self._cut, error.block)
+                if opened is None:
+                    raise
+                self._adopt_cut(opened)
+
+    def _make_plan(self, pilot: Pilot, former: TrialPlan | None) -> TrialPlan:
         in_slots = {p for block in self.blocks for p in block.slot_parameters}
         loose = [p for p in self.model.parameters() if p not in in_slots]
         every = list(self.model.parameters())
@@ -511,7 +524,7 @@ class Trial:
             known = {p.name: p for p in former.blocks if p.called}
             profiles = [p if p.called else known.get(p.name, p) for p in profiles]
             step_bytes = max(step_bytes, former.step_bytes)
-        self.pool.plans[self._key] = make_plan(
+        return make_plan(
             profiles,
             budget_bytes=self.pool.budget_bytes,
             loose_bytes=self._training_bytes(loose) + buffers - in_blocks + pilot.kept_bytes,
@@ -526,35 +539,48 @@ class Trial:
         gradients = sum(storage_bytes(p) for p in parameters if p.requires_grad)
         return sum(map(storage_bytes, parameters)) + gradients + optimizer_state_bytes(self._optimizer, parameters)
 
-    def _try_pilot(
-        self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Pilot | None:
-        """Pilots of ever better cuts, until nothing is found; None if there is no room."""
+    def _try_pilot(self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Pilot:
+        """Pilots of ever better cuts, until nothing is found.
+
+        Raises:
+            BudgetError: there is no room; a `BlockTooLargeError` if it is a block that lacks it.
+        """
         peak_bytes = 0
-        counting, self.meter.counting = self.meter.counting, True
         try:
             while True:
-                pilot = self._pilot = Pilot(self.model, self.blocks, self.residency, free_bytes)
-                self._pass = ForwardPass()
-                with self._counted():
-                    self._hold(self.blocks)
-                    pilot.run(root.original, args, kwargs)
+                pilot = Pilot(self.model, self.blocks, self.residency, free_bytes)
+                error = self._fly(pilot, root, args, kwargs)
                 peak_bytes = max(peak_bytes, pilot.peak_bytes)
                 if not pilot.findings:
-                    return pilot
-                self.residency.bring_home(self._optimizer)
+                    break
                 self._adopt_cut(recut(self.model, self._cut, pilot.findings))
-        except DoesNotFitError as error:
-            self._too_large = (
-                f"{error}, but the budget of {self.device.name} is {format_bytes(self.device.budget_bytes)}. "
-                "Raise ShardPool(memory=...), lower the batch size, or split the module into smaller children."
+        finally:
+            self.pool.end_pilot(self, peak_bytes)
+        if error is not None:
+            raise error
+        return pilot
+
+    def _fly(self, pilot: Pilot, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError | None:
+        """Run one pilot; why it could not come to its end, if it lacked room."""
+        self._pilot, self._pass = pilot, ForwardPass()
+        counting, self.meter.counting = self.meter.counting, True
+        error: BudgetError | None = None
+        try:
+            with self._counted():
+                self._hold(self.blocks)
+                pilot.run(root.original, args, kwargs)
+        except DoesNotFitError as lack:
+            error = BlockTooLargeError(
+                lack.block.name,
+                f"{lack}, but the budget of {self.device.name} is {format_bytes(self.device.budget_bytes)}. "
+                "Raise ShardPool(memory=...), lower the batch size, or split the module into smaller children.",
             )
-            return None
-        except torch.OutOfMemoryError as error:
-            self._too_large = f"{self.name} does not fit even one block at a time: {error}"
-            return None
+        except torch.OutOfMemoryError as lack:
+            error = BudgetError(f"{self.name} does not fit even one block at a time: {lack}")
         finally:
             self.meter.counting = counting
             self._pass = self._pilot = None
             self.residency.bring_home(self._optimizer)  # until it is admitted it holds nothing
-            self.pool.end_pilot(self, max(peak_bytes, pilot.peak_bytes))
+        if error is not None:
+            gc.collect()  # frames that an exception has left hold tensors
+        return error

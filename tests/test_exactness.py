@@ -220,7 +220,7 @@ def complaint(name, training_name, budget):
 
 
 @pytest.mark.parametrize(
-    ("name", "training"), [(n, list(TRAININGS)[i % len(TRAININGS)]) for i, n in enumerate(ZOO)], ids="-".join
+    ("name", "training"), [(n, list(TRAININGS)[i % len(TRAININGS)]) for i, n in enumerate(ZOO)]
 )
 def test_architecture_trains_as_in_plain_pytorch(name, training):
     assert complaint(name, training, "half") is None
@@ -287,7 +287,7 @@ def why(found):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("name", "training", "budget"), [key for n in ZOO for key in all_cells(n)], ids="-".join)
+@pytest.mark.parametrize(("name", "training", "budget"), [key for n in ZOO for key in all_cells(n)])
 def test_cell(name, training, budget):
     RESULTS[name, training, budget] = cell(name, training, budget)
     assert complaint(name, training, budget) is None

@@ -66,6 +66,12 @@ def loss_on(model, x, y):
     return nn.functional.cross_entropy(model(x).flatten(0, 1), y)
 
 
+def made(prepare, model=None):
+    """A model and its optimizer, after `prepare`; one made from the current random state if none is given."""
+    model = model or Net()
+    return prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+
+
 def left_by(model, *optimizers):
     """Copies of the weights, gradients, buffers and optimizer states."""
     parameters = list(model.parameters())

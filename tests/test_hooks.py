@@ -6,7 +6,7 @@ from torch import optim
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_map_only
 
-from compared import BUDGETS, Net, batch, compare, compare_or_refuse, left_by, loss_on, train
+from compared import BUDGETS, Net, batch, compare, compare_or_refuse, left_by, loss_on, made, train
 
 both_budgets = pytest.mark.parametrize("budget", BUDGETS)
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where no input has a gradient
@@ -32,7 +32,7 @@ def test_hooks_on_weights(register, budget):
             logs[name] = Log()
             if i % 2:
                 getattr(p, register)(logs[name])
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
+        model, optimizer = made(prepare, model)
         losses = train(model, optimizer, 1)
         for i, (name, p) in enumerate(model.named_parameters()):
             if i % 2 == 0:
@@ -70,7 +70,7 @@ def test_hooks_may_change_gradients(budget):
         for p in model.parameters():
             p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
             p.register_hook(lambda grad: 2 * grad)
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
+        model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
 
     compare(scenario, budget)
@@ -173,7 +173,7 @@ def test_hooks_on_modules_may_change_what_they_see(kind, place, budget):
         torch.manual_seed(0)
         model = Net()
         CHANGES[kind](PLACES[place](model))
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
+        model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
 
     compare(scenario, budget)
@@ -204,7 +204,7 @@ def test_hooks_on_all_modules(kind, when, budget, request):
     def scenario(prepare):
         torch.manual_seed(0)
         model, log = Net(), Log()
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
+        model, optimizer = made(prepare, model)
         losses = [] if when == "before prepare" else train(model, optimizer, 1)
         handle = GLOBAL[kind](log)
         try:
@@ -223,7 +223,7 @@ def trained_on_kept(prepare, place):
     torch.manual_seed(0)
     model, kept = Net(residual=False), []
     PLACES[place](model).register_forward_hook(lambda _, args, output: kept.append(output))
-    model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
+    model, optimizer = made(prepare, model)
     losses = []
     for _ in range(2):
         kept.clear()
@@ -260,7 +260,7 @@ def test_activations_kept_for_a_look(place, budget):
         torch.manual_seed(0)
         model, kept = Net(), []
         PLACES[place](model).register_forward_hook(lambda _, args, output: kept.append(output.detach()))
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
+        model, optimizer = made(prepare, model)
         means = []
         for _ in range(2):
             kept.clear()

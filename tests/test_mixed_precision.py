@@ -2,19 +2,27 @@
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
-from compared import BUDGETS, VOCABULARY, WIDTH, Layer, Net, batch, compare, compare_or_refuse, left_by, loss_on, train
+from compared import (
+    BUDGETS,
+    VOCABULARY,
+    WIDTH,
+    Layer,
+    Net,
+    batch,
+    compare,
+    compare_or_refuse,
+    left_by,
+    loss_on,
+    made,
+    train,
+)
 
 both_budgets = pytest.mark.parametrize("budget", BUDGETS)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-
-
-def made(prepare, model=None):
-    model = model or Net()
-    return prepare(model, optim.AdamW(model.parameters(), lr=0.02))
 
 
 # ---- autocast ----

@@ -6,11 +6,11 @@ import io
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import optim
 from torch.nn import utils
 from torch.optim import lr_scheduler, swa_utils
 
-from compared import BUDGETS, Net, batch, compare, left_by, loss_on, train
+from compared import BUDGETS, Net, batch, compare, left_by, loss_on, made, train
 
 both_budgets = pytest.mark.parametrize("budget", BUDGETS)
 
@@ -191,8 +191,7 @@ def test_a_checkpoint_is_continued_by_the_other_kind(first, budget):
 def test_state_may_be_loaded_back_into_the_model_that_trains(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
+        model, optimizer = made(prepare)
         losses = train(model, optimizer, 2)
         best = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         losses += train(model, optimizer, 2)
@@ -244,8 +243,7 @@ CHANGES = {
 def test_gradients_and_weights_may_be_changed_before_the_step(name, budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
+        model, optimizer = made(prepare)
         seen = []
         for _ in range(3):
             optimizer.zero_grad()
@@ -263,8 +261,7 @@ def test_gradients_and_weights_may_be_changed_before_the_step(name, budget):
 def test_accumulation_with_skipped_steps(set_to_none, budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
+        model, optimizer = made(prepare)
         losses = []
         for i in range(6):
             loss = loss_on(model, *batch())
@@ -277,197 +274,5 @@ def test_accumulation_with_skipped_steps(set_to_none, budget):
                     optimizer.step()
                 (optimizer if i == 3 else model).zero_grad(set_to_none=set_to_none)
         return losses, left_by(model, optimizer)
-
-    compare(scenario, budget)
-
-
-# ---- copies of a model in training ----
-
-
-@both_budgets
-@pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers averaged", "buffers copied"])
-def test_moving_averages_and_their_batch_norm(use_buffers, budget):
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model = Net()
-        early = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
-        swa = swa_utils.AveragedModel(model, use_buffers=use_buffers)  # before the first batch
-        late, seen = None, []
-        for _ in range(4):
-            seen += train(model, optimizer, 1)
-            late = late or swa_utils.AveragedModel(model, use_buffers=use_buffers)
-            for average in (early, swa, late):
-                average.update_parameters(model)
-        for average in (swa, late):
-            swa_utils.update_bn([batch()[0] for _ in range(2)], average)
-            average.eval()
-            seen.append(loss_on(average, *batch()).item())
-        return seen, [left_by(m) for m in (model, early, swa, late)]
-
-    compare(scenario, budget)
-
-
-@both_budgets
-def test_update_bn_on_the_model_that_trains(budget):
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model = Net()
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
-        losses = train(model, optimizer)
-        swa_utils.update_bn([batch()[0] for _ in range(3)], model)
-        losses.append(loss_on(model.eval(), *batch()).item())
-        return losses, train(model.train(), optimizer), left_by(model, optimizer)
-
-    compare(scenario, budget)
-
-
-@both_budgets
-def test_deep_copies_train_on_their_own(budget):
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model = Net()
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
-        losses = train(model, optimizer)
-        twin = copy.deepcopy(model)
-        assert type(twin) is Net
-        assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in model.parameters()}
-        losses += train(twin, optim.SGD(twin.parameters(), lr=0.1))
-        losses += train(model, optimizer)
-        return losses, left_by(model, optimizer), left_by(twin)
-
-    compare(scenario, budget)
-
-
-# ---- evaluation and state between steps ----
-
-
-def named(model):
-    """Everything by which a model's values can be reached, under its names."""
-    return {
-        "state": {k: v.clone() for k, v in model.state_dict().items()},
-        "parameters": {k: v.detach().clone() for k, v in model.named_parameters()},
-        "buffers": {k: v.clone() for k, v in model.named_buffers()},
-        "of a layer": {k: v.clone() for k, v in model.layers[1].state_dict().items()},
-    }
-
-
-@both_budgets
-def test_values_are_current_under_their_names_at_any_moment(budget):
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model = Net()
-        parameters = list(model.parameters())
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
-        seen = [named(model)]
-        for _ in range(2):
-            loss = loss_on(model, *batch())
-            seen.append(named(model))
-            loss.backward()
-            seen.append(named(model))
-            optimizer.step()
-            seen.append(named(model))
-            optimizer.zero_grad()
-            with torch.no_grad():
-                loss_on(model.eval(), *batch())
-            seen.append(named(model.train()))
-        assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-        assert all(a is b for a, b in zip(parameters, optimizer.param_groups[0]["params"], strict=True))
-        return seen
-
-    compare(scenario, budget)
-
-
-@both_budgets
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_evaluation_before_and_between_steps(mode, budget):
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model = Net()
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
-        seen = []
-        for _ in range(3):
-            model.eval()
-            with mode():
-                seen.append(model(batch()[0]).sum().item())
-            model.train()
-            seen += train(model, optimizer, 1)
-            with mode():  # in training mode: running statistics move, dropout draws
-                seen.append(model(batch()[0]).sum().item())
-        return seen, left_by(model, optimizer)
-
-    compare(scenario, budget)
-
-
-@both_budgets
-def test_evaluation_between_a_forward_and_its_backward(budget):
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model = prepare(Net())
-        loss = loss_on(model, *batch())
-        with torch.no_grad():
-            value = loss_on(model.eval(), *batch())
-        model.train()
-        loss.backward()
-        return loss.item(), value, left_by(model)
-
-    compare(scenario, budget)
-
-
-@both_budgets
-def test_parts_may_be_frozen_and_put_into_eval_mode(budget):
-    """As fine-tuning does: batch norm keeps its statistics in one half, the other trains."""
-
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model = Net()
-        model.layers[:2].requires_grad_(False)
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
-        losses = []
-        for i in range(4):
-            model.train()
-            model.layers[i % 2].eval()
-            losses += train(model, optimizer, 1)
-        return losses, left_by(model, optimizer)
-
-    compare(scenario, budget)
-
-
-@both_budgets
-def test_weights_written_in_place_are_what_runs(budget):
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model = Net()
-        model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=0.02))
-        losses = train(model, optimizer, 1)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.9)
-        model.layers[2].up.weight.data = model.layers[2].up.weight.data.clone() * 2
-        model.layers[1].batch_norm.running_mean.fill_(0.5)
-        model.layers[0].batch_norm.reset_running_stats()
-        nn.init.zeros_(model.layers[3].down.bias)
-        losses.append(loss_on(model.eval(), *batch()).item())
-        return losses, train(model.train(), optimizer), left_by(model, optimizer)
-
-    compare(scenario, budget)
-
-
-@both_budgets
-def test_loading_a_wrong_state_fails_as_in_plain_pytorch(budget):
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model = prepare(Net())
-        losses = [loss_on(model, *batch()).item()]
-        state = Net().state_dict()
-        del state["scale"]
-        state["another"] = torch.zeros(1)
-        with pytest.raises(RuntimeError, match=r'Missing key.*"scale"(.|\n)*Unexpected key.*"another"'):
-            model.load_state_dict(state)
-        missing, unexpected = model.load_state_dict(state, strict=False)
-        assert (missing, unexpected) == (["scale"], ["another"])
-        with pytest.raises(RuntimeError, match="size mismatch for scale"):
-            model.load_state_dict({**state, "scale": torch.zeros(2)}, strict=False)
-        return losses, loss_on(model, *batch()).item(), left_by(model)
 
     compare(scenario, budget)

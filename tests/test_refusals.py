@@ -1,0 +1,376 @@
+"""What cannot be done with a prepared model says so, by name and with a way out; what can is exact."""
+
+import optuna
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import hydra_tune
+from compared import (
+    BUDGETS,
+    WIDTH,
+    Layer,
+    Net,
+    assert_same,
+    batch,
+    compare,
+    compare_or_refuse,
+    left_by,
+    loss_on,
+    made,
+    train,
+)
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+both_budgets = pytest.mark.parametrize("budget", BUDGETS)
+
+
+@pytest.fixture
+def pool():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        yield pool
+
+
+# ---- other ways to a gradient ----
+
+
+@both_budgets
+@pytest.mark.parametrize("which", ["all", "some", "an input of the head"])
+def test_autograd_grad(which, budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, _ = made(prepare)
+        kept = []
+        model.head.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+        loss = loss_on(model, *batch())
+        wanted = {
+            "all": list(model.parameters()),
+            "some": [model.layers[2].up.weight, model.scale],
+            "an input of the head": kept[-1:],
+        }
+        grads = torch.autograd.grad(loss, wanted[which])
+        assert all(p.grad is None for p in model.parameters())
+        return grads, loss_on(model, *batch()).backward(), left_by(model)
+
+    compare(scenario, budget)
+
+
+@both_budgets
+def test_backward_into_some_weights(budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        loss_on(model, *batch()).backward(inputs=[model.layers[2].up.weight, model.embedding.weight])
+        first = left_by(model)
+        return first, train(model, optimizer), left_by(model)
+
+    compare(scenario, budget)
+
+
+@both_budgets
+def test_gradients_of_an_input(budget):
+    class OfVectors(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, _ = made(prepare, OfVectors())
+        x = torch.randn(4, 6, WIDTH, requires_grad=True)
+        model(x).square().mean().backward()
+        return x.grad, left_by(model)
+
+    compare(scenario, budget)
+
+
+def with_a_gradient_penalty(prepare):
+    torch.manual_seed(0)
+    model, optimizer = made(prepare)
+    loss = loss_on(model, *batch())
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    (loss + sum(g.square().sum() for g in grads)).backward()
+    optimizer.step()
+    return left_by(model)
+
+
+def test_gradients_of_gradients_are_exact_where_resident():
+    compare(with_a_gradient_penalty, "resident")
+
+
+def test_gradients_of_gradients_are_refused_where_spilled():
+    with pytest.raises(hydra_tune.PrepareError, match=r"create_graph=True.*release\(model\)"):
+        compare(with_a_gradient_penalty)
+
+
+@both_budgets
+def test_retained_graphs(budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        x, y = batch()
+        outputs = model(x).flatten(0, 1)
+        nn.functional.cross_entropy(outputs, y).backward(retain_graph=True)
+        first = left_by(model)
+        outputs.square().mean().backward(retain_graph=True)
+        outputs.mean().backward()
+        return first, left_by(model), train(model, optimizer), left_by(model)
+
+    compare(scenario, budget)
+
+
+@both_budgets
+def test_a_second_backward_fails_as_in_plain_pytorch_and_training_goes_on(budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        loss = loss_on(model, *batch())
+        loss.backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            loss.backward()
+        optimizer.step()
+        return train(model, optimizer), left_by(model)
+
+    compare(scenario, budget)
+
+
+@both_budgets
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection(budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        with torch.autograd.detect_anomaly():
+            losses = train(model, optimizer)
+            with pytest.raises(RuntimeError, match="returned nan"):
+                (loss_on(model, *batch()) * torch.nan).backward()
+        return losses, train(model, optimizer), left_by(model)
+
+    compare(scenario, budget)
+
+
+@both_budgets
+def test_training_goes_on_after_an_error_of_the_user(budget):
+    """In a forward (a batch of a wrong shape, a label out of range) and in a backward (a hook that raises)."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        losses = train(model, optimizer, 1)
+        with pytest.raises(IndexError):
+            model(torch.full((4, 6), 10**6))
+        with pytest.raises((RuntimeError, ValueError, IndexError)):
+            loss_on(model, *batch()[:1], torch.tensor([1]))
+        handle = model.layers[1].up.weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_on(model, *batch()).backward()
+        handle.remove()
+        model.zero_grad()
+        return losses, train(model, optimizer), left_by(model)
+
+    compare(scenario, budget)
+
+
+# ---- models whose weights are not plain parameters, or whose activations leave by a side door ----
+
+
+def spectral_norm(layer):
+    """Its power iteration moves buffers in every forward."""
+    parametrizations.spectral_norm(layer.up)
+
+
+def weight_norm(layer):
+    parametrizations.weight_norm(layer.down)
+
+
+def orthogonal(layer):
+    parametrizations.orthogonal(layer.down)
+
+
+def pruned(layer):
+    """A hook writes the masked weight into an attribute before each forward."""
+    prune.l1_unstructured(layer.up, "weight", amount=0.5)
+
+
+@both_budgets
+@pytest.mark.parametrize("wrap", [spectral_norm, weight_norm, orthogonal, pruned])
+def test_weights_that_are_computed(wrap, budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = Net()
+        wrap(model.layers[0]), wrap(model.layers[2])
+        model, optimizer = made(prepare, model)
+        return train(model, optimizer), left_by(model, optimizer)
+
+    compare_or_refuse(scenario, budget)
+
+
+class KeepsItsPenalty(Layer):
+    """Leaves a penalty on its shift where the training loop finds it."""
+
+    def __init__(self, where, penalties):
+        super().__init__(WIDTH, True)
+        self.where, self._penalties, self.kept = where, {"of others": penalties}, {}
+
+    def forward(self, x):
+        penalty = (self.shift.bias + 1).sum()
+        if self.where == "a dict of the block":
+            self.kept["penalty"] = penalty
+        elif self.where == "an attribute":
+            self.penalty = penalty
+        else:
+            self._penalties["of others"].append(penalty)
+        return super().forward(x)
+
+
+@both_budgets
+@pytest.mark.parametrize("where", ["an attribute", "a dict of the block", "a list outside"])
+def test_a_loss_that_a_block_leaves_aside(where, budget, request):
+    """As a mixture of experts does for its balance. Either its gradient arrives, or it is refused."""
+    if budget == "spilled" and where != "an attribute":
+        reason = "not noticed: the penalty's gradient goes to a device copy, and is lost without a word"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, penalties = Net(), []
+        model.layers[1] = KeepsItsPenalty(where, penalties)
+        model, _ = made(prepare, model)
+        loss_on(model, *batch())
+        penalties.clear()
+        loss = loss_on(model, *batch())
+        kept = {
+            "an attribute": lambda: model.layers[1].penalty,
+            "a dict of the block": lambda: model.layers[1].kept["penalty"],
+            "a list outside": lambda: penalties[-1],
+        }
+        (loss + kept[where]()).backward()
+        return loss.item(), left_by(model)
+
+    compare_or_refuse(scenario, budget)
+
+
+# ---- compiled models: refused, before anything is compiled ----
+
+
+def compile_a_block(model):
+    model.layers[1] = torch.compile(model.layers[1])
+
+
+def compile_inside_a_block(model):
+    model.layers[1].up = torch.compile(model.layers[1].up)
+
+
+def compile_a_forward(model):
+    model.layers[1].up.forward = torch.compile(model.layers[1].up.forward)
+
+
+COMPILES = {
+    "the model": torch.compile,
+    "the model in place": lambda model: model.compile(),
+    "a block": compile_a_block,
+    "a block in place": lambda model: model.layers[1].compile(),
+    "inside a block": compile_inside_a_block,
+    "inside a block in place": lambda model: model.layers[1].up.compile(),
+    "a forward inside a block": compile_a_forward,
+}
+
+
+@pytest.mark.parametrize("what", COMPILES)
+@pytest.mark.xfail(strict=True, reason="taken for a forward set on the instance, or not noticed and left to run")
+def test_compiled_models_are_refused_by_name(what, pool):
+    model = Net()
+    model = COMPILES[what](model) or model
+    with pytest.raises(hydra_tune.PrepareError, match=r"torch\.compile|\bcompiled?\b"):
+        hydra_tune.prepare(model, pool=pool)
+
+
+# ---- pools ----
+
+
+@both_budgets
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_closed_pool_stops_a_plain_script_too_and_gives_its_weights_back(where, budget):
+    model = Net()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+        model, optimizer = made(lambda *both: hydra_tune.prepare(*both, pool=pool), model)
+        train(model, optimizer)
+        before = model.embedding.weight.detach().clone()
+        loss = loss_on(model, *batch()) if where == "backward" else None
+    with pytest.raises((hydra_tune.PoolClosedError, hydra_tune.TrialStopped), match=r"pool was closed|closed pool"):
+        loss.backward() if loss is not None else model(batch()[0])
+    hydra_tune.release(model)
+    assert torch.equal(before, model.embedding.weight)
+    assert pool.devices[0].used_bytes == 0
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("memory", [40 * 1024, 80 * 1024])
+def test_a_block_that_fits_no_budget_is_named_and_the_model_is_plain_again(memory):
+    with hydra_tune.ShardPool(["cpu"], memory) as pool:
+        torch.manual_seed(0)
+        model, optimizer = made(lambda *both: hydra_tune.prepare(*both, pool=pool))
+        budget = {40 * 1024: "40.0 KiB", 80 * 1024: "80.0 KiB"}[memory]
+        words = rf"block layers\.\d needs .*KiB.*budget.* is {budget}.*Raise ShardPool\(memory=.*batch size.*split"
+        with pytest.raises(hydra_tune.BudgetError, match=words):
+            model(batch()[0])
+        hydra_tune.release(model)
+        assert pool.devices[0].used_bytes == 0
+    train(model, optimizer)
+
+
+# ---- under a runner ----
+
+
+def scaled(prepare, seed):
+    """Training with a gradient scaler of its own, whose second step overflows for one of two seeds."""
+    torch.manual_seed(seed)
+    model, optimizer = made(prepare)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    seen = []
+    for i in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_on(model, *batch())
+        scaler.scale(loss * (torch.inf if (i, seed) == (1, 0) else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen += [loss.item(), scaler.get_scale()]
+    return seen, left_by(model, optimizer)
+
+
+@both_budgets
+def test_each_trial_has_its_own_scaler(budget):
+    results = {}
+
+    def objective(trial):
+        results[trial.number] = scaled(hydra_tune.prepare, trial.number)
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], 2 * BUDGETS[budget]) as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=2).optimize(optuna.create_study(), objective, n_trials=2)
+        assert pool.devices[0].used_bytes == 0
+        assert [t["resident"] for t in pool.report()["trials"]] == [budget == "resident"] * 2
+    for number, got in results.items():
+        assert_same(got, scaled(lambda *both: both, number))
+
+
+def test_an_objective_that_never_calls_prepare_simply_runs(pool):
+    results = {}
+
+    def objective(trial):
+        torch.manual_seed(trial.number)
+        model, optimizer = made(lambda *both: both)
+        results[trial.number] = train(model, optimizer), left_by(model, optimizer)
+        return results[trial.number][0][-1]
+
+    study = optuna.create_study()
+    hydra_tune.HydraTrialRunner(pool, concurrency=2).optimize(study, objective, n_trials=2)
+    runner = dict(results)
+    for trial in study.trials:
+        objective(trial)
+        assert trial.value == runner[trial.number][0][-1]
+        assert_same(runner[trial.number], results[trial.number])
+    assert pool.report()["devices"][0]["peak_bytes"] == 0

@@ -1,10 +1,12 @@
 """Models written by hand, each for one thing that user code does and a cut by module may get wrong."""
 
+import random
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -150,6 +152,34 @@ class SpectralNorm(Classifier):
 
     def __init__(self):
         super().__init__([nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(8)])
+
+
+class Pruned(Classifier):
+    """The weight is an attribute that a hook makes anew before each call, from a parameter and a mask."""
+
+    def __init__(self):
+        super().__init__([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)])
+        for layer in self.layers:
+            prune.random_unstructured(layer[0], "weight", 0.5)
+
+
+class MomentumContrast(nn.Module):
+    """A teacher that follows the student in each forward, in place, and a queue of its outputs in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = (Classifier([Residual() for _ in range(3)]) for _ in range(2))
+        self.teacher.requires_grad_(False)
+        self.register_buffer("queue", torch.randn(8, CLASSES))
+
+    def forward(self, x):
+        with torch.no_grad():
+            for p, q in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+                q.lerp_(p, 0.1)
+            key = self.teacher(x)
+        logits = self.student(x) @ torch.cat([key, self.queue]).T
+        self.queue.copy_(torch.cat([key, self.queue])[: len(self.queue)])
+        return logits
 
 
 class Generated(nn.Module):
@@ -544,6 +574,34 @@ class Counting(Classifier):
 
     def __init__(self):
         super().__init__([self.Layer() for _ in range(6)])
+
+
+class PythonRandom(Classifier):
+    """Layers that draw from Python's random state, and not from PyTorch's."""
+
+    class Layer(Residual):
+        def forward(self, x):
+            return super().forward(x) * (0.5 + random.random())
+
+    def __init__(self):
+        super().__init__([self.Layer() for _ in range(6)])
+
+
+class Recorded(Classifier):
+    """Hooks within the layers record activations, which the root adds up, as Hugging Face's router losses do."""
+
+    def __init__(self):
+        super().__init__([Residual() for _ in range(6)])
+        self.recorded = []
+        for layer in self.layers:
+            layer.net[1].register_forward_hook(lambda module, args, output: self.recorded.append(output))
+
+    def forward(self, x):
+        self.recorded.clear()
+        logits = super().forward(x)
+        recorded = [h.mean() for h in self.recorded]
+        self.recorded.clear()
+        return logits + torch.stack(recorded).sum()
 
 
 class Hooked(Classifier):

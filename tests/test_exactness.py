@@ -7,12 +7,14 @@ docs/exactness.md; with `-k "albert and adamw"` it runs some of them and writes 
 
 import logging
 import math
+import random
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -41,8 +43,28 @@ TRAININGS = {
 }
 
 REFUSED = "refused"
+
+
+def known(names, limit, reason, *, trainings=TRAININGS, budgets=BUDGETS):
+    return {(n, t, b): (limit, reason) for n in names.split() for t in trainings for b in budgets}
+
+
+FP32, BF16, SPILLED = ("adamw", "sgd", "adafactor"), ("bf16",), ("half", "least")
+SUMS = "a block adds the gradients of its own uses of a tensor first"
+SKIPPING = "t5 bart marian whisper switch deberta_v2 gpt2_hidden_losses hidden_losses unet adversarial gru_cells"
 # (architecture, training, budget) -> (the largest relative difference allowed, or REFUSED; why)
-EXPECTED_DIFFERENCES: dict[tuple[str, str, str], tuple[float | str, str]] = {}
+EXPECTED_DIFFERENCES: dict[tuple[str, str, str], tuple[float | str, str]] = {
+    **known(SKIPPING, 1e-5, SUMS, trainings=FP32, budgets=SPILLED),
+    **known(SKIPPING, 1e-2, SUMS, trainings=BF16, budgets=SPILLED),
+    **known("unet", 0.5, SUMS, trainings=BF16, budgets=SPILLED),
+    **known("inplace_first", REFUSED, "a block changes its input"),
+    **known("tied_by_function", REFUSED, "a weight is used without calling its module"),
+    **known("pruned", REFUSED, "a hook makes the weight outside of the block's forward"),
+    **known("dataclass", REFUSED, "an object of one's own holds tensors"),
+    **known("auxiliary_loss", REFUSED, "a block keeps an activation in an attribute"),
+    **known("checkpoint_outside", REFUSED, "backward calls a block again", budgets=SPILLED),
+    **known("gradient_penalty", REFUSED, "no gradients of gradients", budgets=SPILLED),
+}
 
 
 # ---- one training ------------------------------------------------------------------------------------
@@ -50,7 +72,7 @@ EXPECTED_DIFFERENCES: dict[tuple[str, str, str], tuple[float | str, str]] = {}
 
 def train(name, training, *, pool=None):
     """All that `STEPS` of a training leave behind, by what it is: tensors, or None where there is none."""
-    torch.manual_seed(0)
+    torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
     architecture = ZOO[name]
     model = architecture.build()
     optimizer = training.optimizer(model.parameters())

@@ -3,7 +3,8 @@
 Each is `(kind, build, batch, loss)`: `build()` makes the model in training mode, `batch()` its inputs, both
 from PyTorch's random state; `loss(model, inputs)` is the scalar to minimise. Weights are random and between
 100 KB and 1 MB, so that they outweigh the activations of a batch. Dropout, layer drop and the like are on as
-each configuration's defaults have them, except SpecAugment, which draws from NumPy.
+each configuration's defaults have them. SpecAugment draws from NumPy's random state: the speech models leave it off,
+but for hubert_spec_augment.
 """
 
 from collections.abc import Callable
@@ -150,6 +151,11 @@ def evidence_bound(model, x):
     return F.mse_loss(decoded, x) - 0.01 * (1 + log_variance - mean.square() - log_variance.exp()).mean()
 
 
+def matched(model, x):
+    """Each row with its own key, which is the first of its logits."""
+    return F.cross_entropy(model(x), torch.arange(len(x)))
+
+
 def contrasted(model, x):
     first, second = model(x), model(x + 0.1 * torch.randn_like(x))
     return F.cross_entropy(first @ second.T, torch.arange(len(x)))
@@ -159,6 +165,18 @@ def deeply_supervised(model, x):
     outputs, hidden = model(x)
     labels = torch.arange(len(x)) % awkward.CLASSES
     return sum(F.cross_entropy(logits, labels) for logits in outputs) + 0.1 * sum(h.square().mean() for h in hidden)
+
+
+def with_weight_penalty(model, x):
+    return next_token(model, x) + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
+def with_gradient_penalty(model, x):
+    """As critics are trained: a gradient of a gradient."""
+    x = x.requires_grad_()
+    value = model(x).logsumexp(-1).mean()
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    return value + slope.square().sum()
 
 
 def with_auxiliary(model, x):
@@ -189,6 +207,17 @@ def hugging_face(name, **options):
         return model_class(model_class.config_class(**options))
 
     return build
+
+
+def checkpointed(build):
+    """Its layers recompute themselves in the backward."""
+
+    def built():
+        model = build()
+        model.activation_checkpointing_enable()
+        return model
+
+    return built
 
 
 BASE = dict(
@@ -243,6 +272,9 @@ DECODERS = {
     "gpt2": decoder("GPT2LMHeadModel", **GPT2),
     "gpt2_hidden_losses": decoder("GPT2LMHeadModel", loss=hidden_state_loss, **GPT2),
     "llama": decoder("LlamaForCausalLM", **LLAMA),
+    "llama_checkpointed": Architecture(
+        "decoder", checkpointed(hugging_face("LlamaForCausalLM", **LLAMA)), causal_batch, own_loss
+    ),
     "mistral": decoder("MistralForCausalLM", sliding_window=4, **LLAMA),
     "qwen2": decoder("Qwen2ForCausalLM", **LLAMA),
     "qwen3": decoder("Qwen3ForCausalLM", head_dim=16, **LLAMA),
@@ -360,10 +392,10 @@ VISION_MODELS = {
         depths=[1, 1, 2, 2], patch_size=2, drop_path_rate=0.2),
     "resnet": vision("ResNetForImageClassification", num_labels=10, embedding_size=16, hidden_sizes=[24, 48, 64],
         depths=[2, 2, 1], layer_type="basic"),
-    "segformer": vision(
+    "segformer": vision(  # no map of 1x1: oneDNN's bfloat16 gradient of a strided convolution's weight is garbage there
         "SegformerForSemanticSegmentation", batch=segmentation_batch, num_labels=5, hidden_sizes=[32, 32, 64, 64],
         depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 4], decoder_hidden_size=32, mlp_ratios=[2, 2, 2, 2],
-        sr_ratios=[4, 2, 1, 1],
+        sr_ratios=[4, 2, 1, 1], strides=[4, 2, 1, 1],
     ),
 }  # fmt: skip
 SPEECH_MODELS = {
@@ -374,6 +406,10 @@ SPEECH_MODELS = {
         pretraining_speech_batch, own_loss,
     ),
     "hubert": Architecture("speech", hugging_face("HubertForCTC", **SPEECH), speech_batch, own_loss),
+    "hubert_spec_augment": Architecture(
+        "speech", hugging_face("HubertForCTC", **dict(SPEECH, apply_spec_augment=True, mask_time_length=2)),
+        speech_batch, own_loss,
+    ),
     "whisper": Architecture(
         "speech",
         hugging_face(
@@ -454,6 +490,12 @@ AWKWARD = {
     "weight_norm": awkward_one(awkward.WeightNorm),
     "hypernetwork": awkward_one(awkward.Generated),
     "root_buffer": awkward_one(awkward.RootBuffer),
+    "recorded": awkward_one(awkward.Recorded),
+    "pruned": awkward_one(awkward.Pruned),
+    "momentum_contrast": awkward_one(awkward.MomentumContrast, loss=matched),
+    "weight_penalty": awkward_one(awkward.TiedParameter, tokens, with_weight_penalty),
+    "gradient_penalty": awkward_one(awkward.Siamese, loss=with_gradient_penalty),
+    "python_random": awkward_one(awkward.PythonRandom),
     "counting": awkward_one(awkward.Counting),
     "hooked": awkward_one(awkward.Hooked),
     "adversarial": awkward_one(awkward.Adversarial, loss=adversarial),

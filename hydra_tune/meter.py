@@ -4,6 +4,7 @@ A ledger tells what was reserved; a meter tells what was used. The pilot measure
 with ``HYDRA_TUNE_CHECKS=1`` it watches every operator of every trial, so that a virtual device raises
 out of memory where a GPU would. On a virtual device all tensors say ``cpu``, so a storage counts as the
 device's when an operator made it from one that already does, or inside a model's forward or backward.
+For the same reason it is the meter that refuses an operator on tensors of two virtual devices.
 """
 
 from __future__ import annotations
@@ -14,10 +15,29 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from hydra_tune.config import format_bytes
+from hydra_tune.errors import MixedDevicesError
+
+VISITOR = -2  # owner of what a trial computes on another trial's device
+_COPIES_INTO = (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
+_COPY_TO = torch.ops.aten._to_copy
+
+# A finalizer may run within any meter's work: reentrant, and one for all, lest two meters' threads wait for each other.
+_lock = threading.RLock()
+_meters_of: dict[int, tuple[Meter, ...]] = {}  # by storage; several where trials share a batch that each copied
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+    _meters_of.clear()  # nothing that the child inherits is on a device
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class DeviceOutOfMemoryError(torch.OutOfMemoryError):
@@ -37,10 +57,6 @@ class Meter:
         self._window_peak: dict[int, int] = {}
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # reentrant: a storage may be freed while this thread adds one
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._storages
 
     def add(self, trial: int, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of `tensors` that are not counted yet.
@@ -48,17 +64,26 @@ class Meter:
         Raises:
             DeviceOutOfMemoryError: a virtual device holds more than its budget.
         """
-        with self._lock:
-            for tensor in tensors:
-                storage = tensor.untyped_storage()
-                key, num_bytes = storage._cdata, storage.nbytes()
-                if key in self._storages or num_bytes == 0 or tensor.device.type == "meta":
-                    continue
-                if self.enforce and self.live_bytes + num_bytes > self.budget_bytes:
-                    raise self._out_of_memory(num_bytes)
-                ref = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-                self._storages[key] = (ref, trial, num_bytes)
-                self._count(trial, num_bytes)
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                self._add(trial, storage, storage.nbytes())
+
+    def add_copy(self, trial: int, tensor: torch.Tensor) -> None:
+        """Count a tensor that a GPU would have a copy of: the bytes of a batch, not of the data set it views."""
+        for storage in storages_of(tensor):
+            self._add(trial, storage, min(storage.nbytes(), tensor.numel() * tensor.element_size()))
+
+    def _add(self, trial: int, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        key = storage._cdata
+        with _lock:
+            if key in self._storages or num_bytes == 0 or storage.device.type == "meta":
+                return
+            if self.enforce and self.live_bytes + num_bytes > self.budget_bytes:
+                raise self._out_of_memory(num_bytes)
+            ref = weakref.ref(storage, lambda _: self._forget(key))
+            self._storages[key] = (ref, trial, num_bytes)
+            _meters_of[key] = (*_meters_of.get(key, ()), self)
+            self._count(trial, num_bytes)
 
     def _out_of_memory(self, num_bytes: int) -> DeviceOutOfMemoryError:
         return DeviceOutOfMemoryError(
@@ -69,11 +94,17 @@ class Meter:
 
     def _forget(self, key: int) -> None:
         if os.getpid() != self._pid:
-            return  # a forked child frees its copy; the lock may have been taken when it was forked
-        with self._lock:
+            return  # a forked child frees its copy, which was never on the device
+        with _lock:
             if key in self._storages:
-                _, trial, num_bytes = self._storages.pop(key)
-                self._count(trial, -num_bytes)
+                self._remove(key)
+
+    def _remove(self, key: int) -> None:
+        _, trial, num_bytes = self._storages.pop(key)
+        others = tuple(meter for meter in _meters_of.pop(key) if meter is not self)
+        if others:
+            _meters_of[key] = others
+        self._count(trial, -num_bytes)
 
     def _count(self, trial: int, num_bytes: int) -> None:
         self.live_bytes += num_bytes
@@ -87,7 +118,7 @@ class Meter:
 
     def start_window(self, trial: int) -> int:
         """Start to note the trial's highest bytes from here on; its bytes now."""
-        with self._lock:
+        with _lock:
             self._window_peak[trial] = self._trial_bytes[trial]
             return self._trial_bytes[trial]
 
@@ -96,11 +127,11 @@ class Meter:
 
     def end_trial(self, trial: int) -> None:
         """Forget the trial's storages; those that live on belong to the user's host memory from here on."""
-        with self._lock:
-            for key in [k for k, (_, owner, _) in self._storages.items() if owner == trial]:
-                _, _, num_bytes = self._storages.pop(key)
-                self._count(trial, -num_bytes)
+        with _lock:
+            for key in [k for k, (_, owner, _) in self._storages.copy().items() if owner == trial]:
+                self._forget(key)
             self._window_peak.pop(trial, None)
+            self._trial_bytes.pop(trial, None)
 
 
 class TrialMeter:
@@ -116,10 +147,39 @@ class TrialMeter:
         self.watched = False  # a dispatch mode of the trial's own is installed
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
-    def observe(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Count what one operator made: the device's if any input is, or if it has none and runs inside."""
-        if any(self.meter.knows(t) for t in inputs) or (self.inside and not inputs):
-            self.meter.add(self.trial, outputs)
+    def device_of(self, operator: Any, inputs: list[torch.Tensor]) -> Meter | None:
+        """Where an operator on these inputs makes its outputs; None: in host memory, or nowhere new.
+
+        Raises:
+            MixedDevicesError: under checks, no device has all of `inputs`. Allowed, as in PyTorch, are copies
+                and tensors without dimensions (of which nobody can tell whether they were moved to the host).
+        """
+        packet = getattr(operator, "overloadpacket", None)
+        if packet in _COPIES_INTO:
+            return None
+        found = [(t.dim(), meters) for t in inputs if (meters := _known(t))]
+        if not found:
+            return self.meter if self.inside and not inputs else None
+        if packet is _COPY_TO:
+            return self.meter
+        sets = [meters for dim, meters in found if dim] or [found[0][1]]
+        common = [meter for meter in sets[0] if all(meter in meters for meters in sets)]
+        if common:
+            return self.meter if self.meter in common else common[0]
+        if self.always:
+            first = sets[0][0]
+            second = next(meters for meters in sets if first not in meters)[0]
+            raise MixedDevicesError(
+                f"Expected all tensors to be on the same device, but found at least two devices, {first.name} and "
+                f"{second.name}! (in {operator}, of trial {self.trial}) Give other trials numbers (.item(), "
+                ".tolist()), or copy a tensor into the trial that uses it (.to(device, copy=True))."
+            )
+        return self.meter
+
+    def observe(self, device: Meter | None, outputs: list[torch.Tensor]) -> None:
+        """Count what an operator made there."""
+        if device is not None:
+            device.add(self.trial if device is self.meter else VISITOR, outputs)
 
     @property
     def trial_bytes(self) -> int:
@@ -165,4 +225,19 @@ class TrialMeter:
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that arrived on the device by a copy, not by an operator."""
-        self.meter.add(self.trial, tensors)
+        for tensor in tensors:
+            self.meter.add_copy(self.trial, tensor)
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """One, but of a sparse tensor those of its indices and values."""
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+    return []
+
+
+def _known(tensor: torch.Tensor) -> tuple[Meter, ...]:
+    storages = storages_of(tensor)
+    return _meters_of.get(storages[-1]._cdata, ()) if storages else ()

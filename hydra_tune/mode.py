@@ -1,4 +1,5 @@
-"""Sees every operator in a trial's thread: gives the random ones the trial's state, counts their bytes."""
+"""Sees every operator in a trial's thread: gives the random ones the trial's state, counts their bytes,
+and under checks refuses those that mix devices."""
 
 from __future__ import annotations
 
@@ -52,12 +53,14 @@ class TrialMode(TorchDispatchMode):
                 gate.leave()
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        meter = self.meter if self.meter is not None and self.meter.counting else None
+        device = meter.device_of(func, _tensors((args, *kwargs.values()))) if meter is not None else None
         if self.random_state is not None and _draws(func) and is_default(kwargs.get("generator")):
             out = self.random_state.swapped(lambda: func(*args, **kwargs))
         else:
             out = func(*args, **kwargs)
-        if self.meter is not None and self.meter.counting:
-            self.meter.observe(_tensors((args, *kwargs.values())), _tensors((out,)))
+        if meter is not None and device is not None:
+            meter.observe(device, _tensors((out,)))
         return out
 
 

@@ -61,22 +61,34 @@ class Ledger:
     def end_work(self) -> None:
         self.work_bytes = 0
 
-    def place(self, key: SlotKey, num_bytes: int) -> int | None:
-        """Offset of a new slot, or None where no gap of the arena is large enough."""
-        offset = 0
-        for start, size in sorted(self.slots.values()):
-            if start - offset >= num_bytes:
-                break
-            offset = start + size
+    def place(self, key: SlotKey, num_bytes: int, at: int | None = None) -> int | None:
+        """Offset of a new slot, or None where no gap of the arena is large enough. `at` is known to be free."""
+        offset = self._first_gap(num_bytes) if at is None else at
         if offset + num_bytes > self.budget_bytes:
             return None
         self.slots[key] = (offset, num_bytes)
         self.note_peak()
         return offset
 
+    def _first_gap(self, num_bytes: int) -> int:
+        offset = 0
+        for start, size in sorted(self.slots.values()):
+            if start - offset >= num_bytes:
+                break
+            offset = start + size
+        return offset
+
+    def slots_at(self, offset: int, num_bytes: int) -> list[SlotKey]:
+        """The slots that lie there, wholly or in part."""
+        return [k for k, (start, size) in self.slots.items() if start < offset + num_bytes and offset < start + size]
+
     def touch(self, key: SlotKey) -> None:
         """Make `key` the most recently used slot."""
         self.slots[key] = self.slots.pop(key)
+
+    def retire(self, key: SlotKey) -> None:
+        """Make `key` the first slot to go."""
+        self.slots = {key: self.slots.pop(key), **self.slots}
 
     def remove(self, key: SlotKey) -> tuple[int, int]:
         return self.slots.pop(key)

@@ -1,13 +1,17 @@
 """Cuts a model: modules into blocks before the first batch, blocks into shards after the pilot.
 
 Cut by module, not by graph: no tracing, so control flow, masks in kwargs and skip connections work
-unchanged. Packing follows Hydra's pilot partitioning (arXiv 2110.08633, section 4.1): with the
-double-buffer reserve set aside, extend a shard block by block until the next would not fit.
+unchanged. Packing follows Hydra's pilot partitioning (arXiv 2110.08633, section 4.1), with the
+double-buffer reserve set aside, and adds an objective: fewest bytes promoted a step, then fewest shards,
+then the smallest largest shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+from math import inf
 from typing import Any
 
 import torch
@@ -95,37 +99,101 @@ def make_plan(
             "the model into child modules."
         )
     for p in profiles:
-        need = loose_bytes + step_bytes + p.weight_bytes + max(p.forward_work_bytes, p.backward_work_bytes)
+        need = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
         if need > budget_bytes:
             raise BlockTooLargeError(
                 p.name,
                 f"block {p.name} needs {format_bytes(need)}: {format_bytes(p.weight_bytes)} of weights, "
-                f"{format_bytes(max(p.forward_work_bytes, p.backward_work_bytes))} to compute, "
+                f"{format_bytes(p.work_bytes)} to compute, "
                 f"{format_bytes(loose_bytes + step_bytes)} held by its trial and step; but the budget is "
                 f"{format_bytes(budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, or split "
                 "the module into smaller children.",
             )
-    reserve = (budget_bytes - loose_bytes - step_bytes - max(forward, backward)) // 2
-    shards = tuple(pack_shards(profiles, reserve))
+    shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
     return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
 
 
-def pack_shards(profiles: Sequence[BlockProfile], limit_bytes: int) -> Iterator[Shard]:
-    """Consecutive blocks, as many a shard as `limit_bytes` holds, at least one."""
-    start = 0
-    while start < len(profiles):
-        end, size = start + 1, profiles[start].weight_bytes
-        while end < len(profiles) and size + profiles[end].weight_bytes <= limit_bytes:
-            size += profiles[end].weight_bytes
-            end += 1
-        part = profiles[start:end]
+def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shard, ...]:
+    """Consecutive blocks, for a trial with `room_bytes` for slots and work. In O(blocks * log(room_bytes)).
+
+    Two shards fit beside the largest work of any block, except a block that is larger by itself. Of these
+    cuts, one that promotes the fewest bytes a step, then has the fewest shards, then the smallest largest:
+
+        forward    | promoted | promoted | promoted | promoted |
+        backward   | promoted | promoted | kept since forward  |
+
+    1. Only the block where the kept shards begin decides the bytes. It is earliest with one block a shard:
+       a longer shard wants all its blocks there for the largest of their works.
+    2. Filled one after another, shards are fewest: whatever a shard may hold, a part of it may. They end
+       where the kept ones begin and where `visits` changes, so no block is promoted for another's visit.
+    3. The largest is smallest under the least limit for which as few suffice.
+
+    Known slack: with blocks that have no backward there may be one shard too many.
+    """
+    limit = (room_bytes - max((p.work_bytes for p in profiles), default=0)) // 2
+    first = _first_kept([(p.weight_bytes, p.work_bytes) for p in profiles], room_bytes)
+    kept = next((i for i in range(first, len(profiles)) if profiles[i].visits == 2), len(profiles))
+    shards: list[Shard] = []
+    for _, run in groupby(range(kept), lambda i: profiles[i].visits):
+        shards += _pack_run(profiles, list(run), limit)
+    return (*shards, *_pack_run(profiles, range(kept, len(profiles)), limit, room_bytes))
+
+
+def promotions(plan: TrialPlan, budget_bytes: int) -> list[int]:
+    """How often a step promotes each shard, on a device of this budget without other trials."""
+    if plan.resident:
+        return [0]
+    visits = [max(plan.blocks[i].visits for i in shard.blocks) for shard in plan.shards]
+    needs = [(s.slot_bytes, max(s.forward_work_bytes, s.backward_work_bytes)) for s in plan.shards]
+    first = _first_kept(needs, budget_bytes - plan.held_bytes - plan.step_bytes)
+    return [v if n < first else min(v, 1) for n, v in enumerate(visits)]
+
+
+def _first_kept(needs: Sequence[tuple[int, int]], room_bytes: int) -> int:
+    """The first of the shards that are on the device from their forward to their backward.
+
+    `needs` are slot and work of each. Whoever is kept leaves room for those after it, up to each one and
+    its work: after that one's backward its copy goes first (see `schedule.py`).
+    """
+    after = 0  # what the later ones need at most, all slots up to one of them and its work
+    for i in reversed(range(len(needs))):
+        slot, work = needs[i]
+        if slot + after > room_bytes:
+            return i + 1
+        after = slot + max(work, after)
+    return 0
+
+
+def _pack_run(
+    profiles: Sequence[BlockProfile], run: Sequence[int], limit_bytes: int, room_bytes: float = inf
+) -> Iterator[Shard]:
+    """The fewest shards for a run of blocks, and of these the smallest; together within `room_bytes`."""
+    blocks = [profiles[i] for i in run]
+    fewest = len(_ends(blocks, limit_bytes, room_bytes))
+    least = bisect_left(range(limit_bytes + 1), True, key=lambda limit: len(_ends(blocks, limit, room_bytes)) <= fewest)
+    for start, end in pairwise([0, *_ends(blocks, least, room_bytes)]):
+        part = blocks[start:end]
         yield Shard(
-            tuple(range(start, end)),
-            size,
+            tuple(run[start:end]),
+            sum(p.weight_bytes for p in part),
             max(p.forward_work_bytes for p in part),
             max(p.backward_work_bytes for p in part),
         )
-        start = end
+
+
+def _ends(blocks: Iterable[BlockProfile], limit_bytes: int, room_bytes: float) -> list[int]:
+    """Where shards end that hold all they can: `limit_bytes`, if more than one block, and all blocks so far
+    within `room_bytes` beside the shard's work."""
+    ends: list[int] = []
+    total = size = work = i = 0
+    for i, p in enumerate(blocks, 1):
+        total += p.weight_bytes
+        size += p.weight_bytes
+        work = max(work, p.work_bytes)
+        if i > 1 and (size > limit_bytes or total + work > room_bytes):
+            ends.append(i - 1)
+            size, work = p.weight_bytes, p.work_bytes
+    return [*ends, i] if i else []
 
 
 # ---- which trials share a plan -----------------------------------------------------------------------

@@ -118,10 +118,12 @@ class Pilot:
     def _profile_uncalled(self) -> None:
         """A block that this batch has passed over is like a called one of its kind, or unknown."""
         known = {_kind(block): profile for block, profile in self.profiles.items()}
+        uncalled = {}
         for block in self.blocks:
             if block not in self.profiles:
-                like = known.get(_kind(block), BlockProfile("", block.weight_bytes, called=False))
-                self.profiles[block] = replace(like, name=block.name)
+                like = known.get(_kind(block), BlockProfile("", block.weight_bytes, measured=False))
+                uncalled[block] = replace(like, name=block.name, visits=0)
+        self.profiles = uncalled | self.profiles
 
     # ---- one block ----
 
@@ -155,10 +157,9 @@ class Pilot:
             meter.outside_starts()
         known = self.profiles.get(block)
         self.profiles[block] = profile if known is None else _larger(known, profile)
-        work_bytes = max(profile.forward_work_bytes, profile.backward_work_bytes)
-        self.peak_bytes = max(self.peak_bytes, block.weight_bytes + work_bytes + meter.trial_bytes)
-        if block.weight_bytes + work_bytes > self.free_bytes:
-            raise DoesNotFitError(block, work_bytes)
+        self.peak_bytes = max(self.peak_bytes, block.weight_bytes + profile.work_bytes + meter.trial_bytes)
+        if block.weight_bytes + profile.work_bytes > self.free_bytes:
+            raise DoesNotFitError(block, profile.work_bytes)
         return True
 
     def _profile(self, call: BlockCall) -> BlockProfile:
@@ -181,8 +182,9 @@ class Pilot:
         refuse_changing_attributes(block, attributes)
         refuse_side_channel(block, leaves)
         return BlockProfile(
-            block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, forward_s, backward_s
-        )
+            block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, forward_s, backward_s,
+            visits=1 + any(t.requires_grad for t in (*call.tensors, *block.parameters)),
+        )  # fmt: skip
 
     def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int]:
         with self.residency.inside(call.block, copy), self._measured() as used:

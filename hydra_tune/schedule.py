@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeAlias
 
 from hydra_tune.ledger import Ledger
 from hydra_tune.policy import Fifo, Policy
-from hydra_tune.shard import Shard, ShardState, Task, TrialPlan
+from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
 
 # ---- events ------------------------------------------------------------------------------------------
 
@@ -266,6 +267,9 @@ class Machine:
         assert device.running == event.task and not device.in_flight, self._story(event)
         device.ledger.end_work()
         device.running = None
+        key = (event.task.trial, event.task.shard)
+        if event.task.direction is Direction.BACKWARD and key in device.ledger.slots:
+            device.ledger.retire(key)
         return self._advance(device)
 
     def _on_Failed(self, event: Failed) -> list[Instruction]:
@@ -281,7 +285,7 @@ class Machine:
     def _on_Invalidated(self, event: Invalidated) -> list[Instruction]:
         device = self._device(event.trial)
         assert device.running is None or device.running.trial != event.trial, self._story(event)
-        return self._drop(device, [key for key in device.ledger.slots if key[0] == event.trial])
+        return self._drop(device, sorted(key for key in device.ledger.slots if key[0] == event.trial))
 
     def _on_TrialEnded(self, event: TrialEnded) -> list[Instruction]:
         device = self._device(event.trial)
@@ -373,8 +377,9 @@ class Machine:
             return self._run(device, task)
         if shard.slot_bytes == 0:
             return self._run(device, task)
-        dropped = self._make_room(device, shard.slot_bytes)
-        while (offset := device.ledger.place(key, shard.slot_bytes)) is None:
+        at, dropped = self._place(device, task)
+        dropped += self._make_room(device, shard.slot_bytes)
+        while (offset := device.ledger.place(key, shard.slot_bytes, at)) is None:
             dropped += self._drop(device, [next(iter(device.ledger.slots))])
         device.in_flight = True
         return [*dropped, Promote(task, self.trials[task.trial].device, offset, shard.slot_bytes)]
@@ -387,11 +392,35 @@ class Machine:
 
     # ---- slots ----
 
+    def _place(self, device: DeviceState, task: Task) -> tuple[int | None, list[Instruction]]:
+        """Where the slot goes, after its trial's own slots have made way; None if no place is reserved for it,
+        or another trial's slot is there.
+
+        The last shards, as many as the arena holds, have places side by side, so that the bytes that are
+        free alone decide which of them stay until their backward, never the gaps between them.
+        """
+        plan = self.trials[task.trial].plan
+        assert plan is not None
+        size, arena_bytes = plan.shards[task.shard].slot_bytes, device.ledger.budget_bytes
+        to_end = list(accumulate(s.slot_bytes for s in reversed(plan.shards)))[::-1]
+        if to_end[task.shard] > arena_bytes:
+            return None, []
+        at = max(n for n in to_end if n <= arena_bytes) - to_end[task.shard]
+        there = device.ledger.slots_at(at, size)
+        if any(trial != task.trial or to_end[shard] <= arena_bytes for trial, shard in there):
+            return None, []
+        dropped: list[Instruction] = []
+        own = [key for key in device.ledger.slots if key[0] == task.trial]
+        while device.ledger.slots_at(at, size):
+            dropped += self._drop(device, [own.pop(0)])
+        return at, dropped
+
     def _make_room(self, device: DeviceState, num_bytes: int) -> list[Instruction]:
         """Drop the least recently used idle slots until `num_bytes` are free.
 
         Within one step a trial visits its shards forwards, then backwards, so the slot used last is
-        the one needed first: there, least recently used is the optimal order (Belady).
+        the one needed first, and after its backward it is not needed: in this order, with those retired
+        first, goes what is needed last (Belady).
         """
         busy = (device.running.trial, device.running.shard) if device.running else None
         dropped: list[Instruction] = []

@@ -72,6 +72,7 @@ class BlockProfile:
 
     `weight_bytes` is the slot it occupies (parameters and buffers, aligned); `saved_bytes` what plain
     autograd keeps of it between forward and backward; the work bytes are scratch beyond slot and inputs.
+    `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called.
     """
 
     name: str
@@ -82,9 +83,14 @@ class BlockProfile:
     boundary_bytes: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    called: bool = True  # by the pilot's batch; what was not called is not measured either
+    visits: int = 2
+    measured: bool = True
     edges: Edges = Edges()
     keeps_clones: bool = False
+
+    @property
+    def work_bytes(self) -> int:
+        return max(self.forward_work_bytes, self.backward_work_bytes)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ from hydra_tune.partition import (
     gradient_flags,
     input_signature,
     make_plan,
+    pack_shards,
     plan_key,
+    promotions,
     switches,
 )
 from hydra_tune.pilot import DoesNotFitError, Pilot
@@ -174,6 +176,7 @@ class Trial:
     def summary(self) -> dict[str, Any]:
         plan = self.plan
         blocks = plan.blocks if plan else ()
+        shards = list(zip(plan.shards, promotions(plan, self.device.budget_bytes), strict=True)) if plan else []
         return {
             "name": self.name,
             "device": self.device.name,
@@ -183,14 +186,16 @@ class Trial:
             "held_bytes": plan.held_bytes if plan else 0,
             "step_bytes": plan.step_bytes if plan else 0,
             "weight_bytes": sum(p.weight_bytes for p in blocks),
+            "promoted_bytes_per_step": sum(shard.slot_bytes * times for shard, times in shards),
             "shards": [
                 {
                     "blocks": [blocks[i].name for i in shard.blocks],
                     "slot_bytes": shard.slot_bytes,
+                    "promotions_per_step": times,
                     "forward_work_bytes": shard.forward_work_bytes,
                     "backward_work_bytes": shard.backward_work_bytes,
                 }
-                for shard in (plan.shards if plan else ())
+                for shard, times in shards
             ],
             "cut": {
                 "opened": dict(plan.cut.opened) if plan else {},
@@ -238,7 +243,8 @@ class Trial:
         assert self.plan is not None
         if self._key in self.pool.measured:  # by another trial meanwhile
             step_bytes = max(step_bytes, self.pool.plans[self._key].step_bytes)
-        plan = replace(self.plan, step_bytes=step_bytes)
+        room_bytes = self.pool.budget_bytes - self.plan.held_bytes - step_bytes
+        plan = replace(self.plan, step_bytes=step_bytes, shards=pack_shards(self.plan.blocks, room_bytes))
         if plan.need_bytes > self.pool.budget_bytes:
             raise BudgetError(
                 f"the first step of {self.name} needed {format_bytes(plan.need_bytes)}: "
@@ -470,7 +476,7 @@ class Trial:
         self._adopt_cut(plan.cut, plan.blocks)
         self._shard_of = {self.blocks[i]: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         self._unmeasured = {
-            block for block, profile in zip(self.blocks, plan.blocks, strict=True) if not profile.called
+            block for block, profile in zip(self.blocks, plan.blocks, strict=True) if not profile.measured
         }
         if plan.resident:
             self._unwrap()
@@ -521,8 +527,8 @@ class Trial:
         scratch = step_scratch_bytes(self._optimizer, every, foreach_by_default=self.device.foreach_by_default)
         profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
         if former is not None:
-            known = {p.name: p for p in former.blocks if p.called}
-            profiles = [p if p.called else known.get(p.name, p) for p in profiles]
+            known = {p.name: p for p in former.blocks if p.visits}
+            profiles = [p if p.visits else known.get(p.name, p) for p in profiles]
             step_bytes = max(step_bytes, former.step_bytes)
         return make_plan(
             profiles,

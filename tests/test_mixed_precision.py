@@ -358,7 +358,7 @@ def test_checkpointing_batch_norm_inside_of_blocks(budget, request):
 
 
 class CheckpointsItsBlocks(Net):
-    """The model itself repeats whole blocks, as Hugging Face's do after `gradient_checkpointing_enable`."""
+    """The model itself repeats whole blocks; Hugging Face layers of today repeat themselves, inside of a block."""
 
     use_reentrant = False
 

@@ -128,7 +128,7 @@ class Meter:
     def end_trial(self, trial: int) -> None:
         """Forget the trial's storages; those that live on belong to the user's host memory from here on."""
         with _lock:
-            for key in [k for k, (_, owner, _) in self._storages.copy().items() if owner == trial]:
+            for key in [k for k, (_, owner, _) in self._storages.items() if owner == trial]:
                 self._forget(key)
             self._window_peak.pop(trial, None)
             self._trial_bytes.pop(trial, None)

@@ -10,7 +10,6 @@ import torch
 import hydra_tune
 from hydra_tune import device as device_module
 from hydra_tune.device import CpuDevice, host_free_bytes
-from hydra_tune.meter import DeviceOutOfMemoryError, Meter
 
 
 def test_auto_memory_on_the_cpu_is_a_quarter_of_what_is_left(monkeypatch):
@@ -89,21 +88,6 @@ def test_a_freed_slot_is_poisoned():
     assert (slot == 0).all()
     device.free_slot(1024, 512)
     assert slot.view(torch.float32).isnan().all(), "a use after spill shows as NaN"
-
-
-def test_a_meter_counts_storages_while_they_live_and_refuses_one_too_many():
-    meter = Meter("device", 1000, enforce=True)
-    a = torch.zeros(100)
-    meter.add(0, [a, a[:10], a.view(10, 10)])
-    assert meter.live_bytes == 400
-    b = torch.zeros(150)
-    meter.add(1, [b])
-    with pytest.raises(DeviceOutOfMemoryError, match=r"holds 1000 B and was asked for 4 B more"):
-        meter.add(1, [torch.zeros(1)])
-    del a
-    assert (meter.live_bytes, meter.trial_bytes(0), meter.peak_bytes) == (600, 0, 1000)
-    meter.end_trial(1)
-    assert meter.live_bytes == 0
 
 
 def test_a_report_is_plain_data():

@@ -86,13 +86,7 @@ class Block:
             self._refresh_flat_weights()
             borrowed = set(self.borrowed)
             leaves = [p if p in borrowed else aliases[p] if p in aliases else copy.leaf(p) for p in self.parameters]
-            versions = [leaf._version for leaf in leaves]
             yield leaves
-            if versions != [leaf._version for leaf in leaves]:
-                raise UncuttableError(
-                    f"a block's forward leaves its weights as they are, but {self.name} changed one in place "
-                    "(nn.Embedding's max_norm does). Change it outside of forward, before the step."
-                )
         finally:
             torch.set_autocast_cache_enabled(caches_casts)
             for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):
@@ -100,6 +94,13 @@ class Block:
             for (m, n), b in zip(self.buffer_sites, host_buffers, strict=True):
                 m._buffers[n] = b
             self._refresh_flat_weights()
+
+    def refuse_changed_weights(self, leaves: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+        if list(versions) != [leaf._version for leaf in leaves]:
+            raise UncuttableError(
+                f"a block's forward leaves its weights as they are, but {self.name} changed one in place "
+                "(nn.Embedding's max_norm does). Change it outside of forward, before the step."
+            )
 
     def _refresh_flat_weights(self) -> None:
         for rnn in self.recurrent:  # these keep a list of their own beside `_parameters`

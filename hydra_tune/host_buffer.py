@@ -15,6 +15,10 @@ import torch
 from hydra_tune.config import align
 
 
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a dense tensor, aligned as in a host buffer and in a slot."""
     return align(max(1, tensor.numel() * tensor.element_size()))

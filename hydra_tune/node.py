@@ -112,6 +112,7 @@ class BlockCall:
         self.nondifferentiable: list[int] = []
         self.tensor_uses: list[tuple[int, int]] = []  # in the block's own graph, direct and by a cast; the
         self.parameter_uses: list[tuple[int, int]] = []  # pilot's findings
+        self.source_bytes: list[int] = []  # of each tensor
 
     # ---- arguments and outputs ----
 
@@ -197,9 +198,11 @@ class BlockCall:
         versions = versions_of(tensors)
         self._autocast = _autocast_state()
         with self.trial.visit(self.block, Direction.FORWARD) as visit:
+            weight_versions = versions_of(visit.leaves)
             given = detached(tensors) if self._keeps_graph else list(tensors)
             with unsaved() if self._keeps_graph else torch.no_grad():
                 outputs = self.block.forward(*self.arguments(given))
+            self.block.refuse_changed_weights(visit.leaves, weight_versions)
             made = self.made_by(outputs, given)
             del outputs
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]

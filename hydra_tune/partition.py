@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError
+from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
 from hydra_tune.tree import flatten, tensors_in
 
@@ -38,11 +39,13 @@ def find_blocks(
     blocks: dict[nn.Module, str] = {}
 
     def walk(name: str, module: nn.Module, *, in_stack: bool) -> Iterator[tuple[str, nn.Module]]:
-        size = sum(t.numel() * t.element_size() for t in [*module.parameters(), *module.buffers()])
+        size = sum(map(tensor_bytes, [*module.parameters(), *module.buffers()]))
         if size == 0 or name in kept:
             return
         stack = isinstance(module, _STACKS)
-        opens = stack or name in opened or 2 * size > limit_bytes or (not in_stack and _contains_stack(module))
+        gradients = sum(tensor_bytes(p) for p in module.parameters() if p.requires_grad)
+        too_large = size + gradients > limit_bytes
+        opens = stack or name in opened or too_large or (not in_stack and _contains_stack(module))
         children = children_of(module) if opens else []
         if not children:
             yield name, module
@@ -107,7 +110,7 @@ def make_plan(
                 f"{format_bytes(p.work_bytes)} to compute, "
                 f"{format_bytes(loose_bytes + step_bytes)} held by its trial and step; but the budget is "
                 f"{format_bytes(budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, or split "
-                "the module into smaller children.",
+                f"the module into smaller children.{cut.spell_kept()}",
             )
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
     return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)

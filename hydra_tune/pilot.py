@@ -107,11 +107,16 @@ class Pilot:
         self._profile_uncalled()
 
     def _read(self, graph: OuterGraph) -> None:
+        measured = {block: profile.backward_work_bytes for block, profile in self.profiles.items()}
         for parameter in graph.used_outside(self.blocks):
             self.findings.held[parameter] = "used without calling the module that owns it"
-        for block, edges in graph.edges():
+        for block, edges, extra_bytes in graph.edges():
             profile = self.profiles[block]
-            self.profiles[block] = replace(profile, edges=edges_for(profile.edges, edges))
+            self.profiles[block] = replace(
+                profile,
+                edges=edges_for(profile.edges, edges),
+                backward_work_bytes=max(profile.backward_work_bytes, measured[block] + extra_bytes),
+            )
         for block in graph.changed_later():
             self.profiles[block] = replace(self.profiles[block], keeps_clones=True)
 
@@ -187,7 +192,8 @@ class Pilot:
         )  # fmt: skip
 
     def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int]:
-        with self.residency.inside(call.block, copy), self._measured() as used:
+        with self.residency.inside(call.block, copy) as visit, self._measured() as used:
+            weight_versions = versions_of(visit.leaves)
             versions, start = versions_of(call.tensors), time.perf_counter()
             given = detached(call.tensors)
             arguments = call.arguments(given)
@@ -198,6 +204,7 @@ class Pilot:
                 if not isinstance(error, torch.OutOfMemoryError):
                     self._refuse_in_place(call)  # autograd's own refusal does not name the block
                 raise
+            call.block.refuse_changed_weights(visit.leaves, weight_versions)
             call.refuse_changed_inputs(call.tensors, versions)
             call.refuse_changed_containers(given, arguments)
             self.residency.device.synchronize()
@@ -229,6 +236,7 @@ class Pilot:
                 self.findings.borrowed[block] = borrowed
             uses = Uses(differentiable, leaves, casts=casts)
             counts = [(uses.count(i, cast=False), uses.count(i, cast=True)) for i in range(len(leaves))]
+            call.source_bytes = list(map(storage_bytes, inputs))
             call.tensor_uses, call.parameter_uses = counts[: len(inputs)], counts[len(inputs) :]
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]

@@ -16,6 +16,7 @@ from torch import nn
 from hydra_tune.block import Block
 from hydra_tune.errors import UncuttableError
 from hydra_tune.graph import leaf_of, nodes_of
+from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.node import BlockCall
 from hydra_tune.shard import Edges
 
@@ -213,8 +214,9 @@ class OuterGraph:
             except RuntimeError:
                 yield call.block
 
-    def edges(self) -> Iterator[tuple[Block, Edges]]:
-        """For each call: sources that other operators use too have an edge for each use in the block."""
+    def edges(self) -> Iterator[tuple[Block, Edges, int]]:
+        """For each call: sources that other operators use too have an edge for each use in the block; and the
+        bytes of the gradients that are apart then."""
         users = Counter(self._outputs)  # the loss uses these
         users.update(child for node in self._nodes for child in node.next_functions if child[0] is not None)
         casts: Counter[int] = Counter()
@@ -234,4 +236,9 @@ class OuterGraph:
                 direct if users[child] > 1 or again else 1
                 for child, (direct, _), again in zip(children[num_tensors:], call.parameter_uses, recast, strict=True)
             ]
-            yield call.block, Edges(tuple(tensors), tuple(parameters), tuple(recast))
+            sources = zip(
+                (*call.source_bytes, *map(storage_bytes, call.block.parameters)), (*tensors, *parameters), strict=True
+            )
+            apart = sum(size * n for size, n in sources if n > 1)
+            apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, recast, strict=True))
+            yield call.block, Edges(tuple(tensors), tuple(parameters), tuple(recast)), apart

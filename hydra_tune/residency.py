@@ -12,6 +12,7 @@ from torch import nn
 
 from hydra_tune.block import Block
 from hydra_tune.device import Device
+from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.tree import map_tensors
@@ -157,7 +158,3 @@ class Residency:
         """A batch's tensors on the device; what else it holds as it is."""
         device = self.device.torch_device
         return map_tensors(lambda x: x.to(device, non_blocking=True), batch)
-
-
-def tensor_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import is_dense
+from hydra_tune.shard import TrialPlan
 
 
 class Executor(Protocol):
     """What the root needs of the trial it runs for."""
+
+    plan: TrialPlan | None
 
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
 
@@ -36,7 +40,37 @@ class RootForward:
         return getattr, (self._model, "forward")
 
 
+class RootApply:
+    """Stands in the prepared model's instance attribute `_apply`, through which `.to`, `.half` and their kin go."""
+
+    def __init__(self, model: nn.Module, trial: Executor) -> None:
+        self._model = model
+        self._trial = trial
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            wanted = function(tensor.detach().flatten()[:0])
+            moves, converts = wanted.device != tensor.device, wanted.dtype != tensor.dtype
+            if moves or (converts and self._trial.plan is not None):
+                raise PrepareError(
+                    f"a prepared model stays as it is after its first batch, and where its weights are is the pool's "
+                    f"business, but {name} was to go from {tensor.dtype} on {tensor.device} to {wanted.dtype} on "
+                    f"{wanted.device}. Convert the model before prepare, or call hydra_tune.release(model) first."
+                )
+        model: nn.Module = type(self._model)._apply(self._model, function, recurse)
+        return model
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (self._model, "_apply")
+
+
 def refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
+    for name, module in model.named_modules():
+        if _is_compiled(module):
+            raise PrepareError(
+                f"a prepared model runs operator by operator, but {name or type(module).__name__} was given to "
+                "torch.compile, which would bypass the blocks or fall back to that by itself. Prepare the plain model."
+            )
     for module in [model, *(block.module for block in blocks)]:
         own = module.__dict__.get("forward")
         if own is not None and getattr(own, "__func__", None) is type(module).forward:
@@ -54,4 +88,23 @@ def refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
         if not is_dense(tensor) and tensor.numel() > 0:
             raise PrepareError(
                 f"weights are dense and strided, but {name} is {tensor.layout}. Call .contiguous() first."
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    in_place = getattr(module, "_compiled_call_impl", None) is not None or hasattr(
+        forward, "_torchdynamo_orig_callable"
+    )
+    return in_place or type(module).__name__ == "OptimizedModule"
+
+
+def refuse_global_hooks() -> None:
+    """Hooks on all modules of the process fire in a pilot and in recomputed forwards too."""
+    for kind in ("forward", "forward_pre", "backward", "backward_pre"):
+        if getattr(torch.nn.modules.module, f"_global_{kind}_hooks"):
+            raise PrepareError(
+                f"hooks are on modules, but a {kind} hook is on all modules of the process "
+                "(torch.nn.modules.module.register_module_..._hook), and would fire in repeated forwards too. "
+                "Register it on the modules that it is for."
             )

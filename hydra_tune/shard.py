@@ -65,6 +65,10 @@ class Cut:
     held: tuple[tuple[str, str], ...] = ()
     borrowed: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
+    def spell_kept(self) -> str:
+        """For an error about lack of room: what takes it."""
+        return "".join(f" {name} stays on the device: {reason}" for name, reason in self.kept[:1])
+
 
 @dataclass(frozen=True)
 class BlockProfile:

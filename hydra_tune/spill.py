@@ -34,17 +34,21 @@ class HostWeights:
             parameter.data = view
         device.pin(self.buffer.bytes)
 
+    def has(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._place
+
     def holds(self, blocks: Sequence[Block]) -> bool:
-        return all(p in self._place for block in blocks for p in block.slot_parameters)
+        return all(self.has(p) for block in blocks for p in block.slot_parameters)
 
     def offset(self, parameter: nn.Parameter) -> int:
         """Where the parameter lies; brings it back if the user has given it other storage since."""
         offset, view = self._place[parameter]
         if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
-            if parameter.shape != view.shape or parameter.dtype != view.dtype:
+            if parameter.shape != view.shape or parameter.dtype != view.dtype or parameter.is_meta:
                 raise PrepareError(
                     f"a prepared parameter keeps its shape and dtype, {tuple(view.shape)} {view.dtype}; found "
-                    f"{tuple(parameter.shape)} {parameter.dtype}. Call hydra_tune.release(model) before changing it."
+                    f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device}. "
+                    "Call hydra_tune.release(model) before changing it."
                 )
             view.copy_(parameter.data)
             parameter.data = view
@@ -76,7 +80,7 @@ class DeviceCopy:
 
     def _add_parameter(self, parameter: nn.Parameter, host: HostWeights | None) -> None:
         start, size = self._end, storage_bytes(parameter)
-        if host is None:
+        if host is None or not host.has(parameter):
             data = self._add(parameter.data)
         else:
             place = host.offset(parameter)

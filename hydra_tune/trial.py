@@ -46,7 +46,7 @@ from hydra_tune.pilot import DoesNotFitError, Pilot
 from hydra_tune.pool import ShardPool
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency, Visit
-from hydra_tune.root import RootForward, refuse_unsupported
+from hydra_tune.root import RootApply, RootForward, refuse_global_hooks, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, Direction, Task, TrialPlan
 from hydra_tune.tree import map_tensors, tensors_in
 
@@ -92,6 +92,7 @@ class Trial:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self._flags: Hashable = ()
+        self._parameters: list[int] = []
         self._cut = Cut()
         self._unmeasured: set[Block] = set()
         self._key: Hashable = None
@@ -120,6 +121,7 @@ class Trial:
         self.blocks = blocks_of(model, self._limit_bytes, self._cut)
         refuse_unsupported(model, self.blocks)
         model.forward = RootForward(model, self)
+        model._apply = RootApply(model, self)  # type: ignore[method-assign]
         self._wrap()
         configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
         self._use_cache = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
@@ -153,6 +155,7 @@ class Trial:
         model = self._model()
         if model is not None:
             model.__dict__.pop("forward", None)
+            model.__dict__.pop("_apply", None)
             self._unwrap()
             self.residency.bring_home(self._optimizer)
         self.residency.close()
@@ -316,7 +319,8 @@ class Trial:
         if self._pass is None:
             raise PrepareError(
                 "a prepared model is called as a whole: a block was called outside of its root's forward. "
-                "Call the model itself, or prepare the part that you call."
+                "Call the model itself, or prepare the part that you call; where checkpoints around blocks repeat "
+                "them, give these use_reentrant=False."
             )
         return self._pass
 
@@ -424,7 +428,11 @@ class Trial:
         signature = input_signature((args, kwargs))
         hooks = cut_at_hooks(self.model, self._limit_bytes, Cut())
         flags = (gradient_flags(self.model, (args, kwargs)), switches((args, kwargs)), hooks)
-        if self.plan is not None and flags == self._flags and covers(self._signature, signature):
+        parameters = [id(p) for p in self.model.parameters()]
+        if self.plan is None or not self.plan.resident:
+            refuse_global_hooks()
+        known = flags == self._flags and parameters == self._parameters and covers(self._signature, signature)
+        if self.plan is not None and known:
             shared = self.pool.plans[self._key]
             if shared is not self.plan and not self._in_step:  # measured anew, by its first step or another trial
                 self.residency.bring_home(self._optimizer)
@@ -448,7 +456,7 @@ class Trial:
             if former is not None:
                 self._settle(former)
             raise
-        self._signature, self._flags = signature, flags
+        self._signature, self._flags, self._parameters = signature, flags, parameters
         self._settle(plan)
         logger.info("%s", self._spell_plan(plan))
         return plan
@@ -499,7 +507,7 @@ class Trial:
         self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], former: TrialPlan | None = None
     ) -> None:
         """Make the plan that all trials with this key share; one that covers `former` too."""
-        empty = False
+        empty, first_lack = False, None
         while True:
             free_bytes = self.pool.start_pilot(self, empty=empty)
             if self.pool.plans.get(self._key) is not former:  # another trial's pilot came first
@@ -513,9 +521,10 @@ class Trial:
                 if free_bytes < self.device.budget_bytes and not empty:
                     empty = True  # what fits depends on the budget, not on the neighbours
                     continue
+                first_lack = first_lack or error
                 opened = open_too_large(self.model, self._cut, error.block)
                 if opened is None:
-                    raise
+                    raise first_lack from None
                 self._adopt_cut(opened)
 
     def _make_plan(self, pilot: Pilot, former: TrialPlan | None) -> TrialPlan:
@@ -579,7 +588,8 @@ class Trial:
             error = BlockTooLargeError(
                 lack.block.name,
                 f"{lack}, but the budget of {self.device.name} is {format_bytes(self.device.budget_bytes)}. "
-                "Raise ShardPool(memory=...), lower the batch size, or split the module into smaller children.",
+                f"Raise ShardPool(memory=...), lower the batch size, or split the module into smaller children."
+                f"{self._cut.spell_kept()}",
             )
         except torch.OutOfMemoryError as lack:
             error = BudgetError(f"{self.name} does not fit even one block at a time: {lack}")

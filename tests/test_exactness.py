@@ -241,9 +241,7 @@ def complaint(name, training_name, budget):
 # ---- the tests ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "training"), [(n, list(TRAININGS)[i % len(TRAININGS)]) for i, n in enumerate(ZOO)]
-)
+@pytest.mark.parametrize(("name", "training"), [(n, list(TRAININGS)[i % len(TRAININGS)]) for i, n in enumerate(ZOO)])
 def test_architecture_trains_as_in_plain_pytorch(name, training):
     assert complaint(name, training, "half") is None
 

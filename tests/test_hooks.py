@@ -124,22 +124,11 @@ PLACES = {
 }
 
 
-def expect_failure(request, kind, place, when, budget):
-    """Marks what the library does not do yet."""
-    forward, inside = kind.startswith("forward"), place == "inside a block"
-    if when == "before prepare" and (inside or (forward and place != "root")):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="the pilot fires hooks on and inside of blocks"))
-    elif forward and inside and budget == "spilled":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="hooks inside a block fire in its recompute too"))
-
-
 @both_budgets
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("place", ["root", "first block", "block", "inside a block"])
 @pytest.mark.parametrize("kind", REGISTER)
-def test_hooks_on_modules(kind, place, when, budget, request):
-    expect_failure(request, kind, place, when, budget)
-
+def test_hooks_on_modules(kind, place, when, budget):
     def scenario(prepare):
         torch.manual_seed(0)
         model, log = Net(), Log()
@@ -198,9 +187,7 @@ GLOBAL = {
 @both_budgets
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("kind", GLOBAL)
-def test_hooks_on_all_modules(kind, when, budget, request):
-    expect_failure(request, kind, "inside a block", when, budget)
-
+def test_hooks_on_all_modules(kind, when, budget):
     def scenario(prepare):
         torch.manual_seed(0)
         model, log = Net(), Log()
@@ -212,7 +199,7 @@ def test_hooks_on_all_modules(kind, when, budget, request):
         finally:
             handle.remove()
 
-    compare(scenario, budget)
+    compare_or_refuse(scenario, budget, words="on all modules of the process")
 
 
 # ---- on activations ----
@@ -243,11 +230,8 @@ def test_a_loss_on_activations_that_a_hook_keeps(place, budget):
 
 @both_budgets
 @pytest.mark.parametrize("place", ["inside a block", "inside a block, without saved tensors"])
-def test_a_loss_on_activations_that_a_hook_keeps_inside_a_block(place, budget, request):
+def test_a_loss_on_activations_that_a_hook_keeps_inside_a_block(place, budget):
     """Its gradient reaches the weights, or it is refused; it is never lost."""
-    if budget == "spilled":
-        reason = "the graph of a spilled forward ends in device copies: the gradient is lost, or a TypeError is raised"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     compare_or_refuse(lambda prepare: trained_on_kept(prepare, place), budget)
 
 

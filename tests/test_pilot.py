@@ -139,7 +139,7 @@ class Skipping(nn.Module):
 
 def test_a_tensor_that_is_used_elsewhere_too_has_an_edge_for_each_use_in_a_block():
     """Else the block would add its two uses before the engine adds the third."""
-    with hydra_tune.ShardPool(["cpu"], "4KiB") as pool:
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
         model = hydra_tune.prepare(Skipping(), pool=pool)
         model(torch.randn(2, 16))
         (plan,) = pool.plans.values()

@@ -54,9 +54,7 @@ def groups_for(cls, model):
 
 
 @pytest.mark.parametrize(("cls", "options", "budget"), list(variations()))
-def test_every_optimizer_of_torch(cls, options, budget, request):
-    if cls is optim.SparseAdam:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="the meter asks a sparse gradient for its storage"))
+def test_every_optimizer_of_torch(cls, options, budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
@@ -290,11 +288,8 @@ USES_OF_GRADIENTS = {
 
 
 @pytest.mark.parametrize("use", USES_OF_GRADIENTS)
-def test_host_gradients_are_not_counted_as_the_devices(use, request):
+def test_host_gradients_are_not_counted_as_the_devices(use):
     """In a runner every operator is seen; of all weights only `scale` is held on the device."""
-    if use in ("changed in place", "copied in a list"):
-        reason = "one device tensor among an operator's inputs makes all of its outputs, also host ones, the device's"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     added = []
 
     def objective(trial):

@@ -1,0 +1,240 @@
+"""What cannot be run apart is opened, kept on the device or held there: said in the report, with equal numbers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_tune
+
+WIDTH = 32
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(x)))
+
+
+class Model(nn.Module):
+    """Four layers, the second of a given kind."""
+
+    def __init__(self, kind=Layer, **options):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), kind(**options), Layer(), Layer()])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def penalty(self):
+        return 0.0
+
+
+# ---- kinds of layers ----
+
+
+class InPlace(Layer):
+    """Changes its input by an operator of its own."""
+
+    def forward(self, x):
+        return super().forward(x.relu_())
+
+
+class InPlaceInAChild(Layer):
+    def __init__(self):
+        super().__init__()
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return super().forward(self.activation(x))
+
+
+class InPlaceLeaf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x):
+        return x.relu_() @ self.weight
+
+
+class Counts(Layer):
+    """Alternates with its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + self.calls % 2)
+
+
+class KeepsPenalty(Layer):
+    def forward(self, x):
+        hidden = self.first(x)
+        self.kept = {"penalty": hidden.square().mean()}
+        return x + self.second(hidden)
+
+
+class Penalised(Model):
+    def penalty(self):
+        return self.layers[1].kept["penalty"]
+
+
+class FillsList(Layer):
+    def forward(self, x, seen):
+        seen.append(self.first(x))
+        return super().forward(x)
+
+
+class Collects(Model):
+    def forward(self, x):
+        seen = []
+        for layer in self.layers:
+            x = layer(x, seen) if isinstance(layer, FillsList) else layer(x)
+        return self.head(x) + seen[0]
+
+
+class Cache:
+    def __init__(self, x):
+        self.key = x
+
+
+class UsesCache(Layer):
+    def forward(self, x, cache):
+        cache.key = cache.key + self.first(x)
+        return super().forward(x) + cache.key
+
+
+class Caching(Model):
+    def forward(self, x):
+        cache = Cache(torch.zeros_like(x))
+        for layer in self.layers:
+            x = layer(x, cache) if isinstance(layer, UsesCache) else layer(x)
+        return self.head(x) + cache.key
+
+
+class UsesMade(Layer):
+    """Reaches an activation that another module has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.source = []
+
+    def forward(self, x):
+        return super().forward(x) + self.source[-1]
+
+
+class HandsAround(Model):
+    def forward(self, x):
+        self.layers[1].source[:] = [torch.tanh(self.head(x))]
+        y = super().forward(x)
+        self.layers[1].source.clear()
+        return y
+
+
+class Borrows(Layer):
+    """Uses a weight of another block without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = []
+
+    def forward(self, x):
+        return nn.functional.linear(super().forward(x), self.others[0].weight)
+
+
+def borrowing():
+    model = Model(Borrows)
+    model.layers[1].others.append(model.layers[3].first)
+    return model
+
+
+class TiedByFunction(Model):
+    def forward(self, x):
+        return super().forward(nn.functional.linear(x, self.head.weight))
+
+
+class Renormalises(Layer):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, WIDTH, max_norm=0.5)
+
+    def forward(self, x):
+        return super().forward(x + self.table(x[:, 0].long().abs() % 8))
+
+
+def hooked():
+    model = Model()
+    model.layers[1].first.register_forward_hook(lambda module, args, output: output * 2)
+    return model
+
+
+def tied_outside():
+    """A weight that is registered in a block and outside of all."""
+    model = Model()
+    model.extra = model.layers[1].first.weight
+    model.register_forward_hook(lambda module, args, output: output + module.extra.mean())
+    return model
+
+
+CASES = {
+    "in place": (lambda: Model(InPlace), {"opened": "layers.1"}, "changed one in place"),
+    "in place, in a child": (lambda: Model(InPlaceInAChild), {"opened": "layers.1"}, "changed one in place"),
+    "in place, without children": (lambda: Model(InPlaceLeaf), {"kept": "layers.1"}, "changed one in place"),
+    "counts": (lambda: Model(Counts), {"opened": "layers.1"}, "changes its attribute calls each time"),
+    "keeps a penalty": (lambda: Penalised(KeepsPenalty), {"opened": "layers.1"}, "is kept beside them"),
+    "fills a list": (lambda: Collects(FillsList), {"opened": "layers.1"}, "changed one. Return what"),
+    "uses a cache": (lambda: Caching(UsesCache), {"opened": "layers.1"}, "a Cache that holds tensors"),
+    "uses what another made": (lambda: HandsAround(UsesMade), {"opened": "layers.1"}, "another module has made"),
+    "borrows": (borrowing, {"held": "layers.3.first.weight"}, "used by layers.1 without being given"),
+    "tied by a function": (TiedByFunction, {"held": "head.weight"}, "without calling the module that owns it"),
+    "renormalises": (lambda: Model(Renormalises), {"kept": "layers.1.table"}, "changed one in place"),
+    "hook inside": (hooked, {"opened": "layers.1"}, "layers.1.first in it has a hook"),
+    "tied outside": (tied_outside, {}, ""),
+}
+
+
+def trained(model, pool=None, steps=3):
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if pool is not None:
+        hydra_tune.prepare(model, optimizer, pool=pool)
+    left = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(4, WIDTH)
+        before = x.clone()
+        loss = model(x).square().mean() + model.penalty()
+        loss.backward()
+        left += [before, x, loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+    if pool is not None:
+        hydra_tune.release(model)
+    return [*left, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_cut_otherwise_says_so_and_trains_equally(case):
+    build, found, reason = CASES[case]
+    torch.manual_seed(0)
+    model = build()
+    plain = trained(copy.deepcopy(model) if case not in ("borrows",) else model)
+    torch.manual_seed(0)
+    with hydra_tune.ShardPool(["cpu"], 44_000) as pool:
+        spilled = trained(build(), pool)
+        (trial,) = pool.report()["trials"]
+        assert pool.devices[0].used_bytes == 0
+    assert not trial["resident"]
+    for kind, name in found.items():
+        assert reason in trial["cut"][kind][name], trial["cut"]
+    assert len(plain) == len(spilled)
+    assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))

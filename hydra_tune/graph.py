@@ -7,7 +7,7 @@ one, or the last bit may differ: (a + b) + c is not a + (b + c).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,13 @@ class Uses:
     """The uses of some leaves in the graph behind `outputs`, apart where autocast first casts the leaf.
 
     After a backward `direct[i]` and `cast[i]` are the gradients of leaf `i` by each use of itself and of its
-    cast, in the order in which they were made, where `record` was called before.
+    cast, in the order in which they were made, where `record` was called before. `cast_once` are the leaves of
+    which autocast keeps one copy: weights.
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], *, casts: bool) -> None:
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], *, cast_once: Collection[int]
+    ) -> None:
         nodes = list(nodes_of(outputs))  # kept: a node's Python object must stay the same one
         index = {id(leaf): i for i, leaf in enumerate(leaves)}
         cast_of: dict[Any, int] = {}
@@ -49,9 +52,11 @@ class Uses:
         for node in nodes:
             for position, (child, _) in enumerate(node.next_functions):
                 i = index.get(id(leaf_of(child)))
-                if i is not None and casts and node.name() == CAST:
+                if i is None:
+                    continue
+                if i in cast_once and node.name() == CAST:
                     cast_of[node] = i
-                elif i is not None:
+                else:
                     self._edges.append((node, position, i, False))
         if cast_of:
             for node in nodes:

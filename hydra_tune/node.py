@@ -279,7 +279,7 @@ class BlockCall:
             return [[None] * n for n in self.num_edges]
         outs, grads_in = zip(*pairs, strict=True)
         del pairs
-        uses = Uses(outs, leaves, casts=bool(recast)) if split else None
+        uses = Uses(outs, leaves, cast_once=recast) if split else None
         if uses:
             uses.record(split)
         sums = gradients_of(outs, grads_in, leaves, needed, owned=not self.block.borrowed)

@@ -234,7 +234,8 @@ class Pilot:
             borrowed = borrowed_by(block, differentiable, leaves, first_node)
             if borrowed:
                 self.findings.borrowed[block] = borrowed
-            uses = Uses(differentiable, leaves, casts=casts)
+            weights = range(len(inputs), len(leaves)) if casts else ()
+            uses = Uses(differentiable, leaves, cast_once=weights)
             counts = [(uses.count(i, cast=False), uses.count(i, cast=True)) for i in range(len(leaves))]
             call.source_bytes = list(map(storage_bytes, inputs))
             call.tensor_uses, call.parameter_uses = counts[: len(inputs)], counts[len(inputs) :]

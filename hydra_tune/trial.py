@@ -95,6 +95,7 @@ class Trial:
         self._parameters: list[int] = []
         self._cut = Cut()
         self._unmeasured: set[Block] = set()
+        self._warned = False
         self._key: Hashable = None
         self._pilot: Pilot | None = None
         self.residency = Residency(
@@ -289,6 +290,8 @@ class Trial:
         self.open_step(plan)
         self.step += 1
         self.pool.invalidate(self)
+        if not plan.resident:
+            self._warn_of_second_forward()
         self._pass = forward_pass = ForwardPass()
         self._passes.add(forward_pass)
         try:
@@ -302,6 +305,17 @@ class Trial:
         if plan.resident:
             self._lease_backward(outputs, forward_pass)
         return outputs
+
+    def _warn_of_second_forward(self) -> None:
+        autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", self.device.torch_device.type))
+        if autocast and not self._warned and any(not p.done for p in self._passes):
+            self._warned = True
+            logger.warning(
+                "%s runs a second forward under autocast before the backward of the first: in one autocast context "
+                "gradients may differ in the last bit of the lower precision from plain PyTorch's, which casts a "
+                "weight once for both",
+                self.name,
+            )
 
     def _lease_backward(self, outputs: Any, forward_pass: ForwardPass) -> None:
         def take_lease(grad: torch.Tensor) -> None:

@@ -1,14 +1,21 @@
 """Cutting a model into blocks, and blocks into shards."""
 
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+import optuna
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import hydra_tune
 from hydra_tune.errors import BudgetError
-from hydra_tune.partition import covers, find_blocks, make_plan, pack_shards, plan_key
-from hydra_tune.shard import BlockProfile
-from models import gpt, hf_gpt2, hf_vit, mlp
+from hydra_tune.partition import covers, find_blocks, make_plan, pack_shards, plan_key, promotions
+from hydra_tune.schedule import Done, Machine, PlanReady, Promote, Promoted, StepReady, TaskReady, TrialAdded
+from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
+from models import bytes_batch, gpt, hf_gpt2, hf_vit, loss_of, mlp, vector_batch
 
 LARGE = 1 << 30
 
@@ -41,15 +48,180 @@ def block(size, work=0, saved=0):
     return BlockProfile(f"b{size}", size, work, work, saved)
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))
-def test_shards_are_consecutive_whole_and_as_full_as_they_can_be(sizes, limit):
-    profiles = [block(size) for size in sizes]
-    shards = list(pack_shards(profiles, limit))
-    assert [i for shard in shards for i in shard.blocks] == list(range(len(sizes)))
-    for shard, after in zip(shards, [*shards[1:], None], strict=True):
-        assert shard.slot_bytes == sum(sizes[i] for i in shard.blocks)
-        assert shard.slot_bytes <= limit or len(shard.blocks) == 1
-        assert after is None or shard.slot_bytes + sizes[after.blocks[0]] > limit
+# ---- the objective: fewest bytes promoted a step, then fewest shards, then the smallest largest shard ----
+
+
+def shard(profiles, start, end):
+    part = profiles[start:end]
+    works = [max(getattr(p, f"{direction}_work_bytes") for p in part) for direction in ("forward", "backward")]
+    return Shard(tuple(range(start, end)), sum(p.weight_bytes for p in part), *works)
+
+
+def every_cut(profiles):
+    inner = range(1, len(profiles))
+    for count in range(len(profiles)):
+        for edges in combinations(inner, count):
+            yield tuple(shard(profiles, *ends) for ends in pairwise([0, *edges, len(profiles)]))
+
+
+def first_fit(profiles, limit):
+    """Shards filled from the first block to the last, as the partition did before it had an objective."""
+    shards, start = [], 0
+    for end in range(1, len(profiles) + 1):
+        if end == len(profiles) or shard(profiles, start, end + 1).slot_bytes > limit:
+            shards.append(shard(profiles, start, end))
+            start = end
+    return tuple(shards)
+
+
+def promoted_bytes(plan, budget):
+    """What the scheduler promotes in one step of a trial alone on its device."""
+    machine = Machine([budget])
+    for event in (TrialAdded(0), PlanReady(0, plan), StepReady(0)):
+        machine.handle(event)
+    visits = [max(plan.blocks[i].visits for i in shard.blocks) for shard in plan.shards]
+    forward = [Task(0, 1, n, Direction.FORWARD) for n, v in enumerate(visits) if v > 0]
+    backward = [Task(0, 1, n, Direction.BACKWARD) for n, v in enumerate(visits) if v > 1]
+    total = 0
+    for task in [*forward, *reversed(backward)]:
+        promotes = [i for i in machine.handle(TaskReady(task)) if isinstance(i, Promote)]
+        if promotes:
+            total += promotes[0].num_bytes
+            machine.handle(Promoted(task))
+        machine.handle(Done(task))
+    machine.validate()
+    return total
+
+
+@dataclass
+class Case:
+    """A trial that does not fit, on a budget under which each of its blocks does."""
+
+    profiles: list
+    held: int
+    step: int
+    room: int
+
+    @property
+    def budget(self):
+        return self.held + self.step + self.room
+
+    @property
+    def limit(self):
+        """What a shard of several blocks may be, so that two fit beside the largest work."""
+        return (self.room - max(p.work_bytes for p in self.profiles)) // 2
+
+    def plan(self, shards=None):
+        if shards is not None:
+            return TrialPlan(False, shards, tuple(self.profiles), self.held, self.step)
+        return make_plan(
+            self.profiles,
+            budget_bytes=self.budget,
+            loose_bytes=self.held,
+            resident_bytes=LARGE,
+            step_bytes=self.step,
+            may_be_resident=False,
+        )
+
+    def cost(self, plan):
+        return promoted_bytes(plan, self.budget), len(plan.shards), max(s.slot_bytes for s in plan.shards)
+
+
+@st.composite
+def cases(draw, max_blocks=8, first_visits=0):
+    """Some of the first blocks may have only `first_visits` visits a step."""
+    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=max_blocks))
+    works = st.integers(0, draw(st.sampled_from([0, 5, 40])))
+    num_first = draw(st.integers(0, len(sizes) - 1)) if draw(st.booleans()) else 0
+    profiles = [
+        BlockProfile(f"b{i}", size, visits=0)
+        if i < num_first and first_visits == 0
+        else BlockProfile(f"b{i}", size, draw(works), draw(works), visits=first_visits if i < num_first else 2)
+        for i, size in enumerate(sizes)
+    ]
+    least = max(p.weight_bytes + p.work_bytes for p in profiles)
+    most = sum(sizes) + max(p.work_bytes for p in profiles)
+    held, step = draw(st.integers(0, 20)), draw(st.integers(0, 20))
+    return Case(profiles, held, step, draw(st.integers(least, most)))
+
+
+def allowed_cuts(case):
+    for shards in every_cut(case.profiles):
+        if all(len(s.blocks) == 1 or s.slot_bytes <= case.limit for s in shards):
+            yield case.plan(shards)
+
+
+def check_no_cut_is_better(case):
+    plan = case.plan()
+    assert [i for s in plan.shards for i in s.blocks] == list(range(len(case.profiles)))
+    assert case.cost(plan) == min(case.cost(other) for other in allowed_cuts(case))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cases())
+def test_no_cut_is_better(case):
+    """Brute force: the scheduler plays a step for each of the 2^(n-1) cuts."""
+    check_no_cut_is_better(case)
+
+
+@pytest.mark.proof
+@settings(max_examples=10_000, deadline=None, derandomize=True)
+@given(cases())
+def test_no_cut_is_better_at_length(case):
+    check_no_cut_is_better(case)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases(first_visits=1))
+def test_no_cut_promotes_fewer_bytes_where_the_first_blocks_are_frozen(case):
+    best = min(case.cost(other) for other in allowed_cuts(case))
+    found = case.cost(case.plan())
+    assert found[0] == best[0]
+    assert found[1] <= best[1] + 1
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases(max_blocks=40))
+def test_no_cut_is_worse_than_children_in_order(case):
+    """Neither one block a shard, nor shards filled in order."""
+    found = case.cost(case.plan())
+    ones = tuple(shard(case.profiles, i, i + 1) for i in range(len(case.profiles)))
+    assert found <= case.cost(case.plan(ones))
+    assert found <= case.cost(case.plan(first_fit(case.profiles, case.limit)))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases(max_blocks=6) | cases(max_blocks=6, first_visits=1))
+def test_a_plan_says_how_often_each_shard_is_promoted(case):
+    for plan in [case.plan(), *allowed_cuts(case)]:
+        times = promotions(plan, case.budget)
+        promised = sum(n * s.slot_bytes for n, s in zip(times, plan.shards, strict=True))
+        assert promised == promoted_bytes(plan, case.budget)
+
+
+def cut(sizes, room, work=0):
+    return [s.slot_bytes for s in pack_shards([block(size, work) for size in sizes], room)]
+
+
+def test_the_best_cut_by_hand():
+    assert cut([], 100) == []
+    assert cut([30], 30) == [30]
+    assert cut([10] * 6, 60) == [30, 30], "all stay"
+    assert cut([10] * 6, 59) == [10, 20, 20, 10], "five stay; of [20, 20, 20] only four"
+    assert cut([10] * 6, 20) == [10] * 6
+    assert cut([90, 10, 10, 10], 100) == [90, 30]
+    assert cut([10, 10, 90], 110) == [20, 90], "a block beyond half of the room has a shard of its own"
+    assert cut([10, 10, 90], 105) == [10, 10, 90], "the second stays, if it need not wait for the first"
+    assert cut([10, 30, 10, 30, 50], 100, work=10) == [40, 40, 50]
+
+
+def test_a_block_without_visits_is_never_promoted_and_one_without_backward_once():
+    profiles = [BlockProfile(f"b{v}", 10, visits=v) for v in (0, 1, 1, 2, 2, 2)]
+    case = Case(profiles, held=0, step=0, room=40)
+    plan = case.plan()
+    assert [s.blocks for s in plan.shards] == [(0,), (1, 2), (3, 4), (5,)]
+    assert promotions(plan, 40) == [0, 1, 1, 1]
+    assert promoted_bytes(plan, 40) == 50
 
 
 def plan(profiles, budget, **options):
@@ -84,8 +256,6 @@ def test_a_model_without_blocks_is_resident_or_refused():
 
 
 def test_plans_are_keyed_by_architecture_not_by_hyperparameters():
-    import torch
-
     x = torch.zeros(2, 16, dtype=torch.long)
     base = plan_key(gpt(0.1), torch.optim.SGD(gpt().parameters(), lr=0.1), x)
     assert plan_key(gpt(0.3), torch.optim.SGD(gpt().parameters(), lr=0.5), x) == base
@@ -102,10 +272,108 @@ def test_plans_are_keyed_by_architecture_not_by_hyperparameters():
 
 
 def test_a_pilot_on_a_batch_covers_smaller_ones():
-    import torch
-
     measured = (((4, 16), torch.long),)
     assert covers(measured, (((4, 8), torch.long),))
     assert not covers(measured, (((5, 16), torch.long),))
     assert not covers(measured, (((4, 16), torch.int),))
     assert not covers(measured, (((4, 16, 1), torch.long),))
+
+
+# ---- the promise: a plan's bytes are those of real steps ----
+
+
+def real_step(build, batch, budget):
+    """The trial's report, and the bytes that one of its later steps promoted."""
+    counts = []
+    with hydra_tune.ShardPool(["cpu"], budget) as pool:
+        model, optimizer = build(), None
+        trained = [p for p in model.parameters() if p.requires_grad]
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(trained, lr=1e-3), pool=pool)
+        for _ in range(3):
+            loss_of(model, *batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            (trial,) = pool.report()["trials"]
+            counts.append(trial["promoted_bytes"])
+        hydra_tune.release(model)
+    assert counts[2] - counts[1] == counts[1] - counts[0], "steps are alike"
+    return trial, counts[2] - counts[1]
+
+
+def weight_bytes(build):
+    return sum(p.numel() * p.element_size() for p in build().parameters())
+
+
+@pytest.mark.parametrize("build", [gpt, hf_gpt2], ids=["gpt", "tied"])
+@pytest.mark.parametrize(("share", "least", "most"), [(0.5, 1.7, 1.95), (0.8, 1.4, 1.7), (1.3, 1.0, 1.01)])
+def test_a_step_promotes_the_bytes_that_the_report_promises(build, share, least, most):
+    """Between twice the weights, where all but the last shards are promoted again, and once, where all stay."""
+    weights = weight_bytes(build)
+    trial, promoted = real_step(build, bytes_batch, int(share * weights))
+    assert promoted == trial["promoted_bytes_per_step"]
+    assert promoted == sum(s["slot_bytes"] * s["promotions_per_step"] for s in trial["shards"])
+    assert least <= promoted / trial["weight_bytes"] < most
+
+
+class Normalised(nn.Sequential):
+    def __init__(self):
+        layers = [nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128)) for _ in range(6)]
+        super().__init__(*layers, nn.Linear(128, 10))
+
+
+class PartlyTrained(nn.Module):
+    """Its first layers are frozen, and one is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(9))
+        for layer in self.layers[:3]:
+            layer.requires_grad_(False)
+
+    def forward(self, x):
+        for layer in (*self.layers[:5], *self.layers[6:]):
+            x = layer(x)
+        return x
+
+
+def test_only_what_a_step_visits_is_promised():
+    trial, promoted = real_step(PartlyTrained, vector_batch, int(0.5 * weight_bytes(PartlyTrained)))
+    assert promoted == trial["promoted_bytes_per_step"]
+    uncalled, *called = trial["shards"]
+    assert (uncalled["blocks"], uncalled["promotions_per_step"]) == (["layers.5"], 0)
+    frozen = {f"layers.{i}" for i in range(3)}
+    assert all(s["promotions_per_step"] == 1 for s in called if frozen & set(s["blocks"]))
+    assert called[3]["promotions_per_step"] == 2
+
+
+def test_a_promise_counts_a_buffer_with_its_padding():
+    """A step promotes less by that: `num_batches_tracked` has 8 bytes in 512."""
+    trial, promoted = real_step(Normalised, vector_batch, int(0.8 * weight_bytes(Normalised)))
+    num_promoted = sum(s["promotions_per_step"] * sum(b.endswith(".1") for b in s["blocks"]) for s in trial["shards"])
+    assert num_promoted >= 6
+    assert promoted == trial["promoted_bytes_per_step"] - num_promoted * (512 - 8)
+
+
+def test_a_resident_trial_promises_nothing():
+    trial, promoted = real_step(gpt, bytes_batch, 40 * weight_bytes(gpt))
+    assert trial["resident"]
+    assert promoted == trial["promoted_bytes_per_step"] == 0
+
+
+def test_a_plan_whose_step_was_measured_is_cut_for_what_the_step_takes():
+    """It kept the cut that was made for the estimate."""
+
+    def objective(_):
+        model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(10)])
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+        for _ in range(2):
+            loss = model(torch.randn(64, 128)).sum()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    with hydra_tune.ShardPool(["cpu"], 1_200_000) as pool:
+        study = optuna.create_study()
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(study, objective, n_trials=1)
+        (plan,) = pool.plans.values()
+    assert plan.shards == pack_shards(plan.blocks, 1_200_000 - plan.held_bytes - plan.step_bytes)

@@ -102,6 +102,48 @@ def test_the_shard_used_least_recently_makes_room(machine):
     assert machine.handle(Promoted(third)) == [Drop(0, 0, 0, 0, 30), Run(third)], "its work needs room as well"
 
 
+def visit(machine, shard, direction=Direction.FORWARD):
+    instructions = machine.handle(TaskReady(task(0, shard, direction)))
+    if any(isinstance(i, Promote) for i in instructions):
+        instructions += machine.handle(Promoted(task(0, shard, direction)))
+    machine.handle(Done(task(0, shard, direction)))
+    return [i for i in instructions if not isinstance(i, Run)]
+
+
+def test_the_shard_whose_backward_is_done_makes_room_first(machine):
+    """Shard 0 is used least recently, but its backward is yet to come."""
+    machine.handle(TrialAdded(0))
+    shards = tuple(Shard((i,), size, 10, work) for i, (size, work) in enumerate([(30, 10), (20, 40), (30, 10)]))
+    machine.handle(PlanReady(0, TrialPlan(False, shards, (), 0, 10)))
+    machine.handle(StepReady(0))
+    for shard in range(3):
+        visit(machine, shard)
+    assert visit(machine, 2, Direction.BACKWARD) == []
+    assert visit(machine, 1, Direction.BACKWARD) == [Drop(0, 2, 0, 50, 30)], "its work needs 40"
+    assert visit(machine, 0, Direction.BACKWARD) == []
+
+
+def test_gaps_cost_no_shard_that_bytes_leave_room_for(machine):
+    """First fit put shard 1 behind shard 0, so that shard 2 found no gap and shard 1 was promoted twice."""
+    admitted(machine, 0, slots=(10, 40, 60), work=0, step=0)
+    machine.handle(StepReady(0))
+    assert visit(machine, 0) == [Promote(task(0, 0), 0, 0, 10)]
+    assert visit(machine, 1) == [Drop(0, 0, 0, 0, 10), Promote(task(0, 1), 0, 0, 40)]
+    assert visit(machine, 2) == [Promote(task(0, 2), 0, 40, 60)]
+    assert visit(machine, 2, Direction.BACKWARD) == []
+    assert visit(machine, 1, Direction.BACKWARD) == []
+
+
+def test_a_place_that_another_trial_has_is_not_taken_from_it(machine):
+    admitted(machine, 0, 1, work=0)
+    machine.handle(StepReady(0))
+    machine.handle(StepReady(1))
+    machine.handle(TaskReady(task(1, 0)))
+    machine.handle(Promoted(task(1, 0)))
+    machine.handle(Done(task(1, 0)))
+    assert visit(machine, 0) == [Promote(task(0, 0), 0, 30, 30)]
+
+
 def test_a_step_waits_until_its_largest_task_fits_beside_the_others(machine):
     admitted(machine, 0, 1, step=35)  # 35 + 35 + 30 + 10 > 100
     assert machine.handle(StepReady(0)) == [Enter(0)]

@@ -215,6 +215,13 @@ def test_the_best_cut_by_hand():
     assert cut([10, 30, 10, 30, 50], 100, work=10) == [40, 40, 50]
 
 
+def test_a_block_with_much_work_is_not_joined_to_the_next_where_that_costs_one_that_could_stay():
+    profiles = [block(10), block(20), block(25), block(10, work=40), block(15)]
+    case = Case(profiles, held=0, step=0, room=100)
+    assert [s.slot_bytes for s in case.plan().shards] == [10, 20, 25, 10, 15]
+    assert promoted_bytes(case.plan(), 100) == 80 + 10, "20 + 25 + 10 + 40 fit; 20 + 25 + (10 + 15) + 40 would not"
+
+
 def test_a_block_without_visits_is_never_promoted_and_one_without_backward_once():
     profiles = [BlockProfile(f"b{v}", 10, visits=v) for v in (0, 1, 1, 2, 2, 2)]
     case = Case(profiles, held=0, step=0, room=40)

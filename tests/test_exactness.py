@@ -51,6 +51,14 @@ TWO_CASTS = "two forwards in one autocast context: plain PyTorch casts a weight 
 EXPECTED_DIFFERENCES: dict[tuple[str, str, str], tuple[float | str, str]] = {
     ("siamese", "bf16", "half"): (0.02, TWO_CASTS),
     ("siamese", "bf16", "least"): (0.02, TWO_CASTS),
+    **{
+        ("gradient_penalty", t, b): (REFUSED, "no gradients of gradients") for t in TRAININGS for b in ("half", "least")
+    },
+    **{
+        ("pruned", t, b): (REFUSED, "its layers compute their weights in hooks and stay on the device: no room is left")
+        for t in TRAININGS
+        for b in ("half", "least")
+    },
     **{("siamese", t, "least"): (REFUSED, TWO_FORWARDS) for t in ("adamw", "sgd", "adafactor")},
 }
 

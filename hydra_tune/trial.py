@@ -399,6 +399,8 @@ class Trial:
         if self._task is not None:
             task, self._task = self._task, None
             self.pool.release(task, self._task_start_s)
+            if self._alone:  # no one knows yet how much room the step itself needs
+                self.pool.invalidate(self)
 
     def promote_shard(self, shard: int, offset: int, num_bytes: int) -> None:
         """Carry out the scheduler's `Promote`, in this trial's thread."""

@@ -21,6 +21,7 @@ import torch
 
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import MixedDevicesError
+from hydra_tune.journal import Journal
 
 VISITOR = -2  # owner of what a trial computes on another trial's device
 _COPIES_INTO = (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
@@ -145,6 +146,7 @@ class TrialMeter:
         self._outside_start: int | None = None
         self._outside_peak = 0
         self.watched = False  # a dispatch mode of the trial's own is installed
+        self.journal: Journal | None = None  # a pilot's
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
     def device_of(self, operator: Any, inputs: list[torch.Tensor]) -> Meter | None:

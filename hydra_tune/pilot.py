@@ -7,6 +7,7 @@ buffers, attributes and inputs are put back, `p.grad` is never written, and the 
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +23,19 @@ from hydra_tune.config import format_bytes
 from hydra_tune.errors import UncuttableError
 from hydra_tune.graph import Uses
 from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.journal import Journal
 from hydra_tune.node import BlockCall, detached, edges_for, gradients_of, saved, unsaved, versions_of
 from hydra_tune.probe import (
     OuterGraph,
     attributes_kept,
     attributes_of,
     borrowed_by,
+    draws_of_others,
     inputs_kept,
     refuse_changing_attributes,
+    refuse_draws_of_others,
     refuse_side_channel,
+    user_hooks,
 )
 from hydra_tune.random_state import random_state_kept
 from hydra_tune.residency import Residency
@@ -80,12 +85,33 @@ class Pilot:
     _copy: tuple[Block, DeviceCopy] | None = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Users' hooks do not fire, unless the model can't do without them."""
+        try:
+            self._run(forward, args, kwargs, fires_hooks=False)
+            return
+        except (DoesNotFitError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            if not any(map(user_hooks, self.model.modules())):
+                raise
+        gc.collect(1)  # frames that the exception has left hold tensors
+        self.profiles, self.findings = {}, Findings()
+        self._run(forward, args, kwargs, fires_hooks=True)
+
+    def _run(
+        self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, fires_hooks: bool
+    ) -> None:
         meter, device, buffers = self.residency.meter, self.residency.device, list(self.model.buffers())
         values = [b.clone() for b in buffers]
         inputs = tensors_in((args, kwargs))
         before = meter.trial_bytes
+        journal = meter.journal = Journal(self.model.parameters())
         try:
-            with random_state_kept(device.generators()), attributes_kept(self.model), inputs_kept(inputs):
+            with (
+                random_state_kept(device.generators()),
+                attributes_kept(self.model, fires_hooks=fires_hooks),
+                inputs_kept(inputs),
+            ):
                 meter.watch_outside()
                 with torch.enable_grad():
                     outputs = tensors_in(forward(*args, **kwargs))
@@ -100,6 +126,8 @@ class Pilot:
                 self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
                 del outputs
         finally:
+            meter.journal = None
+            journal.undo()
             self._drop_copy()
             with torch.no_grad():
                 for buffer, value in zip(buffers, values, strict=True):
@@ -195,7 +223,7 @@ class Pilot:
         with self.residency.inside(call.block, copy) as visit, self._measured() as used:
             weight_versions = versions_of(visit.leaves)
             versions, start = versions_of(call.tensors), time.perf_counter()
-            given = detached(call.tensors)
+            given, draws = detached(call.tensors), draws_of_others()
             arguments = call.arguments(given)
             try:
                 with unsaved():
@@ -204,6 +232,7 @@ class Pilot:
                 if not isinstance(error, torch.OutOfMemoryError):
                     self._refuse_in_place(call)  # autograd's own refusal does not name the block
                 raise
+            refuse_draws_of_others(call.block, draws)
             call.block.refuse_changed_weights(visit.leaves, weight_versions)
             call.refuse_changed_inputs(call.tensors, versions)
             call.refuse_changed_containers(given, arguments)

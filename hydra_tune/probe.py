@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
+import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,11 +57,11 @@ def hooked_inside(blocks: Iterable[Block]) -> Iterator[tuple[Block, str]]:
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put every module's attributes back, contents of lists, sets and dicts included; users' hooks do not fire."""
+def attributes_kept(model: nn.Module, *, fires_hooks: bool) -> Iterator[None]:
+    """Put every module's attributes back, contents of lists, sets and dicts included; users' hooks may not fire."""
     before = [(module, _attributes(module)) for module in model.modules()]
     try:
-        for module in model.modules():
+        for module in () if fires_hooks else model.modules():
             for kind in _HOOKS:
                 hooks = module.__dict__.get(kind, {})
                 for key in [k for k, hook in hooks.items() if _is_users(hook)]:
@@ -135,6 +137,27 @@ def borrowed_by(
     return list(found.values())
 
 
+def draws_of_others() -> tuple[object, ...]:
+    """The state of Python's and NumPy's random numbers; equal to another one if nothing was drawn between."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return (random.getstate(),)
+    name, keys, *rest = numpy_random.get_state()
+    return random.getstate(), name, keys.tobytes(), *rest
+
+
+def refuse_draws_of_others(block: Block, before: tuple[object, ...]) -> None:
+    """
+    Raises:
+        UncuttableError: the block has drawn from Python's or NumPy's random numbers, and would draw others again.
+    """
+    if before != draws_of_others():
+        raise UncuttableError(
+            f"a block's forward may be repeated, but {block.name} draws from Python's or NumPy's random numbers, and "
+            "would draw others then. Draw from torch's."
+        )
+
+
 def refuse_side_channel(block: Block, leaves: Sequence[weakref.ref[torch.Tensor]]) -> None:
     """After a forward and backward of the block has been forgotten: does anyone still hold its graph?
 
@@ -142,7 +165,7 @@ def refuse_side_channel(block: Block, leaves: Sequence[weakref.ref[torch.Tensor]
         UncuttableError: a hook, an attribute, a list or a cache does.
     """
     if any(leaf() is not None for leaf in leaves):
-        gc.collect()
+        gc.collect(1)  # a cycle of just now; all of the heap would take long
     if any(leaf() is not None for leaf in leaves):
         raise UncuttableError(
             f"a block hands activations on through its outputs, but one of {block.name} is kept beside them (by a "

@@ -614,5 +614,5 @@ class Trial:
             self._pass = self._pilot = None
             self.residency.bring_home(self._optimizer)  # until it is admitted it holds nothing
         if error is not None:
-            gc.collect()  # frames that an exception has left hold tensors
+            gc.collect(1)  # frames that the exception has left hold tensors
         return error

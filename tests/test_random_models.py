@@ -167,8 +167,17 @@ def models(draw):
 def trained(model, pool, autocast, accumulate):
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if pool is not None:
-        hydra_tune.prepare(model, optimizer, pool=pool)
+    if pool is None:
+        return left_by(model, optimizer, autocast, accumulate)
+    hydra_tune.prepare(model, optimizer, pool=pool)
+    try:
+        return left_by(model, optimizer, autocast, accumulate)
+    finally:
+        hydra_tune.release(model)
+        assert pool.devices[0].used_bytes == 0
+
+
+def left_by(model, optimizer, autocast, accumulate):
     left = []
     for _ in range(3):
         for _ in range(accumulate):
@@ -180,9 +189,6 @@ def trained(model, pool, autocast, accumulate):
         left += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    if pool is not None:
-        hydra_tune.release(model)
-        assert pool.devices[0].used_bytes == 0
     return [*left, *(t.detach().clone() for t in (*model.parameters(), *model.buffers())), torch.get_rng_state()]
 
 

@@ -215,7 +215,7 @@ def trained(model, pool=None, steps=3):
         before = x.clone()
         loss = model(x).square().mean() + model.penalty()
         loss.backward()
-        left += [before, x, loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        left += [before, x.clone(), loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         optimizer.step()
     if pool is not None:
         hydra_tune.release(model)

@@ -353,8 +353,11 @@ def unsaved() -> Iterator[None]:
 
 
 def saved() -> AbstractContextManager[None]:
-    """Whatever hooks surround it, a forward inside keeps what its backward needs."""
-    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+    """Whatever hooks surround it, a forward inside keeps what its backward needs.
+
+    Detached: a node that kept its own output with its history would keep itself.
+    """
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is)
     return hooks
 
 

@@ -613,6 +613,6 @@ class Trial:
             self.meter.counting = counting
             self._pass = self._pilot = None
             self.residency.bring_home(self._optimizer)  # until it is admitted it holds nothing
-        if error is not None:
-            gc.collect(1)  # frames that the exception has left hold tensors
+        if error is not None or pilot.findings:
+            gc.collect(1)  # frames that exceptions have left hold tensors
         return error

@@ -36,7 +36,8 @@ class TrialAdded:
 
 @dataclass(frozen=True)
 class PilotReady:
-    """The trial wants its device to itself; with `empty`, also without what other trials hold for life."""
+    """The trial wants its device to itself; with `empty`, also without what other trials hold for life. It
+    holds nothing itself until it is admitted, anew if it was before."""
 
     trial: int
     empty: bool = False
@@ -215,8 +216,12 @@ class Machine:
 
     def _on_PilotReady(self, event: PilotReady) -> list[Instruction]:
         device = self._device(event.trial)
+        assert event.trial not in device.ledger.steps, self._story(event)
+        dropped = self._drop(device, [key for key in device.ledger.slots if key[0] == event.trial])
+        device.ledger.forget(event.trial)
+        self.trials[event.trial].admitted = False
         (device.admissions if event.empty else device.entries).append(event)
-        return self._advance(device)
+        return [*dropped, *self._advance(device)]
 
     def _on_PilotDone(self, event: PilotDone) -> list[Instruction]:
         device = self._device(event.trial)

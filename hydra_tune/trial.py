@@ -467,9 +467,11 @@ class Trial:
                 self._run_pilot(root, args, kwargs)
             plan = self.pool.plans[self._key]
             self.pool.admit(self, plan)
-        except BaseException:
+        except BaseException as error:
             self._key = former_key
             if former is not None:
+                if isinstance(error, Exception):  # the script may go on with batches as before
+                    self.pool.admit(self, former)
                 self._settle(former)
             raise
         self._signature, self._flags, self._parameters = signature, flags, parameters

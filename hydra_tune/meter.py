@@ -243,3 +243,8 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 def _known(tensor: torch.Tensor) -> tuple[Meter, ...]:
     storages = storages_of(tensor)
     return _meters_of.get(storages[-1]._cdata, ()) if storages else ()
+
+
+def is_counted(tensor: torch.Tensor) -> bool:
+    """Whether it lies on any device, by what has been counted."""
+    return bool(_known(tensor))

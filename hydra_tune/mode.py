@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import (
 )
 
 from hydra_tune.fork import gate
-from hydra_tune.meter import TrialMeter
+from hydra_tune.meter import TrialMeter, is_counted, storages_of
 from hydra_tune.random_state import RandomState, is_default
 
 
@@ -56,13 +56,14 @@ class TrialMode(TorchDispatchMode):
         if self.meter is not None and self.meter.journal is not None:
             self.meter.journal.note(func, args, kwargs)
         meter = self.meter if self.meter is not None and self.meter.counting else None
-        device = meter.device_of(func, _tensors((args, *kwargs.values()))) if meter is not None else None
+        inputs = _tensors((args, *kwargs.values())) if meter is not None else []
+        device = meter.device_of(func, inputs) if meter is not None else None
         if self.random_state is not None and _draws(func) and is_default(kwargs.get("generator")):
             out = self.random_state.swapped(lambda: func(*args, **kwargs))
         else:
             out = func(*args, **kwargs)
         if meter is not None and device is not None:
-            meter.observe(device, _tensors((out,)))
+            meter.observe(device, _made(func, args, inputs, out))
         return out
 
 
@@ -81,6 +82,18 @@ os.register_at_fork(after_in_child=_drop_modes)
 
 def _draws(func: Callable[..., Any]) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _made(
+    func: Callable[..., Any], args: Sequence[Any], inputs: Sequence[torch.Tensor], out: Any
+) -> list[torch.Tensor]:
+    """What an operator with an input on the device has made there: not what it wrote into another input, and of
+    a list only what comes of an input there."""
+    outputs = _tensors((out,))
+    if "_foreach_" in str(func) and isinstance(args[0], (list, tuple)) and len(args[0]) == len(outputs):
+        outputs = [made for given, made in zip(args[0], outputs, strict=True) if is_counted(given)]
+    written = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
+    return [t for t in outputs if not written.intersection(storage._cdata for storage in storages_of(t))]
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -32,7 +32,8 @@ _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or coll
 
 def user_hooks(module: nn.Module) -> bool:
     """Whether the user has put a hook on this module."""
-    return any(_is_users(hook) for kind in _HOOKS for hook in module.__dict__.get(kind, {}).values())
+    own = vars(module)
+    return any(_is_users(hook) for kind in _HOOKS if own.get(kind) for hook in own[kind].values())
 
 
 def _is_users(hook: Any) -> bool:

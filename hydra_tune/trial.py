@@ -44,6 +44,7 @@ from hydra_tune.partition import (
 )
 from hydra_tune.pilot import DoesNotFitError, Pilot
 from hydra_tune.pool import ShardPool
+from hydra_tune.probe import user_hooks
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency, Visit
 from hydra_tune.root import RootApply, RootForward, refuse_global_hooks, refuse_unsupported
@@ -93,7 +94,8 @@ class Trial:
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self._flags: Hashable = ()
         self._parameters: list[int] = []
-        self._cut = Cut()
+        self._cut = self._hook_cut = Cut()
+        self._hooked: list[int] = []
         self._unmeasured: set[Block] = set()
         self._warned = False
         self._key: Hashable = None
@@ -442,8 +444,7 @@ class Trial:
     def _plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
         """The plan for these inputs: the one there is, another trial's, or a new pilot's."""
         signature = input_signature((args, kwargs))
-        hooks = cut_at_hooks(self.model, self._limit_bytes, Cut())
-        flags = (gradient_flags(self.model, (args, kwargs)), switches((args, kwargs)), hooks)
+        flags = (gradient_flags(self.model, (args, kwargs)), switches((args, kwargs)), self._cut_of_hooks())
         parameters = [id(p) for p in self.model.parameters()]
         if self.plan is None or not self.plan.resident:
             refuse_global_hooks()
@@ -463,7 +464,7 @@ class Trial:
             if former is not None:
                 self.residency.bring_home(self._optimizer)
             if self._key not in self.pool.plans:
-                self._adopt_cut(hooks)
+                self._adopt_cut(self._cut_of_hooks())
                 self._run_pilot(root, args, kwargs)
             plan = self.pool.plans[self._key]
             self.pool.admit(self, plan)
@@ -478,6 +479,13 @@ class Trial:
         self._settle(plan)
         logger.info("%s", self._spell_plan(plan))
         return plan
+
+    def _cut_of_hooks(self) -> Cut:
+        """Where the model must be cut for the hooks that it has now."""
+        hooked = [id(module) for module in self.model.modules() if user_hooks(module)]
+        if hooked != self._hooked:
+            self._hooked, self._hook_cut = hooked, cut_at_hooks(self.model, self._limit_bytes, Cut())
+        return self._hook_cut
 
     def _extend_plan(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
         """The same plan with what a pilot of this forward, which calls other blocks, adds to it."""

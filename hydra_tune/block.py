@@ -75,18 +75,22 @@ class Block:
         """Let the module reach the device copies under its own names. Gives the leaves, as in `parameters`."""
         host_parameters = [m._parameters[n] for m, n in self.parameter_sites]
         host_buffers = [m._buffers[n] for m, n in self.buffer_sites]
-        aliases = {p: nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.held}
+        aliases = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.held}
+
+        def leaf(parameter: nn.Parameter | None) -> nn.Parameter:
+            alias = aliases.get(id(parameter))
+            return copy.leaf(parameter) if alias is None else alias
+
         caches_casts = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # it would outlive the visit; the slot does not
         try:
             for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):
-                m._parameters[n] = aliases[p] if p in aliases else copy.leaf(p)
+                m._parameters[n] = leaf(p)
             for m, n in self.buffer_sites:
                 m._buffers[n] = copy.buffer(m, n)
             self._refresh_flat_weights()
-            borrowed = set(self.borrowed)
-            leaves = [p if p in borrowed else aliases[p] if p in aliases else copy.leaf(p) for p in self.parameters]
-            yield leaves
+            own = self.parameters[: len(self.parameters) - len(self.borrowed)]
+            yield [*map(leaf, own), *self.borrowed]
         finally:
             torch.set_autocast_cache_enabled(caches_casts)
             for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):

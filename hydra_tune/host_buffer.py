@@ -30,16 +30,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.permute(outermost_first).is_contiguous()
 
 
-def view_bytes(region: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`region` (uint8, at least the bytes of `like`) seen with the dtype, shape and strides of `like`.
-
-    With a version counter of its own (`.data`): writing one tensor of a slot, a running mean, must not
-    look to autograd like writing the others.
-    """
-    num_bytes = like.numel() * like.element_size()
-    return region[:num_bytes].view(like.dtype).as_strided(like.size(), like.stride()).data
-
-
 class HostBuffer:
     """An exact-size private mapping, filled with `tensors` in order.
 

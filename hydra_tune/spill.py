@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from hydra_tune.block import Block
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError, UncuttableError
-from hydra_tune.host_buffer import HostBuffer, storage_bytes, view_bytes
+from hydra_tune.host_buffer import HostBuffer, storage_bytes
 
 
 class HostWeights:
@@ -27,7 +27,7 @@ class HostWeights:
         self._device = device
         self.buffer = HostBuffer([p.data for p in self.parameters])
         self._place = {
-            p: (offset, view)
+            id(p): (offset, view)
             for p, offset, view in zip(self.parameters, self.buffer.offsets, self.buffer.views, strict=True)
         }
         for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
@@ -35,14 +35,14 @@ class HostWeights:
         device.pin(self.buffer.bytes)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._place
+        return id(parameter) in self._place
 
     def holds(self, blocks: Sequence[Block]) -> bool:
         return all(self.has(p) for block in blocks for p in block.slot_parameters)
 
     def offset(self, parameter: nn.Parameter) -> int:
         """Where the parameter lies; brings it back if the user has given it other storage since."""
-        offset, view = self._place[parameter]
+        offset, view = self._place[id(parameter)]
         if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
             if parameter.shape != view.shape or parameter.dtype != view.dtype or parameter.is_meta:
                 raise PrepareError(
@@ -65,50 +65,66 @@ class DeviceCopy:
     def __init__(self, device: Device, slot: torch.Tensor, blocks: Sequence[Block], host: HostWeights | None) -> None:
         self._device = device
         self.slot = slot
-        self._leaves: dict[nn.Parameter, nn.Parameter] = {}
+        self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # the slot, seen with a dtype
+        self._runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._end = 0
-        for parameter in dict.fromkeys(p for block in blocks for p in block.slot_parameters):
-            self._add_parameter(parameter, host)
+        for block in blocks:
+            for parameter in block.slot_parameters:
+                if id(parameter) not in self._leaves:
+                    self._add_parameter(parameter, host)
         for block in blocks:
             for (module, name), buffer in zip(block.buffer_sites, block.buffers(), strict=True):
                 self._buffers[module, name] = (self._add(buffer), buffer)
+        if host is not None:
+            source = host.buffer.bytes
+            self._copies += [(slot[to : to + size], source[place : place + size]) for place, to, size in self._runs]
         device.promote(self._copies)
         self.promoted_bytes = sum(host.numel() * host.element_size() for _, host in self._copies)
         self._copies.clear()
 
     def _add_parameter(self, parameter: nn.Parameter, host: HostWeights | None) -> None:
-        start, size = self._end, storage_bytes(parameter)
         if host is None or not host.has(parameter):
             data = self._add(parameter.data)
         else:
-            place = host.offset(parameter)
+            size = storage_bytes(parameter)
+            data = self._view(parameter)
+            self._add_run(host.offset(parameter), size)
             self._end += size
-            self._add_run(host.buffer.bytes, place, start, size)
-            data = view_bytes(self.slot[start:], parameter)
-        self._leaves[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        self._leaves[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
 
-    def _add_run(self, host: torch.Tensor, place: int, start: int, size: int) -> None:
-        """Copy `size` bytes, as part of the copy before where both ends meet."""
-        if self._copies:
-            to, origin = self._copies[-1]
-            end = origin.data_ptr() - host.data_ptr() + origin.numel()
-            if end == place and to.data_ptr() + to.numel() == self.slot.data_ptr() + start:
-                place, start, size = place - origin.numel(), start - to.numel(), size + origin.numel()
-                self._copies.pop()
-        self._copies.append((self.slot[start : start + size], host[place : place + size]))
+    def _add_run(self, place: int, size: int) -> None:
+        """Copy `size` bytes to the slot's end, as part of the copy before where both ends meet."""
+        if self._runs:
+            before, to, length = self._runs[-1]
+            if before + length == place and to + length == self._end:
+                self._runs[-1] = (before, to, length + size)
+                return
+        self._runs.append((place, self._end, size))
 
     def _add(self, tensor: torch.Tensor) -> torch.Tensor:
-        view = view_bytes(self.slot[self._end :], tensor)
+        view = self._view(tensor)
         self._copies.append((view, tensor))
         self._end += storage_bytes(tensor)
         return view
 
+    def _view(self, like: torch.Tensor) -> torch.Tensor:
+        """The slot's end with the dtype, shape and strides of `like`.
+
+        With a version counter of its own (`.data`): writing one tensor of a slot, a running mean, must not look
+        to autograd like writing the others.
+        """
+        typed = self._typed.get(like.dtype)
+        if typed is None:
+            typed = self._typed[like.dtype] = self.slot.view(like.dtype)
+        return typed.as_strided(like.size(), like.stride(), self._end // like.element_size()).data
+
     def renew_leaves(self) -> None:
         """Graphs of visits to come start at new leaves; who keeps an old graph does not keep the slot with it."""
-        for parameter, leaf in self._leaves.items():
-            self._leaves[parameter] = nn.Parameter(leaf.data, requires_grad=leaf.requires_grad)
+        for key, leaf in self._leaves.items():
+            self._leaves[key] = nn.Parameter(leaf.data, requires_grad=leaf.requires_grad)
             leaf.data = leaf.data.new_empty(0)
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -118,13 +134,13 @@ class DeviceCopy:
         return tensor.clone() if inside else tensor
 
     def leaf(self, parameter: nn.Parameter | None) -> nn.Parameter:
-        assert parameter is not None
-        if parameter not in self._leaves:
+        leaf = self._leaves.get(id(parameter))
+        if leaf is None:
             raise PrepareError(
                 "a prepared model keeps its Parameter objects, but one was replaced since. Call "
                 "hydra_tune.release(model), replace it, and prepare the model again."
             )
-        return self._leaves[parameter]
+        return leaf
 
     def buffer(self, module: nn.Module, name: str) -> torch.Tensor:
         return self._buffers[module, name][0]

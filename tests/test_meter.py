@@ -14,7 +14,7 @@ from hydra_tune.mode import TrialMode
 from models import mlp
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
-WAIT_S = 60  # for the other trial; only a failed test ever waits so long
+WAIT_S = 20  # for the other trial; only a failed test ever waits so long
 
 
 @pytest.fixture

@@ -1,0 +1,364 @@
+"""Whatever ends a trial, its bytes are given back and nothing of it stays reachable."""
+
+import gc
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import weakref
+from collections import defaultdict
+from pathlib import Path
+
+import optuna
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import hydra_tune
+from hydra_tune.context import current_context, trial_context
+from models import gpt
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+BUDGET = 400_000
+WIDTHS = {"spilled": 128, "resident": 24}
+FAILING_STEP = 2
+WITHOUT_PLAN = ("prepared", "pilot", "too large")
+WAYS = [
+    "return", *WITHOUT_PLAN, "forward", "module hook", "between", "backward", "tensor hook", "weight hook", "step",
+    "loader", "prune", "stop", "nan",
+]  # fmt: skip
+
+
+class End(Exception):
+    pass
+
+
+def fail(*_):
+    raise End
+
+
+class Batches(Dataset):
+    def __init__(self, width, way):
+        self.width, self.way = width, way
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        if self.way == "loader" and i == 2 * FAILING_STEP + 1:
+            raise End
+        return torch.randn(self.width), i % 4
+
+
+class Layer(nn.Module):
+    failing = False
+
+    def __init__(self, width, way):
+        super().__init__()
+        self.linear, self.way = nn.Linear(width, width), way
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.way == "pilot" or (self.failing and self.way == "forward"):
+            raise End
+        if self.failing and self.way == "backward" and y.requires_grad:
+            y.register_hook(fail)
+        return y
+
+
+class FailingSGD(torch.optim.SGD):
+    failing = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.failing:
+            raise End
+
+
+def note(seen, kind, *tensors):
+    seen[kind] += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+
+
+def build(way, width):
+    middle = Layer(width, way)
+    layers = [nn.Linear(width, width) for _ in range(8)]
+    head = nn.Linear(width, 20_000 if way == "too large" else 4)
+    model = nn.Sequential(*layers[:4], middle, *layers[4:], head)
+    return model, middle, FailingSGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def arm(way, middle, optimizer):
+    """What must be set for this step to fail; what undoes it."""
+    middle.failing, optimizer.failing = True, way == "step"
+    if way == "module hook":
+        return middle.register_forward_hook(fail).remove
+    if way == "weight hook":
+        return middle.linear.weight.register_post_accumulate_grad_hook(fail).remove
+    return lambda: None
+
+
+def train(way, width, seen):
+    """Two whole steps, then the end; `seen` gets weak references by kind: weights, gradients, activations."""
+    model, middle, optimizer = build(way, width)
+    seen["weights"] += map(weakref.ref, model.parameters())
+    middle.register_forward_hook(lambda module, args, output: note(seen, "activations", output))
+    loader = DataLoader(Batches(width, way), batch_size=2)
+    model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader)
+    if way == "prepared":
+        return 0.0
+    for step, (x, y) in enumerate(loader):
+        if step == FAILING_STEP:
+            arm(way, middle, optimizer)
+        output = model(x)
+        note(seen, "activations", output)
+        loss = nn.functional.cross_entropy(output, y)
+        if step == FAILING_STEP:
+            leave_between(way, output)
+        loss.backward()
+        note(seen, "gradients", *(p.grad for p in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == FAILING_STEP:
+            break
+    return float("nan") if way == "nan" else loss.item()
+
+
+def leave_between(way, output):
+    """What ends a trial between a forward and its backward."""
+    errors = {"between": End, "prune": optuna.TrialPruned, "stop": hydra_tune.TrialStopped}
+    if way in errors:
+        raise errors[way]
+    if way == "close":
+        current_context().pool.close()
+    if way == "tensor hook":
+        output.register_hook(fail)
+
+
+def expected_state(way):
+    return {"return": "COMPLETE", "prepared": "COMPLETE", "prune": "PRUNED"}.get(way, "FAIL")
+
+
+def bytes_of(pool):
+    """Reserved and real."""
+    return [(d.used_bytes, d._device.meter.live_bytes) for d in pool.devices]
+
+
+def alive(references):
+    return [r() for r in references if r() is not None]
+
+
+def reachable(seen):
+    gc.collect()
+    return {kind: found for kind, references in seen.items() if (found := alive(references))}
+
+
+KEPT = pytest.mark.xfail(strict=True, reason="PyTorch keeps the graph until the thread's next backward")
+
+
+@pytest.mark.parametrize("where", WIDTHS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=KEPT) if way == "weight hook" else way for way in WAYS])
+def test_a_trial_leaves_nothing_behind(way, where):
+    seen, study = defaultdict(list), optuna.create_study()
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        before = bytes_of(pool)
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(
+            study, lambda _: train(way, WIDTHS[where], seen), n_trials=2, catch=(Exception,)
+        )
+        assert [t.state.name for t in study.trials] == [expected_state(way)] * 2
+        if way not in WITHOUT_PLAN:
+            assert [t["resident"] for t in pool.report()["trials"]] == [where == "resident"] * 2
+        assert bytes_of(pool) == before
+        assert len(seen["weights"]) == 2 * 20
+        assert reachable(seen) == {}
+        assert bytes_of(pool) == before
+
+
+@pytest.mark.parametrize("where", WIDTHS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in (*WITHOUT_PLAN, "module hook")])
+@pytest.mark.xfail(strict=False, reason="an ended trial's room is others' before it is empty")
+def test_others_get_a_trials_room_only_once_it_is_empty(way, where, monkeypatch):
+    """The ledger gave an ended trial's bytes to the next one while its tensors were still there, on the device
+    or in the frames of its exception: of 4,000 trials, four together, 22 ran out of memory that others held.
+
+    Where a module's hook raises, PyTorch keeps the module's output in a closure for as long as the exception lives.
+    """
+    left, original = [], hydra_tune.ShardPool.end_trial
+
+    def end_trial(pool, trial):
+        left.append((pool._devices[0].meter.live_bytes, len(alive(seen["activations"]))))
+        original(pool, trial)
+
+    monkeypatch.setattr(hydra_tune.ShardPool, "end_trial", end_trial)
+    seen = defaultdict(list)
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(
+            optuna.create_study(), lambda _: train(way, WIDTHS[where], seen), n_trials=1, catch=(Exception,)
+        )
+    assert left == [(0, 0)]
+
+
+@pytest.mark.parametrize("where", WIDTHS)
+@pytest.mark.xfail(strict=False, reason="an interrupt's frames are kept")
+def test_a_pool_that_is_closed_and_a_user_who_interrupts_leave_nothing_either(where, monkeypatch):
+    seen = defaultdict(list)
+    pool = hydra_tune.ShardPool(["cpu"], BUDGET)
+    runner = hydra_tune.HydraTrialRunner(pool, concurrency=1)
+    monkeypatch.setattr(f"{__name__}.End", KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.optimize(optuna.create_study(), lambda _: train("forward", WIDTHS[where], seen), n_trials=1)
+    assert bytes_of(pool) == [(0, 0)]
+    assert reachable(seen) == {}
+    with pytest.raises(hydra_tune.PoolClosedError, match="stopped"):
+        runner.optimize(optuna.create_study(), lambda _: train("close", WIDTHS[where], seen), n_trials=1)
+    assert bytes_of(pool) == [(0, 0)]
+    assert reachable(seen) == {}
+
+
+def test_a_closed_pool_stops_its_trials_at_their_next_task():
+    steps = []
+
+    def objective(trial):
+        model = gpt(depth=4)
+        model = hydra_tune.prepare(model)
+        for step in range(100):
+            model(torch.randint(0, 128, (2, 16)))
+            steps.append(step)
+            if step == 2:
+                pool.close()
+        return 0.0
+
+    pool = hydra_tune.ShardPool(["cpu"], "2MiB")
+    with pytest.raises(hydra_tune.PoolClosedError, match="stopped"):
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(optuna.create_study(), objective, n_trials=3)
+    assert steps == [0, 1, 2]
+    with pytest.raises(hydra_tune.PoolClosedError, match="Make a new ShardPool"):
+        hydra_tune.HydraTrialRunner(pool).optimize(optuna.create_study(), objective, n_trials=1)
+
+
+def test_a_plain_script_that_drops_its_model_gives_its_bytes_back():
+    with hydra_tune.ShardPool(["cpu"], "4MiB") as pool:
+        model = hydra_tune.prepare(gpt(depth=4), pool=pool)
+        model(torch.randint(0, 128, (2, 16)))
+        assert pool.devices[0].used_bytes > 0
+        del model
+        gc.collect()
+        assert pool.devices[0].used_bytes == 0
+        assert pool.report()["trials"][0]["steps"] == 1
+
+
+# ---- exceptions that the user catches ----
+
+
+def go_on(way, width, pool):
+    """Losses and weights of a loop that skips the step that fails."""
+    torch.manual_seed(0)
+    model, middle, optimizer = build(way, width)
+    batches, losses = list(DataLoader(Batches(width, way=""), batch_size=2))[:5], []
+    if pool is not None:
+        model, optimizer = hydra_tune.prepare(model, optimizer, pool=pool)
+    for step, (x, y) in enumerate(batches):
+        disarm = arm(way, middle, optimizer) if step == FAILING_STEP else lambda: None
+        try:
+            output = model(x)
+            if step == FAILING_STEP:
+                leave_between(way, output)
+            loss = nn.functional.cross_entropy(output, y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        except End:
+            middle.failing = optimizer.failing = False
+            disarm()
+        optimizer.zero_grad()
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("where", WIDTHS)
+@pytest.mark.parametrize("way", ["forward", "module hook", "between", "backward", "tensor hook", "weight hook", "step"])
+@pytest.mark.parametrize("script", [True, False], ids=["script", "objective"])
+def test_a_loop_that_catches_its_exception_goes_on_as_in_plain_pytorch(way, where, script):
+    plain = go_on(way, WIDTHS[where], None)
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        if script:
+            losses, weights = go_on(way, WIDTHS[where], pool)
+            gc.collect()
+        else:
+            with trial_context(pool, 0):
+                losses, weights = go_on(way, WIDTHS[where], pool)
+        assert bytes_of(pool) == [(0, 0)]
+    assert len(losses) == 4
+    assert losses == plain[0]
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain[1], strict=True))
+
+
+# ---- many trials ----
+
+
+def run_trials(pool, study, n_trials, concurrency, seen):
+    """Every way to end, spilled and resident in turn."""
+    cases, ways = list(itertools.product(WAYS, WIDTHS.values())), {}
+
+    def objective(trial):
+        ways[trial.number], width = cases[trial.number % len(cases)]
+        return train(ways[trial.number], width, seen)
+
+    hydra_tune.HydraTrialRunner(pool, concurrency).optimize(study, objective, n_trials=n_trials, catch=(Exception,))
+    ended = {t.number: t.state.name for t in study.trials if t.number in ways}
+    assert ended == {number: expected_state(way) for number, way in ways.items()}
+
+
+@pytest.mark.parametrize("concurrency", [1, 4], ids=["one after another", "four together"])
+@pytest.mark.xfail(strict=False, reason="an ended trial's room is others' before it is empty")
+def test_sixty_trials_that_end_in_every_way(concurrency):
+    seen = defaultdict(list)
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        before = bytes_of(pool)
+        run_trials(pool, optuna.create_study(), 60, concurrency, seen)
+        assert bytes_of(pool) == before
+        assert reachable(seen) == {}
+
+
+def leave_flat(concurrency):
+    """MiB of the process and live tensors after 200 trials and after 1,000; prints them."""
+    study = optuna.create_study()
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        for total in range(100, 1001, 100):
+            seen = defaultdict(list)
+            run_trials(pool, study, 100, concurrency, seen)
+            assert bytes_of(pool) == [(0, 0)]
+            assert reachable(seen) == {}
+            tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+            if total in (200, 1000):
+                print(json.dumps([psutil.Process().memory_info().rss / 2**20, tensors]))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("concurrency", [1, 4], ids=["one after another", "four together"])
+@pytest.mark.xfail(strict=False, reason="an ended trial's room is others' before it is empty")
+def test_a_thousand_trials_leave_host_and_device_bytes_flat(concurrency):
+    """Between trial 200 and trial 1,000 the host keeps 10 KiB a trial, 8 MiB in all: two thirds of it the timeline,
+    whose length is bounded, the rest the report and the study. A trial's weights alone would be 227 MiB.
+
+    A process of its own: the allocator's arenas, one a thread, would take 50 MiB before they settle.
+    """
+    bound_mib, weight_bytes = 12, 4 * (9 * 128 * 129 + 4 * 129)
+    assert 800 / 2 * weight_bytes / 2**20 > 18 * bound_mib, "every other trial is a spilled one"
+    root = Path(hydra_tune.__file__).parents[1]
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "PYTHONPATH": str(root)}
+    command = [sys.executable, __file__, str(concurrency)]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert output.returncode == 0, output.stderr[-4000:]
+    (start_mib, start_tensors), (end_mib, end_tensors) = map(json.loads, output.stdout.splitlines())
+    print(f"{start_mib:.1f} -> {end_mib:.1f} MiB, {start_tensors} -> {end_tensors} tensors")
+    assert end_mib - start_mib < bound_mib
+    assert end_tensors == start_tensors
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    logging.getLogger("hydra_tune").setLevel(logging.WARNING)
+    leave_flat(int(sys.argv[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,8 +68,32 @@ def trial_context(pool: ShardPool, number: int) -> Iterator[Context]:
     try:
         with random_state.active(), torch.autograd.set_multithreading_enabled(False), context.mode:  # type: ignore[union-attr]
             yield context
+    except BaseException as error:
+        _clear_frames(error)
+        raise
     finally:
         _local.context = outer
+        _forget_interrupted_backward()
         for trial in context.trials:
             trial.end()
         context.trials.clear()
+
+
+def _forget_interrupted_backward() -> None:
+    """After an exception in a weight's hook PyTorch keeps the rest of the graph until the thread's next backward."""
+    with torch.enable_grad():
+        torch.ones((), requires_grad=True).backward()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Exceptions keep frames, frames keep tensors: let go of the locals, keep the traceback's lines."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        if current.__traceback__ is not None:
+            traceback.clear_frames(current.__traceback__)
+        pending += [current.__cause__, current.__context__]

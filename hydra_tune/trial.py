@@ -100,6 +100,7 @@ class Trial:
         self._warned = False
         self._key: Hashable = None
         self._pilot: Pilot | None = None
+        self._pilot_bytes: int | None = None  # at most, of one that failed and still has its reservation
         self.residency = Residency(
             device, self.meter, lambda what, num_bytes: pool.count(what, number, home, num_bytes)
         )
@@ -152,7 +153,14 @@ class Trial:
             return
         self.ended = True
         self._task = None
-        self.pool.end_trial(self)
+        try:
+            self._leave_device()
+        finally:  # last: from here on others may have its bytes
+            self.device.meter.end_trial(self.id)
+            self.pool.end_trial(self)
+        self.blocks, self._shard_of, self._optimizer = [], {}, None
+
+    def _leave_device(self) -> None:
         for hook in self._hooks:
             hook.remove()
         model = self._model()
@@ -164,8 +172,6 @@ class Trial:
         self.residency.close()
         for config in self._use_cache:
             config.use_cache = True
-        self.device.meter.end_trial(self.id)
-        self.blocks, self._shard_of, self._optimizer = [], {}, None
 
     @property
     def _limit_bytes(self) -> int:
@@ -280,6 +286,7 @@ class Trial:
                 try:
                     return self._run_step(root, plan, args, kwargs)
                 except UnmeasuredBlock:
+                    self.leave()
                     self._leave_step()
                     set_generator_states(generators, random_states)
                     with torch.no_grad():
@@ -300,9 +307,12 @@ class Trial:
             if plan.resident:
                 self._go_to(0, Direction.FORWARD)
             outputs = root.original(*args, **kwargs)
+            self.leave()
+        except BaseException:
+            self._leave_after_error()
+            raise
         finally:
             self._pass = None
-            self.leave()
             self.pool.note_summary(self)
         if plan.resident:
             self._lease_backward(outputs, forward_pass)
@@ -380,7 +390,7 @@ class Trial:
             with self._counted(), self.residency.inside(block, copy) as visit:
                 yield visit
         except BaseException:
-            self.leave()
+            self._leave_after_error()
             raise
         finally:
             self.meter.outside_starts()
@@ -396,13 +406,21 @@ class Trial:
             self.promote_shard(shard, 0, 0)  # all its weights are held: it needs no slot
         return self.residency.copies.get(shard)
 
+    def _leave_after_error(self) -> None:
+        """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
+        if self.mode is None:
+            self.leave()
+
     def leave(self) -> None:
-        """Release the lease, if this trial has it."""
+        """Release the lease, if this trial has it, or what a failed pilot had."""
         if self._task is not None:
             task, self._task = self._task, None
             self.pool.release(task, self._task_start_s)
             if self._alone:  # no one knows yet how much room the step itself needs
                 self.pool.invalidate(self)
+        if self._pilot_bytes is not None:
+            self.pool.end_pilot(self, self._pilot_bytes)
+            self._pilot_bytes = None
 
     def promote_shard(self, shard: int, offset: int, num_bytes: int) -> None:
         """Carry out the scheduler's `Promote`, in this trial's thread."""
@@ -595,8 +613,11 @@ class Trial:
                 if not pilot.findings:
                     break
                 self._adopt_cut(recut(self.model, self._cut, pilot.findings))
-        finally:
-            self.pool.end_pilot(self, peak_bytes)
+        except BaseException:
+            self._pilot_bytes = peak_bytes
+            self._leave_after_error()
+            raise
+        self.pool.end_pilot(self, peak_bytes)
         if error is not None:
             raise error
         return pilot

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures.thread
 import logging
 import os
-import traceback
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +89,8 @@ def run_objective(pool: ShardPool, objective: Callable[[optuna.Trial], Any], tri
         with trial_context(pool, trial.number):
             value = objective(trial)
     except TrialStopped as stop:
-        _clear_frames(stop)
         raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
     except Exception as error:
-        _clear_frames(error)
         logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
         raise
     logger.info("trial %d: finished with %s", trial.number, value)
@@ -108,17 +105,3 @@ def _forget_executor_threads() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_executor_threads)
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Exceptions keep frames, frames keep tensors: let go of the locals, keep the traceback's lines."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        if current.__traceback__ is not None:
-            traceback.clear_frames(current.__traceback__)
-        pending += [current.__cause__, current.__context__]

@@ -179,7 +179,6 @@ def test_a_trial_leaves_nothing_behind(way, where):
 
 @pytest.mark.parametrize("where", WIDTHS)
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in (*WITHOUT_PLAN, "module hook")])
-@pytest.mark.xfail(strict=False, reason="an ended trial's room is others' before it is empty")
 def test_others_get_a_trials_room_only_once_it_is_empty(way, where, monkeypatch):
     """The ledger gave an ended trial's bytes to the next one while its tensors were still there, on the device
     or in the frames of its exception: of 4,000 trials, four together, 22 ran out of memory that others held.
@@ -202,7 +201,6 @@ def test_others_get_a_trials_room_only_once_it_is_empty(way, where, monkeypatch)
 
 
 @pytest.mark.parametrize("where", WIDTHS)
-@pytest.mark.xfail(strict=False, reason="an interrupt's frames are kept")
 def test_a_pool_that_is_closed_and_a_user_who_interrupts_leave_nothing_either(where, monkeypatch):
     seen = defaultdict(list)
     pool = hydra_tune.ShardPool(["cpu"], BUDGET)
@@ -312,7 +310,6 @@ def run_trials(pool, study, n_trials, concurrency, seen):
 
 
 @pytest.mark.parametrize("concurrency", [1, 4], ids=["one after another", "four together"])
-@pytest.mark.xfail(strict=False, reason="an ended trial's room is others' before it is empty")
 def test_sixty_trials_that_end_in_every_way(concurrency):
     seen = defaultdict(list)
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
@@ -338,7 +335,6 @@ def leave_flat(concurrency):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("concurrency", [1, 4], ids=["one after another", "four together"])
-@pytest.mark.xfail(strict=False, reason="an ended trial's room is others' before it is empty")
 def test_a_thousand_trials_leave_host_and_device_bytes_flat(concurrency):
     """Between trial 200 and trial 1,000 the host keeps 10 KiB a trial, 8 MiB in all: two thirds of it the timeline,
     whose length is bounded, the rest the report and the study. A trial's weights alone would be 227 MiB.

@@ -156,11 +156,8 @@ def reachable(seen):
     return {kind: found for kind, references in seen.items() if (found := alive(references))}
 
 
-KEPT = pytest.mark.xfail(strict=True, reason="PyTorch keeps the graph until the thread's next backward")
-
-
 @pytest.mark.parametrize("where", WIDTHS)
-@pytest.mark.parametrize("way", [pytest.param(way, marks=KEPT) if way == "weight hook" else way for way in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_trial_leaves_nothing_behind(way, where):
     seen, study = defaultdict(list), optuna.create_study()
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:

@@ -1,5 +1,7 @@
 """The first promise over models that nobody has thought of: random module trees, trained under random budgets."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, reject, settings
@@ -142,8 +144,25 @@ class Model(nn.Module):
         return self.head(x)
 
 
+@dataclass
+class Recipe:
+    layers: list
+    order: list
+    skips: dict
+    frozen: set
+    tied: bool
+    seed: int
+
+    def build(self):
+        torch.manual_seed(self.seed)
+        model = Model(self.layers, self.order, self.skips, self.tied)
+        for n in self.frozen:
+            model.layers[n].requires_grad_(False)
+        return model
+
+
 @st.composite
-def models(draw):
+def recipes(draw):
     layers = draw(st.lists(trees, min_size=2, max_size=5))
     order = draw(st.permutations(range(len(layers)))) if draw(st.booleans()) else list(range(len(layers)))
     if draw(st.booleans()):
@@ -152,16 +171,7 @@ def models(draw):
         order = order[1:]
     skips = {i: draw(st.integers(0, i)) for i in range(len(order)) if draw(st.booleans())}
     frozen = draw(st.sets(st.integers(0, len(layers) - 1), max_size=2))
-    seed, tied = draw(st.integers(0, 99)), draw(st.booleans())
-
-    def build():
-        torch.manual_seed(seed)
-        model = Model(layers, order, skips, tied)
-        for n in frozen:
-            model.layers[n].requires_grad_(False)
-        return model
-
-    return build
+    return Recipe(layers, list(order), skips, frozen, draw(st.booleans()), draw(st.integers(0, 99)))
 
 
 def trained(model, pool, autocast, accumulate):
@@ -192,17 +202,17 @@ def left_by(model, optimizer, autocast, accumulate):
     return [*left, *(t.detach().clone() for t in (*model.parameters(), *model.buffers())), torch.get_rng_state()]
 
 
-def check(build, share, autocast, accumulate):
+def check(recipe, share, autocast, accumulate):
     try:
-        plain = trained(build(), None, autocast, accumulate)
+        plain = trained(recipe.build(), None, autocast, accumulate)
     except RuntimeError:
         reject()  # changes in place what plain PyTorch still needs
-    weights = sum(p.numel() * p.element_size() for p in build().parameters())
+    weights = sum(p.numel() * p.element_size() for p in recipe.build().parameters())
     budget = int(share * weights)
     while True:
         with hydra_tune.ShardPool(["cpu"], budget) as pool:
             try:
-                prepared = trained(build(), pool, autocast, accumulate)
+                prepared = trained(recipe.build(), pool, autocast, accumulate)
                 break
             except hydra_tune.BudgetError:
                 budget = budget * 5 // 4 + 512
@@ -212,18 +222,18 @@ def check(build, share, autocast, accumulate):
         assert same, i
 
 
-CASES = {"build": models(), "share": st.floats(0.2, 6.0), "autocast": st.booleans(), "accumulate": st.integers(1, 2)}
+CASES = {"recipe": recipes(), "share": st.floats(0.2, 6.0), "autocast": st.booleans(), "accumulate": st.integers(1, 2)}
 SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
 @given(**CASES)
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=SLOW)
-def test_random_models_train_as_in_plain_pytorch(build, share, autocast, accumulate):
-    check(build, share, autocast, accumulate)
+def test_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumulate):
+    check(recipe, share, autocast, accumulate)
 
 
 @pytest.mark.proof
 @given(**CASES)
 @settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=SLOW)
-def test_two_thousand_random_models_train_as_in_plain_pytorch(build, share, autocast, accumulate):
-    check(build, share, autocast, accumulate)
+def test_two_thousand_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumulate):
+    check(recipe, share, autocast, accumulate)

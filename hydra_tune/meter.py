@@ -21,6 +21,7 @@ import torch
 
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import MixedDevicesError
+from hydra_tune.fork import gate
 from hydra_tune.journal import Journal
 
 VISITOR = -2  # owner of what a trial computes on another trial's device
@@ -218,11 +219,15 @@ class TrialMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Not counted: copies between device and host, whose other side is no device storage."""
+        """Not counted, nor seen by any mode: copies between device and host, whose other side is no device storage."""
         counting, self.counting = self.counting, False
+        outermost = gate.enter()
         try:
-            yield
+            with torch._C._DisableTorchDispatch():
+                yield
         finally:
+            if outermost:
+                gate.leave()
             self.counting = counting
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:

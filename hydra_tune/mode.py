@@ -3,6 +3,7 @@ and under checks refuses those that mix devices."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -80,6 +81,7 @@ def _drop_modes() -> None:
 os.register_at_fork(after_in_child=_drop_modes)
 
 
+@functools.cache
 def _draws(func: Callable[..., Any]) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 

@@ -32,6 +32,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.single_trial
+	$(BIN)/python -m benchmarks.overhead
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -22,17 +22,12 @@ import torch
 
 from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError, UncuttableError
+from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import Uses
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency, Visit
 from hydra_tune.shard import Direction, Edges
 from hydra_tune.tree import Structure, flatten, unflatten
-
-
-class ForwardPass(Protocol):
-    """One forward of the root module, whose graph may still be used."""
-
-    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class Executor(Protocol):
@@ -47,7 +42,7 @@ class Executor(Protocol):
 
     def probe(self, call: BlockCall) -> bool: ...
 
-    def enter_backward(self, forward_pass: Any) -> None: ...
+    def enter_backward(self, forward_pass: ForwardPass) -> None: ...
 
 
 class BlockForward:

@@ -17,7 +17,8 @@ from hydra_tune.shard import TrialPlan
 class Executor(Protocol):
     """What the root needs of the trial it runs for."""
 
-    plan: TrialPlan | None
+    @property
+    def plan(self) -> TrialPlan | None: ...
 
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
 

@@ -1,0 +1,25 @@
+"""One forward of a prepared model, whose graph may still be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hydra_tune.graph import Cast
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """Lives as long as the graph of one forward of the root module; done once that graph was used up."""
+
+    done: bool = False
+    _casts: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What stands for autocast's copy of a weight, one for all its uses in this forward."""
+        key = (id(parameter), dtype)
+        if key not in self._casts:
+            with torch.enable_grad():
+                self._casts[key] = Cast.apply(parameter, dtype)  # type: ignore[no-untyped-call]
+        return self._casts[key]

@@ -1,0 +1,379 @@
+"""Cuts one trial's model and finds the plan for its inputs: the one there is, another trial's, or a new pilot's.
+
+    cut -> pilot -> findings? -> cut anew -> pilot -> ... -> plan, shared by all trials with the same key
+                    too large? -> open that block
+
+A plan holds until the model or its inputs become such as it does not cover.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hydra_tune import node
+from hydra_tune.block import Block
+from hydra_tune.config import format_bytes
+from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
+from hydra_tune.device import Device
+from hydra_tune.errors import BlockTooLargeError, BudgetError
+from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.meter import TrialMeter
+from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
+from hydra_tune.partition import (
+    covers,
+    gradient_flags,
+    input_signature,
+    make_plan,
+    pack_shards,
+    plan_key,
+    promotions,
+    switches,
+)
+from hydra_tune.pilot import DoesNotFitError, Pilot
+from hydra_tune.pool import Client, ShardPool
+from hydra_tune.probe import user_hooks
+from hydra_tune.root import RootForward, refuse_global_hooks, refuse_unsupported
+from hydra_tune.shard import BlockProfile, Cut, TrialPlan
+
+logger = logging.getLogger("hydra_tune")
+
+
+class Planned(node.Executor, Client, Protocol):
+    """What a planner needs of the trial it plans for."""
+
+    name: str
+    pool: ShardPool
+    device: Device
+    meter: TrialMeter
+    optimizer: torch.optim.Optimizer | None
+    in_step: bool
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def leave_step(self) -> None: ...
+
+    def leave_after_error(self) -> None: ...
+
+    def counted(self) -> AbstractContextManager[None]: ...
+
+    def one_pass(self) -> AbstractContextManager[ForwardPass]: ...
+
+
+class UnmeasuredBlock(Exception):
+    """A block is called that no pilot has seen called."""
+
+
+class Planner:
+    """`blocks` in the order of `plan`, once there is one; `pilot` is the one under way."""
+
+    def __init__(self, trial: Planned) -> None:
+        self._trial = trial
+        self.blocks: list[Block] = []
+        self.plan: TrialPlan | None = None
+        self.pilot: Pilot | None = None
+        self.failed_pilot_bytes: int | None = None  # the most of one that failed and still has its reservation
+        self.shard_of: dict[Block, int] = {}
+        self.unmeasured: set[Block] = set()
+        self._key: Hashable = None
+        self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+        self._flags: Hashable = ()
+        self._parameters: list[int] = []
+        self._cut = self._hook_cut = Cut()
+        self._hooked: list[int] = []
+
+    def start(self) -> None:
+        """Cut the model for the first time."""
+        self.blocks = blocks_of(self._trial.model, self._limit_bytes, self._cut)
+        refuse_unsupported(self._trial.model, self.blocks)
+        self.wrap()
+
+    def forget(self) -> None:
+        self.blocks, self.shard_of = [], {}
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data on the plan."""
+        plan, budget_bytes = self.plan, self._trial.device.budget_bytes
+        blocks = plan.blocks if plan else ()
+        shards = list(zip(plan.shards, promotions(plan, budget_bytes), strict=True)) if plan else []
+        return {
+            "resident": plan is not None and plan.resident,
+            "held_bytes": plan.held_bytes if plan else 0,
+            "step_bytes": plan.step_bytes if plan else 0,
+            "weight_bytes": sum(p.weight_bytes for p in blocks),
+            "promoted_bytes_per_step": sum(shard.slot_bytes * times for shard, times in shards),
+            "shards": [
+                {
+                    "blocks": [blocks[i].name for i in shard.blocks],
+                    "slot_bytes": shard.slot_bytes,
+                    "promotions_per_step": times,
+                    "forward_work_bytes": shard.forward_work_bytes,
+                    "backward_work_bytes": shard.backward_work_bytes,
+                }
+                for shard, times in shards
+            ],
+            "cut": {
+                "opened": dict(plan.cut.opened) if plan else {},
+                "kept": dict(plan.cut.kept) if plan else {},
+                "held": dict(plan.cut.held) if plan else {},
+            },
+        }
+
+    # ---- what a step measures ----
+
+    @property
+    def step_is_measured(self) -> bool:
+        """Whether the plan's step bytes are those of a whole step of training, not the pilot's estimate."""
+        return self._key in self._trial.pool.measured
+
+    def use_measured_step(self, step_bytes: int) -> None:
+        """Share a plan with these bytes instead of the estimate.
+
+        Raises:
+            BudgetError: they do not fit.
+        """
+        assert self.plan is not None
+        pool = self._trial.pool
+        if self.step_is_measured:  # by another trial meanwhile
+            step_bytes = max(step_bytes, pool.plans[self._key].step_bytes)
+        room_bytes = pool.budget_bytes - self.plan.held_bytes - step_bytes
+        plan = replace(self.plan, step_bytes=step_bytes, shards=pack_shards(self.plan.blocks, room_bytes))
+        if plan.need_bytes > pool.budget_bytes:
+            raise BudgetError(
+                f"the first step of {self._trial.name} needed {format_bytes(plan.need_bytes)}: "
+                f"{format_bytes(step_bytes)} between its blocks, in its loss and kept by its loop; but the budget is "
+                f"{format_bytes(pool.budget_bytes)}. Raise ShardPool(memory=...), or lower the batch size."
+            )
+        pool.plans[self._key] = plan
+        pool.measured.add(self._key)
+
+    # ---- the plan for a forward ----
+
+    def probe(self, call: node.BlockCall) -> bool:
+        """In a pilot, measure this call first; False if it can't be cut so and is to run as it is.
+
+        Raises:
+            UnmeasuredBlock: no pilot has measured this block; the forward is to be started anew after one.
+        """
+        if self.pilot is not None:
+            return self.pilot.measure(call)
+        if call.block in self.unmeasured:
+            raise UnmeasuredBlock
+        return True
+
+    def plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
+        """The plan for these inputs: the one there is, another trial's, or a new pilot's."""
+        signature = input_signature((args, kwargs))
+        trial, pool = self._trial, self._trial.pool
+        flags = (gradient_flags(trial.model, (args, kwargs)), switches((args, kwargs)), self._cut_of_hooks())
+        parameters = [id(p) for p in trial.model.parameters()]
+        if self.plan is None or not self.plan.resident:
+            refuse_global_hooks()
+        known = flags == self._flags and parameters == self._parameters and covers(self._signature, signature)
+        if self.plan is not None and known:
+            shared = pool.plans[self._key]
+            if shared is not self.plan and not trial.in_step:  # measured anew, by its first step or another trial
+                trial.residency.bring_home(trial.optimizer)
+                pool.admit(trial, shared)
+                self._settle(shared)
+            return self.plan
+        if trial.in_step:
+            trial.leave_step()
+        former, former_key = self.plan, self._key
+        self._key = (plan_key(trial.model, trial.optimizer, (args, kwargs)), flags, trial.residency.spilled)
+        try:
+            if former is not None:
+                trial.residency.bring_home(trial.optimizer)
+            if self._key not in pool.plans:
+                self._adopt_cut(self._cut_of_hooks())
+                self._run_pilot(root, args, kwargs)
+            plan = pool.plans[self._key]
+            pool.admit(trial, plan)
+        except BaseException as error:
+            self._key = former_key
+            if former is not None:
+                if isinstance(error, Exception):  # the script may go on with batches as before
+                    pool.admit(trial, former)
+                self._settle(former)
+            raise
+        self._signature, self._flags, self._parameters = signature, flags, parameters
+        self._settle(plan)
+        logger.info("%s", self._spell_plan(plan))
+        return plan
+
+    def _cut_of_hooks(self) -> Cut:
+        """Where the model must be cut for the hooks that it has now."""
+        model = self._trial.model
+        hooked = [id(module) for module in model.modules() if user_hooks(module)]
+        if hooked != self._hooked:
+            self._hooked, self._hook_cut = hooked, cut_at_hooks(model, self._limit_bytes, Cut())
+        return self._hook_cut
+
+    def extend_plan(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
+        """The same plan with what a pilot of this forward, which calls other blocks, adds to it."""
+        assert self.plan is not None
+        trial, pool, former = self._trial, self._trial.pool, self.plan
+        trial.residency.bring_home(trial.optimizer)
+        self._adopt_cut(former.cut)
+        self._run_pilot(root, args, kwargs, former)
+        pool.admit(trial, pool.plans[self._key])
+        self._settle(pool.plans[self._key])
+        return self.plan
+
+    def _spell_plan(self, plan: TrialPlan) -> str:
+        weights = format_bytes(sum(block.weight_bytes for block in plan.blocks))
+        how = "resident" if plan.resident else f"spilled, in {len(plan.shards)} shards"
+        device = self._trial.device
+        need = f"needs {format_bytes(plan.need_bytes)} of {format_bytes(device.budget_bytes)}"
+        return f"{self._trial.name}: {weights} of weights, {how}, {need} on {device.name}"
+
+    def _settle(self, plan: TrialPlan) -> None:
+        """Put every weight where the plan wants it."""
+        self.plan = plan
+        self._adopt_cut(plan.cut, plan.blocks)
+        self.shard_of = {self.blocks[i]: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
+        self.unmeasured = {
+            block for block, profile in zip(self.blocks, plan.blocks, strict=True) if not profile.measured
+        }
+        if plan.resident:
+            self.unwrap()
+            self.unmeasured = set()
+            self._hold([])
+        else:
+            self._hold(self.blocks)
+            self._trial.residency.spill(self.blocks)
+
+    def _hold(self, except_blocks: Sequence[Block]) -> None:
+        self._trial.residency.hold(self._trial.model, except_blocks, self._trial.optimizer)
+
+    def _adopt_cut(self, cut: Cut, profiles: Sequence[BlockProfile] = ()) -> None:
+        self.unwrap()
+        self._cut = cut
+        self.blocks = blocks_of(self._trial.model, self._limit_bytes, cut, profiles)
+        self.wrap()
+
+    def wrap(self) -> None:
+        """From here on blocks run in visits."""
+        for block in self.blocks:
+            block.module.forward = node.BlockForward(block, self._trial)
+
+    def unwrap(self) -> None:
+        for block in self.blocks:
+            block.module.__dict__.pop("forward", None)
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self._trial.pool.budget_bytes
+
+    def _run_pilot(
+        self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], former: TrialPlan | None = None
+    ) -> None:
+        """Make the plan that all trials with this key share; one that covers `former` too."""
+        trial, pool = self._trial, self._trial.pool
+        empty, first_lack = False, None
+        while True:
+            free_bytes = pool.start_pilot(trial, empty=empty)
+            if pool.plans.get(self._key) is not former:  # another trial's pilot came first
+                pool.end_pilot(trial, 0)
+                return
+            try:
+                pilot = self._try_pilot(free_bytes, root, args, kwargs)
+                pool.plans[self._key] = self._make_plan(pilot, former)
+                return
+            except BlockTooLargeError as error:
+                if free_bytes < trial.device.budget_bytes and not empty:
+                    empty = True  # what fits depends on the budget, not on the neighbours
+                    continue
+                first_lack = first_lack or error
+                opened = open_too_large(trial.model, self._cut, error.block)
+                if opened is None:
+                    raise first_lack from None
+                self._adopt_cut(opened)
+
+    def _make_plan(self, pilot: Pilot, former: TrialPlan | None) -> TrialPlan:
+        in_slots = {p for block in self.blocks for p in block.slot_parameters}
+        trial = self._trial
+        loose = [p for p in trial.model.parameters() if p not in in_slots]
+        every = list(trial.model.parameters())
+        buffers = sum(storage_bytes(b) for b in trial.model.buffers())
+        in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
+        scratch = step_scratch_bytes(trial.optimizer, every, foreach_by_default=trial.device.foreach_by_default)
+        profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
+        if former is not None:
+            known = {p.name: p for p in former.blocks if p.visits}
+            profiles = [p if p.visits else known.get(p.name, p) for p in profiles]
+            step_bytes = max(step_bytes, former.step_bytes)
+        return make_plan(
+            profiles,
+            budget_bytes=trial.pool.budget_bytes,
+            loose_bytes=self._training_bytes(loose) + buffers - in_blocks + pilot.kept_bytes,
+            resident_bytes=self._training_bytes(every) + buffers + scratch + pilot.kept_bytes,
+            step_bytes=step_bytes,
+            may_be_resident=not trial.residency.spilled,
+            cut=self._cut,
+        )
+
+    def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Weights, gradients and optimizer state."""
+        gradients = sum(storage_bytes(p) for p in parameters if p.requires_grad)
+        state = optimizer_state_bytes(self._trial.optimizer, parameters)
+        return sum(map(storage_bytes, parameters)) + gradients + state
+
+    def _try_pilot(self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Pilot:
+        """Pilots of ever better cuts, until nothing is found.
+
+        Raises:
+            BudgetError: there is no room; a `BlockTooLargeError` if it is a block that lacks it.
+        """
+        trial, peak_bytes = self._trial, 0
+        try:
+            while True:
+                pilot = Pilot(trial.model, self.blocks, trial.residency, free_bytes)
+                error = self._fly(pilot, root, args, kwargs)
+                peak_bytes = max(peak_bytes, pilot.peak_bytes)
+                if not pilot.findings:
+                    break
+                self._adopt_cut(recut(trial.model, self._cut, pilot.findings))
+        except BaseException:
+            self.failed_pilot_bytes = peak_bytes
+            trial.leave_after_error()
+            raise
+        trial.pool.end_pilot(trial, peak_bytes)
+        if error is not None:
+            raise error
+        return pilot
+
+    def _fly(self, pilot: Pilot, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError | None:
+        """Run one pilot; why it could not come to its end, if it lacked room."""
+        self.pilot, trial = pilot, self._trial
+        counting, trial.meter.counting = trial.meter.counting, True
+        error: BudgetError | None = None
+        try:
+            with trial.counted(), trial.one_pass():
+                self._hold(self.blocks)
+                pilot.run(root.original, args, kwargs)
+        except DoesNotFitError as lack:
+            error = BlockTooLargeError(
+                lack.block.name,
+                f"{lack}, but the budget of {trial.device.name} is {format_bytes(trial.device.budget_bytes)}. "
+                f"Raise ShardPool(memory=...), lower the batch size, or split the module into smaller children."
+                f"{self._cut.spell_kept()}",
+            )
+        except torch.OutOfMemoryError as lack:
+            error = BudgetError(f"{trial.name} does not fit even one block at a time: {lack}")
+        finally:
+            trial.meter.counting = counting
+            self.pilot = None
+            trial.residency.bring_home(trial.optimizer)  # until it is admitted it holds nothing
+        if error is not None or pilot.findings:
+            gc.collect(1)  # frames that exceptions have left hold tensors
+        return error

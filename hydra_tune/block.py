@@ -40,7 +40,8 @@ class Block:
 
     parameter_sites: list[tuple[nn.Module, str]] = field(init=False)
     buffer_sites: list[tuple[nn.Module, str]] = field(init=False)
-    parameters: list[nn.Parameter] = field(init=False)  # each once, in order of registration; then the borrowed
+    own_parameters: list[nn.Parameter] = field(init=False)  # each once, in order of registration
+    parameters: list[nn.Parameter] = field(init=False)  # its own, then the borrowed
     slot_parameters: list[nn.Parameter] = field(init=False)
     recurrent: list[nn.RNNBase] = field(init=False)
 
@@ -48,9 +49,9 @@ class Block:
         modules = list(self.module.modules())
         self.parameter_sites = [(m, n) for m in modules for n, p in m._parameters.items() if p is not None]
         self.buffer_sites = [(m, n) for m in modules for n, b in m._buffers.items() if b is not None]
-        own = list(self.module.parameters())
-        self.parameters = [*own, *self.borrowed]
-        self.slot_parameters = [p for p in own if p not in set(self.held)]
+        self.own_parameters = list(self.module.parameters())
+        self.parameters = [*self.own_parameters, *self.borrowed]
+        self.slot_parameters = [p for p in self.own_parameters if p not in set(self.held)]
         self.recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
 
     @property
@@ -78,8 +79,7 @@ class Block:
         aliases = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.held}
 
         def leaf(parameter: nn.Parameter | None) -> nn.Parameter:
-            alias = aliases.get(id(parameter))
-            return copy.leaf(parameter) if alias is None else alias
+            return aliases[id(parameter)] if id(parameter) in aliases else copy.leaf(parameter)
 
         caches_casts = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # it would outlive the visit; the slot does not
@@ -89,8 +89,7 @@ class Block:
             for m, n in self.buffer_sites:
                 m._buffers[n] = copy.buffer(m, n)
             self._refresh_flat_weights()
-            own = self.parameters[: len(self.parameters) - len(self.borrowed)]
-            yield [*map(leaf, own), *self.borrowed]
+            yield [*map(leaf, self.own_parameters), *self.borrowed]
         finally:
             torch.set_autocast_cache_enabled(caches_casts)
             for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):

@@ -19,6 +19,7 @@ class Ledger:
     held: dict[int, int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     slots: dict[SlotKey, tuple[int, int]] = field(default_factory=dict)  # (offset, bytes), oldest use first
+    slot_bytes: int = 0  # of all slots
     work_bytes: int = 0
     peak_bytes: int = 0
 
@@ -29,10 +30,6 @@ class Ledger:
     @property
     def step_bytes(self) -> int:
         return sum(self.steps.values())
-
-    @property
-    def slot_bytes(self) -> int:
-        return sum(size for _, size in self.slots.values())
 
     @property
     def used_bytes(self) -> int:
@@ -67,6 +64,7 @@ class Ledger:
         if offset + num_bytes > self.budget_bytes:
             return None
         self.slots[key] = (offset, num_bytes)
+        self.slot_bytes += num_bytes
         self.note_peak()
         return offset
 
@@ -91,7 +89,9 @@ class Ledger:
         self.slots = {key: self.slots.pop(key), **self.slots}
 
     def remove(self, key: SlotKey) -> tuple[int, int]:
-        return self.slots.pop(key)
+        offset, num_bytes = self.slots.pop(key)
+        self.slot_bytes -= num_bytes
+        return offset, num_bytes
 
     def forget(self, trial: int) -> None:
         """Return what a trial holds beside its slots."""
@@ -107,6 +107,7 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes + more_bytes)
 
     def validate(self) -> None:
+        assert self.slot_bytes == sum(size for _, size in self.slots.values()), self.slot_bytes
         assert 0 <= self.used_bytes <= self.budget_bytes, (self.used_bytes, self.budget_bytes)
         assert self.peak_bytes <= self.budget_bytes, (self.peak_bytes, self.budget_bytes)
         end = 0

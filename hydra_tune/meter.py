@@ -13,8 +13,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -217,23 +216,39 @@ class TrialMeter:
         assert start is not None
         return self._outside_peak - start
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Not counted, nor seen by any mode: copies between device and host, whose other side is no device storage."""
-        counting, self.counting = self.counting, False
-        outermost = gate.enter()
-        try:
-            with torch._C._DisableTorchDispatch():
-                yield
-        finally:
-            if outermost:
-                gate.leave()
-            self.counting = counting
+    def paused(self) -> Paused:
+        """Not counted, nor seen by any mode, without gradients: copies between device and host, whose other side
+        is no device storage."""
+        return Paused(self)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that arrived on the device by a copy, not by an operator."""
         for tensor in tensors:
             self.meter.add_copy(self.trial, tensor)
+
+
+class Paused:
+    """A context manager, once; several are entered for each task."""
+
+    __slots__ = ("_counting", "_grad", "_meter", "_modes", "_outermost")
+
+    def __init__(self, meter: TrialMeter) -> None:
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        self._counting, self._meter.counting = self._meter.counting, False
+        self._outermost = gate.enter()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._modes = torch._C._DisableTorchDispatch()
+        self._modes.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._modes.__exit__(*error)
+        torch._C._set_grad_enabled(self._grad)
+        if self._outermost:
+            gate.leave()
+        self._meter.counting = self._counting
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

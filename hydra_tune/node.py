@@ -27,7 +27,7 @@ from hydra_tune.graph import Uses
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency, Visit
 from hydra_tune.shard import Direction, Edges
-from hydra_tune.tree import Structure, flatten, unflatten
+from hydra_tune.tree import Structure, flatten, flatten_call, unflatten
 
 
 class Executor(Protocol):
@@ -86,7 +86,7 @@ class BlockCall:
         self.block = block
         self.trial = trial
         self.forward_pass = trial.forward_pass
-        leaves, self._structure = flatten((args, kwargs))
+        leaves, self._structure = flatten_call(args, kwargs)
         places: dict[int, _Place] = {}
         self.tensors: list[torch.Tensor] = []
         for leaf in leaves:

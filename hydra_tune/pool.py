@@ -150,7 +150,7 @@ class ShardPool:
     def timeline(self) -> list[dict[str, Any]]:
         """Spans of time in order of their end: kind (run, promote, wait), device, trial, shard, seconds."""
         with self._lock:
-            return [vars(span).copy() for span in self._trace.spans]
+            return [span._asdict() for span in self._trace.spans]
 
     def close(self) -> None:
         """Stop every live trial at its next task boundary and refuse new ones. May be called twice."""

@@ -58,9 +58,10 @@ class Residency:
             self.in_visit = outer
 
     def promote(self, blocks: Sequence[Block], offset: int, num_bytes: int) -> DeviceCopy:
-        with self.meter.paused(), torch.no_grad():
+        counting = self.meter.counting
+        with self.meter.paused():
             slot = self.device.slot(offset, num_bytes)
-            if self.meter.always or self.meter.inside:
+            if counting:
                 self.device.meter.add(SLOT_OWNER, [slot])
             copy = DeviceCopy(self.device, slot, blocks, self._weights)
         self._count("promoted_bytes", copy.promoted_bytes)
@@ -68,7 +69,9 @@ class Residency:
 
     def write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Copy buffers that a forward has changed to their host masters."""
-        with self.meter.paused(), torch.no_grad():
+        if not changed:
+            return
+        with self.meter.paused():
             for _, host, slot in changed:
                 host.copy_(slot)
         self._count("spilled_bytes", sum(tensor_bytes(host) for _, host, _ in changed))
@@ -82,7 +85,7 @@ class Residency:
         """
         in_slot = set(block.slot_parameters)
         pairs = [(g, p) for p, row in zip(masters, grads, strict=True) for g in row if g is not None and p in in_slot]
-        with self.meter.paused(), torch.no_grad():
+        with self.meter.paused():
             hosts = iter(self.device.to_host([g for g, _ in pairs], [p for _, p in pairs]))
         self._count("spilled_bytes", sum(tensor_bytes(g) for g, _ in pairs))
         return [
@@ -98,7 +101,7 @@ class Residency:
             if self._weights.holds(blocks):
                 return
             self._weights.close()
-        with self.meter.paused(), torch.no_grad():
+        with self.meter.paused():
             self._weights = HostWeights(blocks, self.device)
 
     def hold(self, model: nn.Module, except_blocks: Sequence[Block], optimizer: torch.optim.Optimizer | None) -> None:

@@ -17,9 +17,10 @@ Known slack: a trial's shards run on its home device alone, and nothing is promo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from operator import neg
 from typing import TypeAlias
 
 from hydra_tune.ledger import Ledger
@@ -407,10 +408,11 @@ class Machine:
         plan = self.trials[task.trial].plan
         assert plan is not None
         size, arena_bytes = plan.shards[task.shard].slot_bytes, device.ledger.budget_bytes
-        to_end = list(accumulate(s.slot_bytes for s in reversed(plan.shards)))[::-1]
+        to_end = plan.bytes_to_end
         if to_end[task.shard] > arena_bytes:
             return None, []
-        at = max(n for n in to_end if n <= arena_bytes) - to_end[task.shard]
+        first = bisect_left(to_end, -arena_bytes, key=neg)
+        at = to_end[first] - to_end[task.shard]
         there = device.ledger.slots_at(at, size)
         if any(trial != task.trial or to_end[shard] <= arena_bytes for trial, shard in there):
             return None, []

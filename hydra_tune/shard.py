@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from itertools import accumulate
 
 
 class ShardState(Enum):
@@ -128,10 +130,15 @@ class TrialPlan:
     step_bytes: int
     cut: Cut = Cut()
 
-    @property
+    @cached_property
     def task_bytes(self) -> int:
         """The most any one task needs beyond what the trial and its step hold."""
         return max((shard.slot_bytes + shard.work_bytes(d) for shard in self.shards for d in Direction), default=0)
+
+    @cached_property
+    def bytes_to_end(self) -> tuple[int, ...]:
+        """For each shard the slots from it to the last one."""
+        return tuple(accumulate(shard.slot_bytes for shard in reversed(self.shards)))[::-1]
 
     @property
     def need_bytes(self) -> int:

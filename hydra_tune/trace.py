@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_SPANS = 200_000  # the oldest are forgotten first
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """`kind` is run, promote or wait; seconds since the pool began."""
 
     kind: str

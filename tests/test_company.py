@@ -1,5 +1,6 @@
 """A trial gives the same numbers alone and in company: four in four threads, on one device and on two."""
 
+import functools
 import multiprocessing
 import time
 
@@ -47,6 +48,7 @@ class FixedTrial:
         self.number = number
 
 
+@functools.cache
 def plain_results(num_workers):
     results = {}
     for number in RATES:
@@ -67,6 +69,11 @@ def run_in_pool(devices, num_workers, concurrency):
     return results, report
 
 
+@functools.cache
+def results_alone(num_workers):
+    return run_in_pool(["cpu"], num_workers, concurrency=1)[0]
+
+
 def assert_same(a, b):
     assert a.keys() == b.keys()
     for number, (losses, weights, drawn) in a.items():
@@ -79,10 +86,11 @@ def assert_same(a, b):
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]], ids=["one device", "two devices"])
 def test_four_trials_in_four_threads_equal_each_alone_and_plain_pytorch(devices, num_workers):
     together, report = run_in_pool(devices, num_workers, concurrency=4)
-    alone, _ = run_in_pool(devices, num_workers, concurrency=1)
-    assert_same(together, alone)
+    assert_same(together, results_alone(num_workers))
     assert_same(together, plain_results(num_workers))
     assert {t["device"] for t in report["trials"]} == {d["name"] for d in report["devices"]}
+    assert len({str(t["shards"]) for t in report["trials"]}) == 1, "trials of one architecture share one partition"
+    assert len({t["step_bytes"] for t in report["trials"]}) == 1
 
 
 def test_loader_workers_of_a_trial_end_without_an_error():
@@ -104,12 +112,6 @@ def test_loader_workers_of_a_trial_end_without_an_error():
         optuna.create_study(), objective, n_trials=1
     )
     assert codes == [0, 0]
-
-
-def test_trials_of_one_architecture_share_one_partition():
-    _, report = run_in_pool(["cpu"], 0, concurrency=2)
-    assert len({str(t["shards"]) for t in report["trials"]}) == 1
-    assert len({t["step_bytes"] for t in report["trials"]}) == 1
 
 
 class LargeTable(nn.Module):

@@ -1,4 +1,4 @@
-"""Undoes what operators write into tensors: keeps the value each had before the first write."""
+"""What operators do to weights in host memory during a pilot: what they write is undone, what they read is found."""
 
 from __future__ import annotations
 
@@ -9,30 +9,51 @@ import torch
 
 
 class Journal:
-    """Of these tensors. A dispatch mode shows it every operator before it runs; copies are made only of what
+    """Of these weights. A dispatch mode shows it every operator before it runs; copies are made only of what
     is written. Operators that write without saying so in their schema (batch_norm) pass unnoticed."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._watched = {t.untyped_storage()._cdata: t for t in tensors if not t.is_meta}
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
+        self._watched = {t.untyped_storage()._cdata: t for t in weights if not t.is_meta}
+        self._before: dict[int, torch.Tensor] = {}  # values of what was written, by storage
+        self._read: dict[int, bool] = {}  # by storage: beside a tensor on the device?
 
-    def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def note(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        inputs: Iterable[torch.Tensor],
+        *,
+        on_device: bool,
+    ) -> None:
+        """`inputs` are the tensors among the arguments; `on_device` says that the operator computes there."""
+        for tensor in inputs:
+            key = _key(tensor)
+            if key in self._watched:
+                self._read[key] = on_device or self._read.get(key, False)
         schema = getattr(func, "_schema", None)
         if schema is None or not schema.is_mutable:
             return
         for i, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
-                for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                        self._keep(tensor.untyped_storage()._cdata)
+                for written in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(written, torch.Tensor):
+                        self._keep(_key(written))
 
     def _keep(self, key: int) -> None:
-        tensor = self._watched.pop(key, None)
-        if tensor is not None:
-            self._before.append((tensor, tensor.detach().clone()))
+        if key in self._watched and key not in self._before:
+            self._before[key] = self._watched[key].detach().clone()
+
+    def read(self, *, on_device: bool) -> list[torch.nn.Parameter]:
+        """What operators had among their inputs; with `on_device`, beside a tensor on the device."""
+        return [self._watched[key] for key, beside in self._read.items() if beside or not on_device]
 
     def undo(self) -> None:
         with torch.no_grad():
-            for tensor, value in self._before:
-                tensor.data.copy_(value)
+            for key, value in self._before.items():
+                self._watched[key].data.copy_(value)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1

@@ -178,6 +178,13 @@ class TrialMeter:
             )
         return self.meter
 
+    def note(self, operator: Any, args: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> None:
+        """Tell a pilot's journal of an operator that is to run."""
+        if self.journal is not None:
+            copies = getattr(operator, "overloadpacket", None) in _COPIES_INTO
+            on_device = not copies and any(t.dim() and is_counted(t) for t in inputs)
+            self.journal.note(operator, args, kwargs, inputs, on_device=on_device)
+
     def observe(self, device: Meter | None, outputs: list[torch.Tensor]) -> None:
         """Count what an operator made there."""
         if device is not None:

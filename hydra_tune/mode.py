@@ -54,10 +54,10 @@ class TrialMode(TorchDispatchMode):
                 gate.leave()
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.meter is not None and self.meter.journal is not None:
-            self.meter.journal.note(func, args, kwargs)
         meter = self.meter if self.meter is not None and self.meter.counting else None
         inputs = _tensors((args, *kwargs.values())) if meter is not None else []
+        if meter is not None:
+            meter.note(func, args, kwargs, inputs)
         device = meter.device_of(func, inputs) if meter is not None else None
         if self.random_state is not None and _draws(func) and is_default(kwargs.get("generator")):
             out = self.random_state.swapped(lambda: func(*args, **kwargs))

@@ -113,8 +113,15 @@ class Pilot:
                 inputs_kept(inputs),
             ):
                 meter.watch_outside()
-                with torch.enable_grad():
-                    outputs = tensors_in(forward(*args, **kwargs))
+                try:
+                    with torch.enable_grad():
+                        outputs = tensors_in(forward(*args, **kwargs))
+                except RuntimeError as error:  # as a GPU's of weights in host memory, or of what was made of them
+                    self._hold(journal.read(on_device=True) or journal.read(on_device=False))
+                    if isinstance(error, torch.OutOfMemoryError) or not self.findings.held:
+                        raise
+                    return
+                self._hold(journal.read(on_device=True))
                 self._drop_copy()
                 forward_peak, held = meter.outside_peak(), meter.trial_bytes - before
                 if not self.findings:
@@ -134,10 +141,17 @@ class Pilot:
                     buffer.copy_(value)
         self._profile_uncalled()
 
+    def _hold(self, read: Sequence[nn.Parameter]) -> None:
+        """Weights of blocks that operators were given as they are: in a visit a block has copies of its own."""
+        spilled = {id(p) for block in self.blocks for p in block.slot_parameters}
+        known = {id(p) for borrowed in self.findings.borrowed.values() for p in borrowed}
+        for parameter in read:
+            if id(parameter) in spilled - known:
+                self.findings.held[parameter] = "used without calling the module that owns it"
+
     def _read(self, graph: OuterGraph) -> None:
         measured = {block: profile.backward_work_bytes for block, profile in self.profiles.items()}
-        for parameter in graph.used_outside(self.blocks):
-            self.findings.held[parameter] = "used without calling the module that owns it"
+        self._hold(graph.used_outside(self.blocks))
         for block, edges, extra_bytes in graph.edges():
             profile = self.profiles[block]
             self.profiles[block] = replace(

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune.journal import Journal
+from hydra_tune.meter import is_counted
 
 WIDTH = 32
 
@@ -172,6 +174,23 @@ class Renormalises(Layer):
         return super().forward(x + self.table(x[:, 0].long().abs() % 8))
 
 
+class Teacher(Model):
+    """Uses a frozen weight, and one without its gradient, beside the modules that own them; updates others on the
+    host, where they may stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2].first.weight.requires_grad_(False)
+        self.average = nn.ModuleList([Layer()]).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for old, new in zip(self.average[0].parameters(), self.layers[0].parameters(), strict=True):
+                old.lerp_(new, 0.1)
+        frozen = nn.functional.linear(x, self.layers[2].first.weight)
+        return super().forward(x) + frozen.sum() + (x @ self.layers[3].first.weight.detach().t()).sum()
+
+
 def hooked():
     model = Model()
     model.layers[1].first.register_forward_hook(lambda module, args, output: output * 2)
@@ -197,6 +216,8 @@ CASES = {
     "uses what another made": (lambda: HandsAround(UsesMade), {"opened": "layers.1"}, "another module has made"),
     "borrows": (borrowing, {"held": "layers.3.first.weight"}, "used by layers.1 without being given"),
     "tied by a function": (TiedByFunction, {"held": "head.weight"}, "without calling the module that owns it"),
+    "frozen": (Teacher, {"held": "layers.2.first.weight"}, "without calling the module that owns it"),
+    "detached": (Teacher, {"held": "layers.3.first.weight"}, "without calling the module that owns it"),
     "renormalises": (lambda: Model(Renormalises), {"kept": "layers.1.table"}, "changed one in place"),
     "hook inside": (hooked, {"opened": "layers.1"}, "layers.1.first in it has a hook"),
     "tied outside": (tied_outside, {}, ""),
@@ -238,3 +259,24 @@ def test_it_is_cut_otherwise_says_so_and_trains_equally(case):
         assert reason in trial["cut"][kind][name], trial["cut"]
     assert len(plain) == len(spilled)
     assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))
+
+
+@pytest.mark.parametrize("case", ["borrows", "tied by a function", "frozen"])
+def test_a_pilot_on_a_gpu_finds_weights_in_host_memory_by_the_error(case, monkeypatch):
+    """There an operator on tensors of two devices raises before any graph could tell."""
+
+    def note(self, func, args, kwargs, inputs, *, on_device, original=Journal.note):
+        original(self, func, args, kwargs, inputs, on_device=on_device)
+        if on_device and any(w.data_ptr() == t.data_ptr() and not is_counted(t) for t in inputs for w in weights):
+            raise RuntimeError("Expected all tensors to be on the same device")
+
+    monkeypatch.setattr(Journal, "note", note)
+    build, found, _ = CASES[case]
+    model = build()
+    weights = list(model.parameters())
+    with hydra_tune.ShardPool(["cpu"], 44_000) as pool:
+        trained(model, pool)
+        (trial,) = pool.report()["trials"]
+    assert not trial["resident"]
+    assert not any(name.startswith("average") for name in trial["cut"]["held"])
+    assert found["held"] in trial["cut"]["held"]

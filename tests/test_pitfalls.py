@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import mode, node, pilot, probe, spill, trial
+from hydra_tune import mode, node, pilot, planner, probe, spill
 from hydra_tune.block import Block
 from hydra_tune.shard import Edges
 
@@ -236,7 +236,7 @@ PITFALLS = {
     ),
     "14 blocks not called at first": (
         lambda: Drops(Wide(), Wide(), Layer(), Layer(), Layer()),
-        [(trial.Trial, "probe", lambda self, call: self._pilot is None or self._pilot.measure(call))],
+        [(planner.Planner, "probe", lambda self, call: self.pilot is None or self.pilot.measure(call))],
     ),
     "15 weights reached from elsewhere": (borrowing, [(pilot, "borrowed_by", lambda *_: [])]),
 }

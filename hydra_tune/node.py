@@ -14,7 +14,7 @@ input once for each of its uses in the block, so that sums are made in plain PyT
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -102,6 +102,7 @@ class BlockCall:
         self._buffers_before: list[tuple[int, torch.Tensor]] = []
         self._versions: list[int] = []
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
+        self._default_device = torch.device("cpu")
         self._output_leaves: list[Any] = []
         self._output_structure: Structure | None = None
         self.nondifferentiable: list[int] = []
@@ -191,7 +192,7 @@ class BlockCall:
         generators = self.trial.residency.device.generators()
         before = generator_states(generators)
         versions = versions_of(tensors)
-        self._autocast = _autocast_state()
+        self._autocast, self._default_device = _autocast_state(), torch.get_default_device()
         with self.trial.visit(self.block, Direction.FORWARD) as visit:
             weight_versions = versions_of(visit.leaves)
             given = detached(tensors) if self._keeps_graph else list(tensors)
@@ -240,7 +241,7 @@ class BlockCall:
                 if self._random_states is not None:
                     set_generator_states(generators, self._random_states)
                 inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
-                with torch.enable_grad(), _restored_autocast(self._autocast):
+                with torch.enable_grad(), _restored_autocast(self._autocast), _restored_device(self._default_device):
                     made = self.made_by(self.block.forward(*self.arguments(inputs)), inputs)
             finally:
                 set_generator_states(generators, drawn)
@@ -438,6 +439,11 @@ def _restored_autocast(state: Sequence[tuple[str, bool, torch.dtype]]) -> Iterat
             if enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
         yield
+
+
+def _restored_device(device: torch.device) -> AbstractContextManager[Any]:
+    """`torch.device` as a context, and `torch.set_default_device`, are a thread's, and may be over by now."""
+    return nullcontext() if device == torch.get_default_device() else device
 
 
 def edges_for(counts: Edges, other: Edges) -> Edges:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hydra_tune.errors import PrepareError
+from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
 from hydra_tune.trial import Trial
@@ -73,16 +74,10 @@ def trial_context(pool: ShardPool, number: int) -> Iterator[Context]:
         raise
     finally:
         _local.context = outer
-        _forget_interrupted_backward()
+        forget_interrupted_backward()
         for trial in context.trials:
             trial.end()
         context.trials.clear()
-
-
-def _forget_interrupted_backward() -> None:
-    """After an exception in a weight's hook PyTorch keeps the rest of the graph until the thread's next backward."""
-    with torch.enable_grad():
-        torch.ones((), requires_grad=True).backward()
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -34,6 +34,12 @@ def leaf_of(node: Any) -> torch.Tensor | None:
     return leaf
 
 
+def forget_interrupted_backward() -> None:
+    """After an exception in a backward PyTorch may keep the rest of its graph until the thread's next backward."""
+    with torch.enable_grad():
+        torch.ones((), requires_grad=True).backward()
+
+
 class Uses:
     """The uses of some leaves in the graph behind `outputs`, apart where autocast first casts the leaf.
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from torch import nn
 from hydra_tune.block import Block
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import UncuttableError
-from hydra_tune.graph import Uses
+from hydra_tune.graph import Uses, forget_interrupted_backward
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.journal import Journal
+from hydra_tune.meter import TrialMeter
 from hydra_tune.node import BlockCall, detached, edges_for, gradients_of, saved, unsaved, versions_of
 from hydra_tune.probe import (
     OuterGraph,
@@ -86,6 +88,7 @@ class Pilot:
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Users' hooks do not fire, unless the model can't do without them."""
+        before = self.residency.meter.trial_bytes
         try:
             self._run(forward, args, kwargs, fires_hooks=False)
             return
@@ -94,7 +97,7 @@ class Pilot:
         except Exception:
             if not any(map(user_hooks, self.model.modules())):
                 raise
-        gc.collect(1)  # frames that the exception has left hold tensors
+        free_remains(self.residency.meter, before)
         self.profiles, self.findings = {}, Findings()
         self._run(forward, args, kwargs, fires_hooks=True)
 
@@ -301,6 +304,13 @@ class Pilot:
         before = self.residency.meter.start_window()
         yield used
         used[0] = self.residency.meter.window_peak - before
+
+
+def free_remains(meter: TrialMeter, num_bytes: int) -> None:
+    """Free what a pilot that has failed keeps on the device, until the trial has no more than these bytes."""
+    for free in (forget_interrupted_backward, partial(gc.collect, 1), gc.collect):  # frames are in cycles
+        if meter.trial_bytes > num_bytes:
+            free()
 
 
 def _kind(block: Block) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ A plan holds until the model or its inputs become such as it does not cover.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -38,7 +37,7 @@ from hydra_tune.partition import (
     promotions,
     switches,
 )
-from hydra_tune.pilot import DoesNotFitError, Pilot
+from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.probe import user_hooks
 from hydra_tune.root import RootForward, refuse_global_hooks, refuse_unsupported
@@ -356,6 +355,7 @@ class Planner:
         """Run one pilot; why it could not come to its end, if it lacked room."""
         self.pilot, trial = pilot, self._trial
         counting, trial.meter.counting = trial.meter.counting, True
+        before = trial.meter.trial_bytes
         error: BudgetError | None = None
         try:
             with trial.counted(), trial.one_pass():
@@ -374,6 +374,5 @@ class Planner:
             trial.meter.counting = counting
             self.pilot = None
             trial.residency.bring_home(trial.optimizer)  # until it is admitted it holds nothing
-        if error is not None or pilot.findings:
-            gc.collect(1)  # frames that exceptions have left hold tensors
+        free_remains(trial.meter, before)
         return error

@@ -96,8 +96,11 @@ class Planner:
         refuse_unsupported(self._trial.model, self.blocks)
         self.wrap()
 
-    def forget(self) -> None:
+    def close(self) -> None:
+        """Let go of the model and of the trial, so that no cycle keeps either."""
         self.blocks, self.shard_of = [], {}
+        self.unmeasured.clear()
+        del self._trial
 
     def summary(self) -> dict[str, Any]:
         """Plain data on the plan."""

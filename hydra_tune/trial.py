@@ -113,7 +113,7 @@ class Trial:
         finally:  # last: from here on others may have its bytes
             self.device.meter.end_trial(self.id)
             self.pool.end_trial(self)
-        self.planner.forget()
+        self.planner.close()
         self.optimizer = None
 
     def _leave_device(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +23,14 @@ class Substitute(Protocol):
     def buffer(self, module: nn.Module, name: str) -> torch.Tensor: ...
 
 
+def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
+    """What stands for a parameter in a local graph, with the attributes that the user has put on it."""
+    leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    if parameter.__dict__:
+        leaf.__dict__.update(parameter.__dict__)
+    return leaf
+
+
 @dataclass(eq=False)
 class Block:
     """A module under its name in the model.
@@ -37,21 +45,26 @@ class Block:
     borrowed: Sequence[nn.Parameter] = ()
     edges: Edges = field(default_factory=Edges)
     keeps_clones: bool = False  # its inputs are changed in place by what comes after it
+    reentrant: bool = False  # it has reentrant checkpoints within
+    rewritten: bool = False  # something changes its weights during a forward
 
+    modules: list[nn.Module] = field(init=False)
     parameter_sites: list[tuple[nn.Module, str]] = field(init=False)
     buffer_sites: list[tuple[nn.Module, str]] = field(init=False)
     own_parameters: list[nn.Parameter] = field(init=False)  # each once, in order of registration
     parameters: list[nn.Parameter] = field(init=False)  # its own, then the borrowed
     slot_parameters: list[nn.Parameter] = field(init=False)
     recurrent: list[nn.RNNBase] = field(init=False)
+    own_forward: Callable[..., Any] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        modules = list(self.module.modules())
+        self.modules = modules = list(self.module.modules())
         self.parameter_sites = [(m, n) for m in modules for n, p in m._parameters.items() if p is not None]
         self.buffer_sites = [(m, n) for m in modules for n, b in m._buffers.items() if b is not None]
         self.own_parameters = list(self.module.parameters())
         self.parameters = [*self.own_parameters, *self.borrowed]
         self.slot_parameters = [p for p in self.own_parameters if p not in set(self.held)]
+        self.own_forward = self.module.__dict__.get("forward")
         self.recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
 
     @property
@@ -68,7 +81,9 @@ class Block:
         return [b for b in (m._buffers[n] for m, n in self.buffer_sites) if b is not None]
 
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The module's own forward, whatever stands in its place."""
+        """The module's own forward, whatever stands in its place; one set on the instance goes before its class's."""
+        if self.own_forward is not None:
+            return self.own_forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @contextmanager
@@ -76,13 +91,14 @@ class Block:
         """Let the module reach the device copies under its own names. Gives the leaves, as in `parameters`."""
         host_parameters = [m._parameters[n] for m, n in self.parameter_sites]
         host_buffers = [m._buffers[n] for m, n in self.buffer_sites]
-        aliases = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.held}
+        aliases = {id(p): leaf_like(p, p.data) for p in self.held}
 
         def leaf(parameter: nn.Parameter | None) -> nn.Parameter:
             return aliases[id(parameter)] if id(parameter) in aliases else copy.leaf(parameter)
 
         caches_casts = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # it would outlive the visit; the slot does not
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # its casts would outlive the visit; slots do not
+            torch.set_autocast_cache_enabled(False)
         try:
             for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):
                 m._parameters[n] = leaf(p)

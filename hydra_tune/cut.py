@@ -37,7 +37,9 @@ def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[B
             borrowed=[by_name[n] for n in borrowed.get(name, ())],
         )
         if known:
-            block.edges, block.keeps_clones = known[name].edges, known[name].keeps_clones
+            profile = known[name]
+            block.edges, block.keeps_clones = profile.edges, profile.keeps_clones
+            block.reentrant, block.rewritten = profile.reentrant, profile.rewritten
         blocks.append(block)
     return blocks
 

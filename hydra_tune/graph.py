@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+REENTRANT = "CheckpointFunctionBackward"
 CAST = "ToCopyBackward0"  # what autocast makes of a float32 weight
 
 
@@ -52,6 +53,7 @@ class Uses:
         self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], *, cast_once: Collection[int]
     ) -> None:
         nodes = list(nodes_of(outputs))  # kept: a node's Python object must stay the same one
+        self.reentrant = any(node.name() == REENTRANT for node in nodes)
         index = {id(leaf): i for i, leaf in enumerate(leaves)}
         cast_of: dict[Any, int] = {}
         self._edges: list[tuple[Any, int, int, bool]] = []  # node, position of the edge, leaf, by a cast

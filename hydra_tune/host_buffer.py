@@ -30,6 +30,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.permute(outermost_first).is_contiguous()
 
 
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors, on whatever devices, have the same values; nan is the same as nan."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.layout is not torch.strided:
+        return True
+    a, b = a.detach().cpu(), b.detach().cpu()
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 class HostBuffer:
     """An exact-size private mapping, filled with `tensors` in order.
 

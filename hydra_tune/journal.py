@@ -49,6 +49,10 @@ class Journal:
         """What operators had among their inputs; with `on_device`, beside a tensor on the device."""
         return [self._watched[key] for key, beside in self._read.items() if beside or not on_device]
 
+    @property
+    def written(self) -> list[torch.nn.Parameter]:
+        return [self._watched[key] for key in self._before]
+
     def undo(self) -> None:
         with torch.no_grad():
             for key, value in self._before.items():

@@ -13,8 +13,10 @@ input once for each of its uses in the block, so that sums are made in plain PyT
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -23,10 +25,11 @@ import torch
 from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
-from hydra_tune.graph import Uses
+from hydra_tune.graph import Uses, leaf_of, nodes_of
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency, Visit
 from hydra_tune.shard import Direction, Edges
+from hydra_tune.surroundings import Surroundings, autocast_state, kept
 from hydra_tune.tree import Structure, flatten, flatten_call, unflatten
 
 
@@ -51,7 +54,8 @@ class BlockForward:
     def __init__(self, block: Block, trial: Executor) -> None:
         self.block = block
         self.trial = trial
-        self.__wrapped__ = type(block.module).forward.__get__(block.module)  # inspect.signature follows it
+        own = block.own_forward or type(block.module).forward.__get__(block.module)
+        self.__wrapped__ = own  # inspect.signature follows it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.trial.residency.in_visit:  # a block within a block
@@ -64,7 +68,8 @@ class BlockForward:
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.tensors, *self.block.parameters))
         if needs_grad:
             call.start_graph()
-            outputs = BlockFunction.apply(call, *call.edges_in())  # type: ignore[no-untyped-call]
+            made = call.run_forward(call.tensors)  # first: it tells which weights are used
+            outputs = BlockFunction.apply(call, made, *call.edges_in())  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 outputs = call.run_forward(call.tensors)
@@ -98,17 +103,22 @@ class BlockCall:
         self._casts: list[torch.Tensor] = []  # in the outer graph, of the parameters numbered in `_recast`
         self._recast: list[int] = []
         self._keeps_graph = False
-        self._random_states: list[torch.Tensor] | None = None
+        self._again: list[Any] = []  # the leaves as they are given to the repeated forward
+        self._random_states: list[torch.Tensor] = []
         self._buffers_before: list[tuple[int, torch.Tensor]] = []
+        self._buffer_versions: list[int] = []
         self._versions: list[int] = []
-        self._autocast: list[tuple[str, bool, torch.dtype]] = []
-        self._default_device = torch.device("cpu")
+        self._surroundings: Surroundings | None = None
+        self._made_like: list[tuple[torch.Size, torch.dtype]] = []
         self._output_leaves: list[Any] = []
         self._output_structure: Structure | None = None
         self.nondifferentiable: list[int] = []
         self.tensor_uses: list[tuple[int, int]] = []  # in the block's own graph, direct and by a cast; the
         self.parameter_uses: list[tuple[int, int]] = []  # pilot's findings
         self.source_bytes: list[int] = []  # of each tensor
+        self.measured = False
+        self.shares_memory = False
+        self._outputs: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     # ---- arguments and outputs ----
 
@@ -131,19 +141,21 @@ class BlockCall:
 
     def refuse_changed_containers(self, tensors: Sequence[torch.Tensor], arguments: tuple[Any, Any]) -> None:
         leaves, structure = flatten(arguments)
-        given = self._filled(tensors)
+        given = self._filled(tensors, self._leaves)
         if structure.spec != self._structure.spec or any(a is not b for a, b in zip(leaves, given, strict=False)):
             raise UncuttableError(
                 f"a block leaves the lists, dicts and objects that it is given as they are, but {self.block.name} "
                 "changed one. Return what it has to say."
             )
 
-    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        args, kwargs = unflatten(self._filled(tensors), self._structure)
+    def arguments(
+        self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any] = ()
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        args, kwargs = unflatten(self._filled(tensors, leaves or self._leaves), self._structure)
         return args, kwargs
 
-    def _filled(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        return [tensors[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+    def _filled(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
+        return [tensors[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in leaves]
 
     def made_by(self, outputs: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors among the outputs that are neither given nor met before, in order."""
@@ -159,16 +171,23 @@ class BlockCall:
 
     def outputs_of(self, made: Sequence[torch.Tensor]) -> Any:
         assert self._output_structure is not None
+        if self.shares_memory:
+            self._outputs = [(weakref.ref(x), x._version) for x in made]
         known = [*self.tensors, *made]
         leaves = [known[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._output_leaves]
         self.tensors = []  # the graph keeps them where a backward will come
         return unflatten(leaves, self._output_structure)
+
+    def outputs_then(self) -> list[tuple[torch.Tensor | None, int]]:
+        """In a pilot, if they share memory: the outputs that are still there, and the version each had."""
+        return [(ref(), version) for ref, version in self._outputs]
 
     # ---- forward ----
 
     def start_graph(self) -> None:
         """A backward may come: count the edges, and give autocast's copies their places in the outer graph."""
         self._keeps_graph = True
+        self._again = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         edges, block = self.block.edges, self.block
         self.num_edges = [
             *_padded(edges.tensors, len(self.tensors), 1),
@@ -189,10 +208,11 @@ class BlockCall:
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The block on its promoted weights, without gradients; notes what `run_backward` must restore."""
-        generators = self.trial.residency.device.generators()
-        before = generator_states(generators)
-        versions = versions_of(tensors)
-        self._autocast, self._default_device = _autocast_state(), torch.get_default_device()
+        buffers, versions = self.block.buffers(), versions_of(tensors)
+        if self._keeps_graph:
+            self._random_states = generator_states(self.trial.residency.device.generators())
+            self._surroundings = Surroundings(self.block.modules)
+            self._buffer_versions = versions_of(buffers)
         with self.trial.visit(self.block, Direction.FORWARD) as visit:
             weight_versions = versions_of(visit.leaves)
             given = detached(tensors) if self._keeps_graph else list(tensors)
@@ -202,17 +222,31 @@ class BlockCall:
             made = self.made_by(outputs, given)
             del outputs
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
+            if self._keeps_graph and any(map(_has_hooks, self.block.parameters)):
+                self._cut_unused_edges(made, visit.leaves)
             plain = [visit.copy.kept(x.detach()) for x in made]
             changed = visit.copy.changed_buffers(self.block)
             del made, given
         self.refuse_changed_inputs(tensors, versions)
-        if any(not torch.equal(b, a) for b, a in zip(before, generator_states(generators), strict=True)):
-            self._random_states = before
         if self._keeps_graph:
             self._versions = versions_of(self.block.parameters)
+            self._made_like = [(x.shape, x.dtype) for x in plain]
             self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
+            for i, value in self._buffers_before:  # an earlier call in the same graph may have seen it too
+                self.trial.residency.former_buffers[id(buffers[i]), self._buffer_versions[i]] = value
         self.trial.residency.write_back(changed)
         return tuple(plain)
+
+    def _cut_unused_edges(self, made: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+        """A weight that this call does not use has no edge: its hooks would fire, without a gradient."""
+        used = {id(leaf_of(node)) for node in nodes_of(made)}
+        unused = {i for i, leaf in enumerate(leaves) if id(leaf) not in used}
+        first = len(self.tensors)
+        for i in unused:
+            self.num_edges[first + i] = 0
+        for n, i in enumerate(self._recast):
+            if i in unused:
+                self.num_edges[first + len(leaves) + n] = 0
 
     # ---- backward ----
 
@@ -231,21 +265,23 @@ class BlockCall:
                 f"a weight of block {self.block.name} was changed in place between forward and backward. "
                 "Call backward before optimizer.step(), or repeat the forward."
             )
-        ends = list(accumulate(self.num_edges))
-        wanted = [needed[end - 1] for end in ends]
+        assert self._surroundings is not None
+        ends = accumulate(self.num_edges)
+        wanted = [n > 0 and needed[end - 1] for n, end in zip(self.num_edges, ends, strict=True)]
+        buffers = self._buffers_then()
         generators = self.trial.residency.device.generators()
         drawn = generator_states(generators)
         with self.trial.visit(self.block, Direction.BACKWARD) as visit:
-            now = visit.copy.swap_buffers(self.block, self._buffers_before)
+            now = visit.copy.swap_buffers(self.block, buffers)
             try:
-                if self._random_states is not None:
-                    set_generator_states(generators, self._random_states)
+                set_generator_states(generators, self._random_states)
                 inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
-                with torch.enable_grad(), _restored_autocast(self._autocast), _restored_device(self._default_device):
-                    made = self.made_by(self.block.forward(*self.arguments(inputs)), inputs)
+                with torch.enable_grad(), self._surroundings.restored():
+                    made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
             finally:
                 set_generator_states(generators, drawn)
                 visit.copy.swap_buffers(self.block, now)
+            self._refuse_other_outputs(made)
             grads = self._local_backward(inputs, made, wanted, grad_outputs, visit)
             if now:  # by a checkpoint within the block, which repeats its forward in plain PyTorch too
                 self.trial.residency.write_back(visit.copy.changed_buffers(self.block))
@@ -254,6 +290,30 @@ class BlockCall:
             spilled = self.trial.residency.spill_gradients(self.block, masters, grads[num_tensors:])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
         return [g for source in grads for g in source]
+
+    def _buffers_then(self) -> list[tuple[int, torch.Tensor]]:
+        """The values that buffers had before this call, of those that have others now, by site."""
+        then = dict(self._buffers_before)
+        for i, (host, version) in enumerate(zip(self.block.buffers(), self._buffer_versions, strict=True)):
+            if i not in then and host._version != version:
+                value = self.trial.residency.former_buffers.get((id(host), version))
+                if value is None:
+                    raise RuntimeError(
+                        f"a block's buffers stay as they are from its forward to its backward, but buffer "
+                        f"{self.block.buffer_sites[i][1]!r} of block {self.block.name} was changed in between, outside "
+                        "of the block. Change it in the block's forward, or after backward."
+                    )
+                then[i] = value
+        return list(then.items())
+
+    def _refuse_other_outputs(self, made: Sequence[torch.Tensor]) -> None:
+        again = [(x.shape, x.dtype) for x in made]
+        if again != self._made_like:
+            raise RuntimeError(
+                f"a block's forward may be repeated, but block {self.block.name} made {_spelt(self._made_like)} at "
+                f"first and {_spelt(again)} then: it depends on something that has changed since, or on random "
+                "numbers other than torch's. Give it what it depends on as an argument, or draw from torch's."
+            )
 
     def _local_backward(
         self,
@@ -278,7 +338,7 @@ class BlockCall:
         uses = Uses(outs, leaves, cast_once=recast) if split else None
         if uses:
             uses.record(split)
-        sums = gradients_of(outs, grads_in, leaves, needed, owned=not self.block.borrowed)
+        sums = gradients_of(outs, grads_in, leaves, needed, reentrant=self.block.reentrant)
         grads: list[list[torch.Tensor | None]] = []
         for i, total in enumerate(sums):
             parts = uses.direct[i] if uses and i in split else [] if total is None else [total]
@@ -293,14 +353,15 @@ class BlockFunction(torch.autograd.Function):
     """The node: its inputs are the call's edges."""
 
     @staticmethod
-    def forward(ctx: Any, call: BlockCall, *edges: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: BlockCall, made: tuple[torch.Tensor, ...], *edges: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         tensors = call.tensors
         ctx.save_for_backward(*([t.clone() for t in tensors] if call.block.keeps_clones else tensors))
-        outputs = call.run_forward(tensors)
-        ctx.mark_non_differentiable(*(outputs[i] for i in call.nondifferentiable))
-        return outputs
+        ctx.mark_non_differentiable(*(made[i] for i in call.nondifferentiable))
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -311,8 +372,16 @@ class BlockFunction(torch.autograd.Function):
                 "create_graph=True. Call hydra_tune.release(model) first."
             )
         call.trial.enter_backward(call.forward_pass)
-        tensors = ctx.saved_tensors  # a checkpoint around the block repeats its forward here
-        return (None, *call.run_backward(tensors, ctx.needs_input_grad[1:], grad_outputs))
+        try:
+            tensors = ctx.saved_tensors  # a checkpoint around the block repeats its forward here
+        except RuntimeError as error:
+            if "inplace" not in str(error):
+                raise
+            raise RuntimeError(
+                f"a block's inputs stay as they are from its forward to its backward, which repeats the forward, but "
+                f"one of block {call.block.name} was changed in place in between. Give the model a copy of it."
+            ) from error
+        return (None, None, *call.run_backward(tensors, ctx.needs_input_grad[2:], grad_outputs))
 
 
 def gradients_of(
@@ -321,21 +390,30 @@ def gradients_of(
     leaves: Sequence[torch.Tensor],
     needed: Sequence[bool],
     *,
-    owned: bool,
+    reentrant: bool,
 ) -> list[torch.Tensor | None]:
-    """The gradient of each leaf. `owned` leaves are the block's alone and require one where it is needed."""
-    if not owned:
-        found = iter(
-            torch.autograd.grad(
-                outputs, [x for x, n in zip(leaves, needed, strict=True) if n], grad_outputs, allow_unused=True
-            )
-        )
+    """The gradient of each leaf, with the strides that its operators gave it: what accumulates into a leaf's
+    `.grad` is laid out anew, and the operators to come would add in another order.
+
+    A graph with `reentrant` checkpoints refuses `torch.autograd.grad`.
+    """
+    wanted = [leaf for leaf, n in zip(leaves, needed, strict=True) if n]
+    if not reentrant:
+        found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else ())
         return [next(found) if n else None for n in needed]
-    torch.autograd.backward(outputs, grad_outputs)  # reentrant checkpoints refuse `torch.autograd.grad`
-    grads = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    return [g if n else None for g, n in zip(grads, needed, strict=True)]
+    sums: dict[int, torch.Tensor] = {}
+    before = [leaf.grad for leaf in leaves]
+
+    def note(i: int, grad: torch.Tensor) -> None:
+        sums[i] = sums[i] + grad if i in sums else grad
+
+    for i, leaf in enumerate(leaves):
+        if leaf.requires_grad:
+            leaf.register_hook(partial(note, i))
+    torch.autograd.backward(outputs, grad_outputs)
+    for leaf, grad in zip(leaves, before, strict=True):
+        leaf.grad = grad
+    return [sums.get(i) if n else None for i, n in enumerate(needed)]
 
 
 @contextmanager
@@ -357,6 +435,10 @@ def saved() -> AbstractContextManager[None]:
     return hooks
 
 
+class ForgottenError(PrepareError):
+    """A backward came to what a block's forward did not keep."""
+
+
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -366,7 +448,7 @@ def _forget(_: Any) -> None:
 
 
 def _forgotten(_: Any) -> torch.Tensor:
-    raise PrepareError(
+    raise ForgottenError(
         "what a block computes reaches the loss through its outputs, but this loss uses a tensor that was kept beside "
         "them (by a hook, an attribute or a list), and not in the first step. Do so from the first step on."
     )
@@ -378,7 +460,7 @@ def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [t._version for t in tensors]
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _padded(counts: Sequence[int], length: int, default: int) -> list[int]:
@@ -387,6 +469,8 @@ def _padded(counts: Sequence[int], length: int, default: int) -> list[int]:
 
 def _spread(parts: Sequence[torch.Tensor], num_edges: int) -> list[torch.Tensor | None]:
     """The gradients of a source's uses on its edges; uses beyond the pilot's count are summed on the last."""
+    if num_edges == 0:
+        return []
     spread: list[torch.Tensor | None] = [*parts[:num_edges], *[None] * (num_edges - len(parts))]
     for extra in parts[num_edges:]:
         last = spread[-1]
@@ -422,28 +506,18 @@ def _contents(leaf: object) -> Iterator[object]:
             yield from value.values()
 
 
-def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-
-
 def _casts_to() -> torch.dtype | None:
     """What autocast makes of weights here, if it is on and remembers its casts."""
-    enabled = [dtype for _, on, dtype in _autocast_state() if on]
+    enabled = [dtype for _, on, dtype in autocast_state() if on]
     return enabled[0] if enabled and torch.is_autocast_cache_enabled() else None
 
 
-@contextmanager
-def _restored_autocast(state: Sequence[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind, enabled, dtype in state:
-            if enabled or torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-        yield
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def _restored_device(device: torch.device) -> AbstractContextManager[Any]:
-    """`torch.device` as a context, and `torch.set_default_device`, are a thread's, and may be over by now."""
-    return nullcontext() if device == torch.get_default_device() else device
+def _spelt(made: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in made) or "no tensor"
 
 
 def edges_for(counts: Edges, other: Edges) -> Edges:

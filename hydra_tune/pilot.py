@@ -11,7 +11,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,25 +23,26 @@ from hydra_tune.block import Block
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import UncuttableError
 from hydra_tune.graph import Uses, forget_interrupted_backward
-from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.host_buffer import same_values, storage_bytes
 from hydra_tune.journal import Journal
 from hydra_tune.meter import TrialMeter
-from hydra_tune.node import BlockCall, detached, edges_for, gradients_of, saved, unsaved, versions_of
+from hydra_tune.node import BlockCall, ForgottenError, detached, edges_for, gradients_of, saved, unsaved, versions_of
 from hydra_tune.probe import (
     OuterGraph,
-    attributes_kept,
-    attributes_of,
+    TensorHooksOff,
     borrowed_by,
     draws_of_others,
-    inputs_kept,
-    refuse_changing_attributes,
+    refuse_changes,
     refuse_draws_of_others,
     refuse_side_channel,
+    shares_memory,
     user_hooks,
+    user_hooks_removed,
 )
 from hydra_tune.random_state import random_state_kept
 from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
+from hydra_tune.snapshot import Snapshot
 from hydra_tune.spill import DeviceCopy
 from hydra_tune.tree import tensors_in
 
@@ -49,10 +50,11 @@ OUTPUT_COPIES = 3  # what a loss makes of the model's outputs: log-probabilities
 
 
 class DoesNotFitError(Exception):
-    """The pilot has less free memory than a block needs to compute; `work_bytes` is None if it never got so far."""
+    """The pilot has less free memory than a block needs; `work_bytes` is what it needs to compute, or `lacking` says
+    that it needs more than these."""
 
-    def __init__(self, block: Block, work_bytes: int | None) -> None:
-        work = "more than is free" if work_bytes is None else format_bytes(work_bytes)
+    def __init__(self, block: Block, work_bytes: int, *, lacking: bool = True) -> None:
+        work = f"{'more than ' if lacking else ''}{format_bytes(max(0, work_bytes))}"
         weights = format_bytes(block.weight_bytes)
         super().__init__(f"block {block.name} needs {weights} of weights and {work} to compute")
         self.block = block
@@ -85,6 +87,8 @@ class Pilot:
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
     peak_bytes: int = 0
     _copy: tuple[Block, DeviceCopy] | None = None
+    _made: list[torch.Tensor] = field(default_factory=list)  # what the block under measurement made at first
+    _repeats: bool = True  # did it make the same the second time?
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Users' hooks do not fire, unless the model can't do without them."""
@@ -108,12 +112,15 @@ class Pilot:
         values = [b.clone() for b in buffers]
         inputs = tensors_in((args, kwargs))
         before = meter.trial_bytes
+        with meter.paused():
+            arguments = Snapshot({"its arguments": (args, kwargs)})
+            attributes = Snapshot.of_modules(self.model.named_modules())
         journal = meter.journal = Journal(self.model.parameters())
         try:
             with (
                 random_state_kept(device.generators()),
-                attributes_kept(self.model, fires_hooks=fires_hooks),
-                inputs_kept(inputs),
+                nullcontext() if fires_hooks else user_hooks_removed(self.model),
+                TensorHooksOff(),
             ):
                 meter.watch_outside()
                 try:
@@ -126,6 +133,7 @@ class Pilot:
                     return
                 self._hold(journal.read(on_device=True))
                 self._drop_copy()
+                self._note_rewritten(journal.written)
                 forward_peak, held = meter.outside_peak(), meter.trial_bytes - before
                 if not self.findings:
                     self._read(OuterGraph(outputs))
@@ -139,6 +147,8 @@ class Pilot:
             meter.journal = None
             journal.undo()
             self._drop_copy()
+            arguments.restore()
+            attributes.restore()
             with torch.no_grad():
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
@@ -162,8 +172,18 @@ class Pilot:
                 edges=edges_for(profile.edges, edges),
                 backward_work_bytes=max(profile.backward_work_bytes, measured[block] + extra_bytes),
             )
-        for block in graph.changed_later():
-            self.profiles[block] = replace(self.profiles[block], keeps_clones=True)
+        for block, shares in graph.changed_later():
+            if shares:
+                self.findings.uncuttable[block] = "an output of it shares memory with a tensor that is changed in place"
+            else:
+                self.profiles[block] = replace(self.profiles[block], keeps_clones=True)
+
+    def _note_rewritten(self, written: Sequence[nn.Parameter]) -> None:
+        """Blocks whose weights something else than the optimizer changes, in each forward."""
+        changed = set(map(id, written))
+        for block, profile in self.profiles.items():
+            if any(id(p) in changed for p in block.slot_parameters):
+                self.profiles[block] = replace(profile, rewritten=True)
 
     def _profile_uncalled(self) -> None:
         """A block that this batch has passed over is like a called one of its kind, or unknown."""
@@ -182,7 +202,7 @@ class Pilot:
         if self._copy is None or self._copy[0] is not block:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
-                raise DoesNotFitError(block, None)
+                raise DoesNotFitError(block, 0)
             self._copy = block, self.residency.promote([block], 0, block.weight_bytes)
         return self._copy[1]
 
@@ -209,7 +229,7 @@ class Pilot:
         self.profiles[block] = profile if known is None else _larger(known, profile)
         self.peak_bytes = max(self.peak_bytes, block.weight_bytes + profile.work_bytes + meter.trial_bytes)
         if block.weight_bytes + profile.work_bytes > self.free_bytes:
-            raise DoesNotFitError(block, profile.work_bytes)
+            raise DoesNotFitError(block, profile.work_bytes, lacking=False)
         return True
 
     def _profile(self, call: BlockCall) -> BlockProfile:
@@ -221,19 +241,21 @@ class Pilot:
             try:
                 with random_state_kept(self.residency.device.generators()):
                     forward_s, forward_work, boundary = self._forward(call, copy)
-                attributes = attributes_of(block.module)
+                with self.residency.meter.paused():
+                    attributes = Snapshot.of_modules(block.module.named_modules())
+                    arguments = Snapshot({"its arguments": call.arguments(call.tensors)})
                 copy.swap_buffers(block, now)
-                backward_s, backward_work, saved_bytes, leaves = self._backward(call, copy)
+                backward_s, backward_work, saved_bytes, leaves, reentrant = self._backward(call, copy)
             except torch.OutOfMemoryError:
-                raise DoesNotFitError(block, None) from None
+                raise DoesNotFitError(block, self.free_bytes - block.weight_bytes) from None
             finally:
                 copy.swap_buffers(block, now)
                 copy.renew_leaves()
-        refuse_changing_attributes(block, attributes)
+        refuse_changes(block, (*attributes.changes(), *arguments.changes()), repeats=self._repeats)
         refuse_side_channel(block, leaves)
         return BlockProfile(
             block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, forward_s, backward_s,
-            visits=1 + any(t.requires_grad for t in (*call.tensors, *block.parameters)),
+            visits=1 + any(t.requires_grad for t in (*call.tensors, *block.parameters)), reentrant=reentrant,
         )  # fmt: skip
 
     def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int]:
@@ -245,17 +267,26 @@ class Pilot:
             try:
                 with unsaved():
                     outputs = call.block.forward(*arguments)
+            except ForgottenError as error:
+                raise UncuttableError(
+                    f"a block's forward keeps nothing for a backward, but {call.block.name} runs one within its forward"
+                ) from error
             except RuntimeError as error:
                 if not isinstance(error, torch.OutOfMemoryError):
                     self._refuse_in_place(call)  # autograd's own refusal does not name the block
                 raise
             refuse_draws_of_others(call.block, draws)
             call.block.refuse_changed_weights(visit.leaves, weight_versions)
+            with self.residency.meter.paused():
+                copy.refuse_changed_values(call.block)
             call.refuse_changed_inputs(call.tensors, versions)
             call.refuse_changed_containers(given, arguments)
             self.residency.device.synchronize()
             seconds = time.perf_counter() - start
-            boundary = sum(map(storage_bytes, tensors_in(outputs)))
+            made = tensors_in(outputs)
+            boundary = sum(map(storage_bytes, made))
+            with self.residency.meter.paused():
+                self._made = [x.detach().to("cpu", copy=True) for x in made]
         return seconds, used[0], boundary
 
     def _refuse_in_place(self, call: BlockCall) -> None:
@@ -265,7 +296,9 @@ class Pilot:
             call.block.forward(*call.arguments(copies))
         call.refuse_changed_inputs(copies, versions)
 
-    def _backward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int, list[weakref.ref[torch.Tensor]]]:
+    def _backward(
+        self, call: BlockCall, copy: DeviceCopy
+    ) -> tuple[float, int, int, list[weakref.ref[torch.Tensor]], bool]:
         block, meter, device = call.block, self.residency.meter, self.residency.device
         inputs = detached(call.tensors)
         casts = torch.is_autocast_enabled(device.torch_device.type)
@@ -273,8 +306,16 @@ class Pilot:
             leaves = [*inputs, *visit.leaves]
             before, start = meter.trial_bytes, time.perf_counter()
             first_node = torch._C._autograd._get_sequence_nr()
-            made = call.made_by(block.forward(*call.arguments(inputs)), inputs)
+            outputs = block.forward(*call.arguments(inputs))
             saved_bytes = meter.trial_bytes - before
+            with meter.paused():
+                again = tensors_in(outputs)
+                self._repeats = len(again) == len(self._made) and all(map(same_values, self._made, again))
+                del again
+            self._made = []
+            made = call.made_by(outputs, inputs)
+            del outputs
+            call.shares_memory = shares_memory(made, inputs)
             differentiable = [x for x in made if x.requires_grad]
             del made
             borrowed = borrowed_by(block, differentiable, leaves, first_node)
@@ -285,17 +326,18 @@ class Pilot:
             counts = [(uses.count(i, cast=False), uses.count(i, cast=True)) for i in range(len(leaves))]
             call.source_bytes = list(map(storage_bytes, inputs))
             call.tensor_uses, call.parameter_uses = counts[: len(inputs)], counts[len(inputs) :]
+            call.measured = True
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]
                 needed = [x.requires_grad for x in leaves]
-                gradients_of(differentiable, ones, leaves, needed, owned=not (borrowed or block.borrowed))
+                gradients_of(differentiable, ones, leaves, needed, reentrant=uses.reentrant)
             device.synchronize()
             seconds = time.perf_counter() - start
             slot_leaves = [
                 x for x, p in zip(visit.leaves, block.parameters, strict=True) if x is not p
             ]  # not the borrowed
             refs = [weakref.ref(x) for x in (*inputs, *slot_leaves)]
-        return seconds, used[0], saved_bytes, refs
+        return seconds, used[0], saved_bytes, refs, uses.reentrant
 
     @contextmanager
     def _measured(self) -> Iterator[list[int]]:
@@ -320,4 +362,4 @@ def _kind(block: Block) -> tuple[Any, ...]:
 def _larger(a: BlockProfile, b: BlockProfile) -> BlockProfile:
     figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if k.endswith(("_bytes", "_s"))}
     figures["saved_bytes"] = a.saved_bytes + b.saved_bytes  # resident, each call keeps its own
-    return replace(a, **figures)
+    return replace(a, **figures, reentrant=a.reentrant or b.reentrant)

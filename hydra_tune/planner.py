@@ -40,7 +40,7 @@ from hydra_tune.partition import (
 from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.probe import user_hooks
-from hydra_tune.root import RootForward, refuse_global_hooks, refuse_unsupported
+from hydra_tune.root import RootForward, refuse_global_hooks, refuse_own_forward, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 
 logger = logging.getLogger("hydra_tune")
@@ -86,14 +86,15 @@ class Planner:
         self._key: Hashable = None
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self._flags: Hashable = ()
-        self._parameters: list[int] = []
+        self._parameters: list[tuple[str, int]] = []
         self._cut = self._hook_cut = Cut()
         self._hooked: list[int] = []
 
     def start(self) -> None:
         """Cut the model for the first time."""
+        refuse_unsupported(self._trial.model)
+        refuse_own_forward(self._trial.model)
         self.blocks = blocks_of(self._trial.model, self._limit_bytes, self._cut)
-        refuse_unsupported(self._trial.model, self.blocks)
         self.wrap()
 
     def close(self) -> None:
@@ -176,8 +177,9 @@ class Planner:
         """The plan for these inputs: the one there is, another trial's, or a new pilot's."""
         signature = input_signature((args, kwargs))
         trial, pool = self._trial, self._trial.pool
-        flags = (gradient_flags(trial.model, (args, kwargs)), switches((args, kwargs)), self._cut_of_hooks())
-        parameters = [id(p) for p in trial.model.parameters()]
+        buffers = tuple((name, tuple(b.shape), b.dtype) for name, b in trial.model.named_buffers())
+        flags = (gradient_flags(trial.model, (args, kwargs)), switches((args, kwargs)), self._cut_of_hooks(), buffers)
+        parameters = [(name, id(p)) for name, p in trial.model.named_parameters()]
         if self.plan is None or not self.plan.resident:
             refuse_global_hooks()
         known = flags == self._flags and parameters == self._parameters and covers(self._signature, signature)
@@ -188,6 +190,7 @@ class Planner:
                 pool.admit(trial, shared)
                 self._settle(shared)
             return self.plan
+        refuse_unsupported(trial.model)
         if trial.in_step:
             trial.leave_step()
         former, former_key = self.plan, self._key
@@ -270,7 +273,10 @@ class Planner:
 
     def unwrap(self) -> None:
         for block in self.blocks:
-            block.module.__dict__.pop("forward", None)
+            if isinstance(block.module.__dict__.get("forward"), node.BlockForward):
+                del block.module.__dict__["forward"]
+                if block.own_forward is not None:
+                    block.module.forward = block.own_forward
 
     @property
     def _limit_bytes(self) -> int:

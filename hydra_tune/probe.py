@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 import sys
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from hydra_tune.block import Block
 from hydra_tune.errors import UncuttableError
@@ -23,7 +24,6 @@ from hydra_tune.node import BlockCall
 from hydra_tune.shard import Edges
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TENSORS_AND_CHILDREN = ("_parameters", "_buffers", "_modules", "forward")
 _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
 
 
@@ -58,52 +58,25 @@ def hooked_inside(blocks: Iterable[Block]) -> Iterator[tuple[Block, str]]:
 
 
 @contextmanager
-def attributes_kept(model: nn.Module, *, fires_hooks: bool) -> Iterator[None]:
-    """Put every module's attributes back, contents of lists, sets and dicts included; users' hooks may not fire."""
-    before = [(module, _attributes(module)) for module in model.modules()]
-    try:
-        for module in () if fires_hooks else model.modules():
-            for kind in _HOOKS:
-                hooks = module.__dict__.get(kind, {})
-                for key in [k for k, hook in hooks.items() if _is_users(hook)]:
-                    del hooks[key]
-        yield
-    finally:
-        for module, attributes in before:
-            for name in [n for n in vars(module) if n not in attributes and n not in _TENSORS_AND_CHILDREN]:
-                del module.__dict__[name]
-            for name, (value, contents) in attributes.items():
-                module.__dict__[name] = _refilled(value, contents)
+def user_hooks_removed(model: nn.Module) -> Iterator[None]:
+    """Users' hooks on modules do not fire; the snapshot of the modules' attributes puts them back."""
+    for module in model.modules():
+        for kind in _HOOKS:
+            hooks = module.__dict__.get(kind, {})
+            for key in [k for k, hook in hooks.items() if _is_users(hook)]:
+                del hooks[key]
+    yield
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    return {
-        name: (value, copy.copy(value) if isinstance(value, (list, dict, set, deque)) else None)
-        for name, value in vars(module).items()
-        if name not in _TENSORS_AND_CHILDREN
-    }
+class TensorHooksOff(TorchFunctionMode):
+    """Hooks that a forward puts on its activations would see a pilot's gradients."""
 
-
-def _refilled(value: Any, contents: Any) -> Any:
-    if isinstance(value, list):
-        value[:] = contents
-    elif contents is not None:
-        value.clear()
-        (value.extend if isinstance(value, deque) else value.update)(contents)
-    return value
-
-
-@contextmanager
-def inputs_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put back the values of the user's tensors, should a forward change them in place."""
-    versions, values = [t._version for t in tensors], [t.detach().clone() for t in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, version, value in zip(tensors, versions, values, strict=True):
-                if tensor._version != version:
-                    tensor.copy_(value)
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.register_hook:
+            return RemovableHandle({})
+        return func(*args, **(kwargs or {}))
 
 
 # ---- one block's own graph ---------------------------------------------------------------------------
@@ -174,42 +147,29 @@ def refuse_side_channel(block: Block, leaves: Sequence[weakref.ref[torch.Tensor]
         )
 
 
-def attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Every attribute within the module, by its name in it, with the contents of lists, sets and dicts."""
-    return {
-        f"{prefix}.{name}".lstrip("."): entry
-        for prefix, m in module.named_modules()
-        for name, entry in _attributes(m).items()
-        if name not in _HOOKS
-    }
-
-
-def refuse_changing_attributes(block: Block, before: dict[str, tuple[Any, Any]]) -> None:
-    """`before` are the block's attributes between two equal calls: what a cache fills at the first stays equal.
+def refuse_changes(block: Block, changes: Sequence[str], *, repeats: bool) -> None:
+    """`changes` between two equal calls, of which the second gave the same or not: what a cache fills at the first
+    stays equal.
 
     Raises:
-        UncuttableError: a counter, a running value, a list that grows.
+        UncuttableError: a counter, a running value, a list that grows, a generator of its own.
     """
-    for name, entry in attributes_of(block.module).items():
-        if name not in before or not _same(before[name], entry):
-            raise UncuttableError(
-                f"a block's forward may be repeated, but that of {block.name} changes its attribute {name} each time. "
-                "Make it a buffer, or change it outside of forward."
-            )
+    if changes:
+        raise UncuttableError(
+            f"a block's forward may be repeated, but that of {block.name} changes {changes[0]} each time. "
+            "Make it a buffer, or change it outside of forward."
+        )
+    if not repeats:
+        raise UncuttableError(
+            f"a block's forward may be repeated, but that of {block.name} gives something else the second time: it "
+            "depends on a state that it changes."
+        )
 
 
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, (list, tuple, deque)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
-    return bool(a == b) if isinstance(a, (int, float, complex, str, set, frozenset)) else True
+def shares_memory(made: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether what a block made is a view of what it was given, or of something else that it made."""
+    storages = [x.untyped_storage()._cdata for x in (*inputs, *made) if x.layout is torch.strided]
+    return len(set(storages)) < len(set(map(id, (*inputs, *made))))
 
 
 # ---- the whole model's graph -------------------------------------------------------------------------
@@ -219,24 +179,30 @@ class OuterGraph:
     """The graph behind a pilot's outputs, in which each call of a block is one node."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Behind them may also be calls of an earlier forward, which gave the inputs of this one."""
         self._outputs = [(t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None]
         self._nodes = list(nodes_of(outputs))
-        self.calls = [(node, node.call) for node in self._nodes if isinstance(getattr(node, "call", None), BlockCall)]
+        calls = [(node, getattr(node, "call", None)) for node in self._nodes]
+        self.calls = [(node, call) for node, call in calls if isinstance(call, BlockCall) and call.measured]
 
     def used_outside(self, blocks: Sequence[Block]) -> list[nn.Parameter]:
         """Weights of blocks that something uses without calling the block."""
         owned = {id(p): p for block in blocks for p in block.slot_parameters}
-        call_nodes = {node for node, _ in self.calls}
+        call_nodes = {node for node in self._nodes if isinstance(getattr(node, "call", None), BlockCall)}
         children = [leaf_of(c) for node in self._nodes if node not in call_nodes for c, _ in node.next_functions]
         return list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
 
-    def changed_later(self) -> Iterator[Block]:
-        """Blocks whose inputs were changed in place after their forward; a backward would repeat it on others."""
+    def changed_later(self) -> Iterator[tuple[Block, bool]]:
+        """Blocks whose inputs, or outputs that share memory, were changed in place after their forward; the latter
+        are True."""
         for node, call in self.calls:
+            changed = any(x is not None and x._version != version for x, version in call.outputs_then())
             try:
                 _ = node.saved_tensors
             except RuntimeError:
-                yield call.block
+                changed = True
+            if changed:
+                yield call.block, call.shares_memory
 
     def edges(self) -> Iterator[tuple[Block, Edges, int]]:
         """For each call: sources that other operators use too have an edge for each use in the block; and the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class Residency:
         self._held: list[tuple[nn.Module, str]] = []
         self._count = count
         self.in_visit = False
+        # what calls whose graph lives have replaced, by buffer and its version
+        self.former_buffers: weakref.WeakValueDictionary[tuple[int, int], torch.Tensor] = weakref.WeakValueDictionary()
 
     @property
     def spilled(self) -> bool:

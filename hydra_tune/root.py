@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError
-from hydra_tune.host_buffer import is_dense
+from hydra_tune.host_buffer import is_dense, tensor_bytes
 from hydra_tune.shard import TrialPlan
 
 
@@ -65,30 +67,64 @@ class RootApply:
         return getattr, (self._model, "_apply")
 
 
-def refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
-    for name, module in model.named_modules():
-        if _is_compiled(module):
-            raise PrepareError(
-                f"a prepared model runs operator by operator, but {name or type(module).__name__} was given to "
-                "torch.compile, which would bypass the blocks or fall back to that by itself. Prepare the plain model."
-            )
-    for module in [model, *(block.module for block in blocks)]:
+def refuse_own_forward(model: nn.Module) -> None:
+    """Of the model; and tidy up what the copy of a prepared model has brought along."""
+    for module in model.modules():
         own = module.__dict__.get("forward")
         if own is not None and getattr(own, "__func__", None) is type(module).forward:
-            del module.__dict__["forward"]  # left in a copy of a prepared model: the class's own
-        elif own is not None:
+            del module.__dict__["forward"]
+    if "forward" in model.__dict__:
+        raise PrepareError(
+            f"a prepared model's forward is its class's, but {type(model).__name__} has one set on the instance. "
+            "Prepare the model before wrapping its forward, or subclass the module."
+        )
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        what = name or type(module).__name__
+        if _is_compiled(module):
             raise PrepareError(
-                f"a block's forward is its class's, but {type(module).__name__} has one set on the instance. "
-                "Prepare the model before wrapping its modules' forward, or subclass the module."
+                f"a prepared model runs operator by operator, but {what} was given to "
+                "torch.compile, which would bypass the blocks or fall back to that by itself. Prepare the plain model."
             )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PrepareError(
+                f"a prepared model runs operator by operator, but {what} was made by torch.jit, whose weights can't be "
+                "put elsewhere. Prepare the plain module."
+            )
+    tensors = {id(t): (name, t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    for name, tensor in tensors.values():
         if tensor.device.type == "meta":
             raise PrepareError(
                 f"a model has weights before it is prepared, but {name} is on meta. Materialise it first."
             )
-        if not is_dense(tensor) and tensor.numel() > 0:
+        if is_lazy(tensor):
             raise PrepareError(
-                f"weights are dense and strided, but {name} is {tensor.layout}. Call .contiguous() first."
+                f"a model has weights before it is prepared, but {name} is lazy. Call the model once on a batch."
+            )
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise PrepareError(
+                f"weights are torch.nn.Parameter and plain tensors, but {name} is a {type(tensor).__name__}, whose "
+                "copies on the device would be plain. Make a module of what it does."
+            )
+        if not is_dense(tensor) and tensor.numel() > 0:
+            way = "dense (.to_dense())" if tensor.layout is not torch.strided else "fill its memory (.contiguous())"
+            raise PrepareError(
+                f"weights are dense and fill their memory, but {name} has layout {tensor.layout} and strides "
+                f"{tensor.stride() if tensor.layout is torch.strided else None}. Make it {way} first."
+            )
+    _refuse_shared_memory(tensors.values())
+
+
+def _refuse_shared_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Each weight gets memory of its own: one that follows another by sharing its memory would not any more."""
+    places = sorted((t.data_ptr(), t.data_ptr() + tensor_bytes(t), name) for name, t in tensors if t.numel())
+    for (_, end, name), (start, _, other) in pairwise(places):
+        if start < end:
+            raise PrepareError(
+                f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
+                "Parameter. Tie them by assigning the Parameter itself, or clone one."
             )
 
 
@@ -109,3 +145,19 @@ def refuse_global_hooks() -> None:
                 "(torch.nn.modules.module.register_module_..._hook), and would fire in repeated forwards too. "
                 "Register it on the modules that it is for."
             )
+
+
+def refuse_transforms() -> None:
+    """What changes the meaning of operators reaches neither a block's weights nor its repetition."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        what, way = "a transform of torch.func (grad, vmap, jvp)", "use it inside of a block"
+    elif torch.autograd.forward_ad._current_level >= 0:
+        what, way = "forward-mode automatic differentiation", "use backward"
+    elif (compiler := sys.modules.get("torch._C._dynamo.eval_frame")) and compiler.get_eval_frame_callback():
+        what, way = "torch.compile", "call the model itself"
+    else:
+        return
+    raise PrepareError(
+        f"a prepared model runs operator by operator, but it was called within {what}. Call "
+        f"hydra_tune.release(model) first, or {way}."
+    )

@@ -93,6 +93,8 @@ class BlockProfile:
     measured: bool = True
     edges: Edges = Edges()
     keeps_clones: bool = False
+    reentrant: bool = False
+    rewritten: bool = False
 
     @property
     def work_bytes(self) -> int:

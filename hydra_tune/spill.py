@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from hydra_tune.block import Block
+from hydra_tune.block import Block, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError, UncuttableError
-from hydra_tune.host_buffer import HostBuffer, storage_bytes
+from hydra_tune.host_buffer import HostBuffer, is_dense, same_values, storage_bytes
 
 
 class HostWeights:
@@ -40,19 +40,20 @@ class HostWeights:
     def holds(self, blocks: Sequence[Block]) -> bool:
         return all(self.has(p) for block in blocks for p in block.slot_parameters)
 
-    def offset(self, parameter: nn.Parameter) -> int:
-        """Where the parameter lies; brings it back if the user has given it other storage since."""
+    def offset(self, parameter: nn.Parameter) -> int | None:
+        """Where the parameter lies; None if the user has given it other storage since (`p.data = ...`), in which it
+        stays: what was here may still be someone's."""
         offset, view = self._place[id(parameter)]
-        if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
-            if parameter.shape != view.shape or parameter.dtype != view.dtype or parameter.is_meta:
-                raise PrepareError(
-                    f"a prepared parameter keeps its shape and dtype, {tuple(view.shape)} {view.dtype}; found "
-                    f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device}. "
-                    "Call hydra_tune.release(model) before changing it."
-                )
-            view.copy_(parameter.data)
-            parameter.data = view
-        return offset
+        if parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():
+            return offset
+        same = parameter.shape == view.shape and parameter.dtype == view.dtype and not parameter.is_meta
+        if not same or not is_dense(parameter):
+            raise PrepareError(
+                f"a prepared parameter keeps its shape and dtype, {tuple(view.shape)} {view.dtype}, and is dense; "
+                f"found {tuple(parameter.shape)} {parameter.dtype} on {parameter.device}. "
+                "Call hydra_tune.release(model) before changing it."
+            )
+        return None
 
     def close(self) -> None:
         """Parameters stay views of the buffer, which lives as long as any of them."""
@@ -67,6 +68,7 @@ class DeviceCopy:
         self.slot = slot
         self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
+        self._copied: dict[int, tuple[int, int]] = {}  # of each parameter and buffer: its version then, its address
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the slot, seen with a dtype
         self._runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -78,6 +80,7 @@ class DeviceCopy:
         for block in blocks:
             for (module, name), buffer in zip(block.buffer_sites, block.buffers(), strict=True):
                 self._buffers[module, name] = (self._add(buffer), buffer)
+                self._copied[id(buffer)] = _state_of(buffer)
         if host is not None:
             source = host.buffer.bytes
             self._copies += [(slot[to : to + size], source[place : place + size]) for place, to, size in self._runs]
@@ -86,14 +89,37 @@ class DeviceCopy:
         self._copies.clear()
 
     def _add_parameter(self, parameter: nn.Parameter, host: HostWeights | None) -> None:
-        if host is None or not host.has(parameter):
+        place = host.offset(parameter) if host is not None and host.has(parameter) else None
+        if place is None:
             data = self._add(parameter.data)
         else:
             size = storage_bytes(parameter)
             data = self._view(parameter)
-            self._add_run(host.offset(parameter), size)
+            self._add_run(place, size)
             self._end += size
-        self._leaves[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        self._leaves[id(parameter)] = leaf_like(parameter, data)
+        self._copied[id(parameter)] = _state_of(parameter)
+
+    def refresh(self, block: Block) -> None:
+        """Copy anew what has changed on the host since: a forward may write weights between two blocks."""
+        stale: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter in block.slot_parameters:
+            if block.rewritten or self._copied.get(id(parameter)) != _state_of(parameter):
+                stale.append((self.leaf(parameter).data, parameter.data))
+                self._copied[id(parameter)] = _state_of(parameter)
+        for module, name in block.buffer_sites:
+            slot, host = self._buffers[module, name]
+            if self._copied[id(host)] != _state_of(host):
+                stale.append((slot, host))
+                self._copied[id(host)] = _state_of(host)
+        if stale:
+            self._device.promote(stale)
+
+    def refuse_changed_values(self, block: Block) -> None:
+        """As `Block.refuse_changed_weights`, for what is written without raising a version (`.data`)."""
+        for parameter in block.slot_parameters:
+            if not same_values(self.leaf(parameter), parameter):
+                block.refuse_changed_weights([], [0])
 
     def _add_run(self, place: int, size: int) -> None:
         """Copy `size` bytes to the slot's end, as part of the copy before where both ends meet."""
@@ -124,7 +150,7 @@ class DeviceCopy:
     def renew_leaves(self) -> None:
         """Graphs of visits to come start at new leaves; who keeps an old graph does not keep the slot with it."""
         for key, leaf in self._leaves.items():
-            self._leaves[key] = nn.Parameter(leaf.data, requires_grad=leaf.requires_grad)
+            self._leaves[key] = leaf_like(leaf, leaf.data)
             leaf.data = leaf.data.new_empty(0)
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -173,3 +199,7 @@ class DeviceCopy:
             with _unsafe_preserve_version_counter(slot), torch.no_grad():
                 slot.copy_(value)
         return before
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()

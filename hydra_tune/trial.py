@@ -31,8 +31,9 @@ from hydra_tune.planner import Planner, UnmeasuredBlock
 from hydra_tune.pool import ShardPool
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency, Visit
-from hydra_tune.root import RootApply, RootForward
+from hydra_tune.root import RootApply, RootForward, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
+from hydra_tune.snapshot import Snapshot
 from hydra_tune.tree import map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
@@ -182,6 +183,14 @@ class Trial:
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
+        refuse_transforms()
+        if self._backward_passes and torch._C._current_graph_task_id() == self._backward_id:
+            raise PrepareError(
+                "a prepared model's backward repeats forwards block by block, but its whole forward was called in it, "
+                "by a checkpoint around the model. Leave that checkpoint out."
+            )
+        if self.mode is None:
+            self.pool.check_usable()
         if torch.is_inference_mode_enabled():  # whose tensors could not be measured: without gradients instead
             with torch.inference_mode(False), torch.no_grad():
                 args, kwargs = map_tensors(torch.clone, (args, kwargs))
@@ -194,12 +203,16 @@ class Trial:
             while self.planner.unmeasured:  # which this forward may call, or not
                 generators = self.device.generators()
                 random_states, buffers = generator_states(generators), [b.clone() for b in self.model.buffers()]
+                attributes = Snapshot.of_modules(self.model.named_modules())
+                arguments = Snapshot({"its arguments": (args, kwargs)})
                 try:
                     return self._run_step(root, plan, args, kwargs)
                 except UnmeasuredBlock:
                     self.leave()
                     self.leave_step()
                     set_generator_states(generators, random_states)
+                    arguments.restore()
+                    attributes.restore()
                     with torch.no_grad():
                         for buffer, value in zip(self.model.buffers(), buffers, strict=True):
                             buffer.copy_(value)
@@ -271,6 +284,7 @@ class Trial:
 
     def enter_backward(self, forward_pass: ForwardPass) -> None:
         """Called by each node of this trial's in a backward; at its end the lease and the step are left."""
+        refuse_transforms()
         if self.ended:
             raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
         current = torch._C._current_graph_task_id()
@@ -309,6 +323,9 @@ class Trial:
             copy = self._go_to(self.planner.shard_of[block], direction)
         self.meter.outside_ends()
         try:
+            if direction is Direction.FORWARD:
+                with self.meter.paused():
+                    copy.refresh(block)
             with self.counted(), self.residency.inside(block, copy) as visit:
                 yield visit
         except BaseException:

@@ -209,7 +209,7 @@ CASES = {
     "in place": (lambda: Model(InPlace), {"opened": "layers.1"}, "changed one in place"),
     "in place, in a child": (lambda: Model(InPlaceInAChild), {"opened": "layers.1"}, "changed one in place"),
     "in place, without children": (lambda: Model(InPlaceLeaf), {"kept": "layers.1"}, "changed one in place"),
-    "counts": (lambda: Model(Counts), {"opened": "layers.1"}, "changes its attribute calls each time"),
+    "counts": (lambda: Model(Counts), {"opened": "layers.1"}, "changes calls each time"),
     "keeps a penalty": (lambda: Penalised(KeepsPenalty), {"opened": "layers.1"}, "is kept beside them"),
     "fills a list": (lambda: Collects(FillsList), {"opened": "layers.1"}, "changed one. Return what"),
     "uses a cache": (lambda: Caching(UsesCache), {"opened": "layers.1"}, "a Cache that holds tensors"),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import context, mode, node, pilot, planner, probe, spill, trial
+from hydra_tune import context, mode, node, pilot, planner, probe, spill, surroundings, trial
 from hydra_tune.block import Block
 from hydra_tune.context import trial_context
 from hydra_tune.shard import Direction, Edges
@@ -297,6 +297,7 @@ PITFALLS = {
             (node.BlockCall, "refuse_hidden_tensors", always(nothing)),
             (pilot, "refuse_side_channel", always(nothing)),
             (pilot, "borrowed_by", always(lambda *_: [])),
+            (pilot, "refuse_changes", always(nothing)),
         ],
     ),
     "6 side channels": (
@@ -305,7 +306,7 @@ PITFALLS = {
     ),
     "7 autocast in recompute": (
         lambda: Model(*(Layer() for _ in range(4))),
-        [(node, "_restored_autocast", always(lambda _: nullcontext()))],
+        [(surroundings.Surroundings, "restored", always(lambda _: nullcontext()))],
     ),
     "7 a weight is cast once": (lambda: Recurrent(Layer(), Layer()), [(probe.OuterGraph, "edges", uncast)]),
     "8 clipping before all gradients are there": (
@@ -334,7 +335,7 @@ PITFALLS = {
     "16 groups and schedules": (plain_layers, [(trial.Trial, "bind", one_group)]),
     "29 default device in backward": (
         lambda: OnDefaultDevice(*(Makes() for _ in range(4))),
-        [(node, "_restored_device", always(lambda _: nullcontext()))],
+        [(surroundings.Surroundings, "restored", always(lambda _: nullcontext()))],
     ),
     "29 grad mode in backward": (plain_layers, [(torch, "enable_grad", always(torch.no_grad))]),
 }

@@ -339,9 +339,9 @@ def test_what_cannot_be_exact_in_backward_says_so(pool):
         loss.backward()
 
 
-def test_an_instance_forward_is_refused(pool):
+def test_a_forward_that_is_set_on_the_model_is_refused(pool):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].forward = lambda x: x
+    model.forward = lambda x: x
     with pytest.raises(hydra_tune.PrepareError, match="set on the instance"):
         hydra_tune.prepare(model, pool=pool)
     assert pool.devices[0].used_bytes == 0

@@ -1,0 +1,173 @@
+"""What Python objects hold at one moment: to be put back after a pilot, or to see what a forward changes.
+
+A model keeps state beside its weights: counters, lists, caches, generators of its own, objects that are passed
+from layer to layer. Followed are containers and the attributes of objects; not what is in modules (they are
+given one by one), classes, functions, and what belongs to PyTorch or to Python itself.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
+_FOREIGN = frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names
+_TENSORS_AND_CHILDREN = ("_parameters", "_modules", "forward", "_apply")
+
+
+class Snapshot:
+    """Of everything that can be reached from `values`."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._saved: list[tuple[str, Any, Any]] = []  # name, object, what it held
+        seen: set[int] = set()
+        pending = deque(values.items())
+        while pending and len(seen) < _MOST_OBJECTS:
+            name, value = pending.popleft()
+            if id(value) in seen or isinstance(value, (int, float, complex, str, bytes, type, type(None))):
+                continue
+            seen.add(id(value))
+            held = _held_by(value)
+            if held is not None:
+                self._saved.append((name, value, held))
+            pending.extend((name, child) for child in _children(value, held))
+
+    @classmethod
+    def of_modules(cls, modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
+        """Of the attributes of modules, without their weights and children; buffers by identity."""
+        found = cls({})
+        for prefix, module in modules:
+            own = {k: v for k, v in vars(module).items() if k not in _TENSORS_AND_CHILDREN}
+            found._saved.append((prefix, _Attributes(module), own))
+            buffers = own.pop("_buffers")
+            found._saved.append((prefix, module._buffers, dict(buffers)))
+            found._saved += cls({f"{prefix}.{name}".lstrip("."): value for name, value in own.items()})._saved
+        return found
+
+    def restore(self) -> None:
+        for _, value, held in self._saved:
+            if not _is_same(value, held):
+                _restore(value, held)
+
+    def changes(self) -> Iterator[str]:
+        """Names of what holds other values now; equal ones in new objects are no change."""
+        for name, value, held in self._saved:
+            if isinstance(value, _Attributes):
+                for key, now in value.items():
+                    if key not in held or not equal(held[key], now):
+                        yield f"{name}.{key}".lstrip(".")
+            elif not _is_same(value, held) and not equal(held, _held_by(value)):
+                yield name
+
+
+class _Attributes:
+    """A module's `__dict__`, as far as it is looked at."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        for key, value in vars(self.module).items():
+            if key not in _TENSORS_AND_CHILDREN and key != "_buffers":
+                yield key, value
+
+
+def _held_by(value: Any) -> Any:
+    """A copy of what the object holds; None if it is not followed."""
+    if isinstance(value, torch.Tensor):
+        return value._version, value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, (list, set, deque)):
+        return list(value)
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, tuple):
+        return None
+    if type(value).__module__ == "numpy":
+        return value.copy() if hasattr(value, "copy") else None
+    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+        return value.bit_generator.state
+    if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] in _FOREIGN:
+        return None
+    return dict(vars(value)) if hasattr(value, "__dict__") and not callable(value) else None
+
+
+def _children(value: Any, held: Any) -> Iterable[Any]:
+    if isinstance(value, tuple):
+        return value
+    if isinstance(held, dict):
+        return held.values() if not type(value).__module__.startswith("numpy") else ()
+    return held if isinstance(value, (list, deque)) else ()
+
+
+def _is_same(value: Any, held: Any) -> bool:
+    """Whether nothing was put into the object since; a quick look."""
+    if isinstance(value, torch.Tensor):
+        return bool(value._version == held[0])
+    if isinstance(value, _Attributes):
+        now = dict(value.items())
+        return now.keys() == held.keys() and all(now[k] is v for k, v in held.items())
+    now = _held_by(value)
+    if isinstance(held, dict):
+        return now.keys() == held.keys() and all(now[k] is v for k, v in held.items())
+    if isinstance(held, list):
+        return len(now) == len(held) and all(a is b for a, b in zip(now, held, strict=True))
+    return equal(now, held)
+
+
+def _restore(value: Any, held: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            value.copy_(held[1])
+    elif isinstance(value, torch.Generator):
+        value.set_state(held)
+    elif isinstance(value, random.Random):
+        value.setstate(held)
+    elif isinstance(value, list):
+        value[:] = held
+    elif isinstance(value, (set, deque)):
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(held)
+    elif isinstance(value, _Attributes):
+        own = vars(value.module)
+        for key, _ in list(value.items()):
+            if key not in held:
+                del own[key]
+        own.update(held)
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(held)
+    elif type(value).__module__ == "numpy":
+        value[...] = held
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = held
+    else:
+        vars(value).clear()
+        vars(value).update(held)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are the same as far as a forward can tell; objects of a class of one's own are, if their
+    attributes are."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, (list, tuple, deque)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(v, b[k]) for k, v in a.items())
+    if type(a).__module__ == "numpy":
+        return bool((a == b).all())
+    return bool(a == b) if isinstance(a, (int, float, complex, str, set, frozenset)) else True

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hydra_tune.errors import UncuttableError
-from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.host_buffer import storage_bytes, version_of
 from hydra_tune.shard import Edges
 
 
@@ -46,6 +46,7 @@ class Block:
     edges: Edges = field(default_factory=Edges)
     keeps_clones: bool = False  # its inputs are changed in place by what comes after it
     reentrant: bool = False  # it has reentrant checkpoints within
+    differentiates: bool = False  # it runs a backward within its forward
     rewritten: bool = False  # something changes its weights during a forward
 
     modules: list[nn.Module] = field(init=False)
@@ -115,7 +116,7 @@ class Block:
             self._refresh_flat_weights()
 
     def refuse_changed_weights(self, leaves: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-        if list(versions) != [leaf._version for leaf in leaves]:
+        if list(versions) != list(map(version_of, leaves)):
             raise UncuttableError(
                 f"a block's forward leaves its weights as they are, but {self.name} changed one in place "
                 "(nn.Embedding's max_norm does). Change it outside of forward, before the step."

@@ -63,7 +63,8 @@ def recut(model: nn.Module, cut: Cut, findings: Findings) -> Cut:
         borrowed[block.name] = (*borrowed.get(block.name, ()), *(names[p] for p in parameters))
         held.update({names[p]: f"used by {block.name} without being given to it" for p in parameters})
     for block, reason in uncuttable.items():
-        (opened if has_children(block.module) else kept)[block.name] = reason
+        opens = has_children(block.module) and not block.differentiates
+        (opened if opens else kept)[block.name] = reason
     held.update({names[p]: reason for p, reason in findings.held.items()})
     found = Cut(tuple(opened.items()), tuple(kept.items()), tuple(held.items()), tuple(borrowed.items()))
     assert found != cut, findings

@@ -30,6 +30,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.permute(outermost_first).is_contiguous()
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was written in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors, on whatever devices, have the same values; nan is the same as nan."""
     if a.shape != b.shape or a.dtype != b.dtype:

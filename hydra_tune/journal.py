@@ -16,6 +16,8 @@ class Journal:
         self._watched = {t.untyped_storage()._cdata: t for t in weights if not t.is_meta}
         self._before: dict[int, torch.Tensor] = {}  # values of what was written, by storage
         self._read: dict[int, bool] = {}  # by storage: beside a tensor on the device?
+        self._shared: dict[int, str] = {}  # by storage: the block whose inputs and outputs lie in it
+        self.changed_shared: set[str] = set()  # those blocks of which something was written later
 
     def note(
         self,
@@ -41,7 +43,13 @@ class Journal:
                     if isinstance(written, torch.Tensor):
                         self._keep(_key(written))
 
+    def watch(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Note whether something writes into these, some of which share their memory."""
+        self._shared.update({_key(tensor): name for tensor in tensors})
+
     def _keep(self, key: int) -> None:
+        if key in self._shared:
+            self.changed_shared.add(self._shared[key])
         if key in self._watched and key not in self._before:
             self._before[key] = self._watched[key].detach().clone()
 

@@ -13,7 +13,6 @@ input once for each of its uses in the block, so that sums are made in plain PyT
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -26,11 +25,12 @@ from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import Uses, leaf_of, nodes_of
+from hydra_tune.host_buffer import version_of
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency, Visit
 from hydra_tune.shard import Direction, Edges
 from hydra_tune.surroundings import Surroundings, autocast_state, kept
-from hydra_tune.tree import Structure, flatten, flatten_call, unflatten
+from hydra_tune.tree import Structure, flatten, flatten_call, map_tensors, unflatten
 
 
 class Executor(Protocol):
@@ -62,8 +62,8 @@ class BlockForward:
             return self.block.forward(args, kwargs)
         call = BlockCall(self.block, self.trial, args, kwargs)
         if not self.trial.probe(call):
-            with self.trial.visit(self.block, Direction.FORWARD), torch.no_grad():
-                return self.block.forward(args, kwargs)
+            with self.trial.visit(self.block, Direction.FORWARD), torch.set_grad_enabled(self.block.differentiates):
+                return map_tensors(torch.detach, self.block.forward(args, kwargs))
         call.refuse_hidden_tensors()
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.tensors, *self.block.parameters))
         if needs_grad:
@@ -118,7 +118,6 @@ class BlockCall:
         self.source_bytes: list[int] = []  # of each tensor
         self.measured = False
         self.shares_memory = False
-        self._outputs: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     # ---- arguments and outputs ----
 
@@ -171,16 +170,12 @@ class BlockCall:
 
     def outputs_of(self, made: Sequence[torch.Tensor]) -> Any:
         assert self._output_structure is not None
-        if self.shares_memory:
-            self._outputs = [(weakref.ref(x), x._version) for x in made]
         known = [*self.tensors, *made]
+        if self.shares_memory and self.trial.residency.meter.journal is not None:
+            self.trial.residency.meter.journal.watch(self.block.name, known)
         leaves = [known[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._output_leaves]
         self.tensors = []  # the graph keeps them where a backward will come
         return unflatten(leaves, self._output_structure)
-
-    def outputs_then(self) -> list[tuple[torch.Tensor | None, int]]:
-        """In a pilot, if they share memory: the outputs that are still there, and the version each had."""
-        return [(ref(), version) for ref, version in self._outputs]
 
     # ---- forward ----
 
@@ -222,7 +217,7 @@ class BlockCall:
             made = self.made_by(outputs, given)
             del outputs
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
-            if self._keeps_graph and any(map(_has_hooks, self.block.parameters)):
+            if self._keeps_graph and not self.measured and any(map(_has_hooks, self.block.parameters)):
                 self._cut_unused_edges(made, visit.leaves)
             plain = [visit.copy.kept(x.detach()) for x in made]
             changed = visit.copy.changed_buffers(self.block)
@@ -449,8 +444,9 @@ def _forget(_: Any) -> None:
 
 def _forgotten(_: Any) -> torch.Tensor:
     raise ForgottenError(
-        "what a block computes reaches the loss through its outputs, but this loss uses a tensor that was kept beside "
-        "them (by a hook, an attribute or a list), and not in the first step. Do so from the first step on."
+        "what a block computes reaches the loss through its outputs, but a backward came to a tensor that was kept "
+        "beside them (by a hook, an attribute, a list or a cache), and not in the first step. Do so from the first "
+        "step on."
     )
 
 
@@ -460,7 +456,7 @@ def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [0 if t.is_inference() else t._version for t in tensors]
+    return list(map(version_of, tensors))
 
 
 def _padded(counts: Sequence[int], length: int, default: int) -> list[int]:

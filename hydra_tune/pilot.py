@@ -112,6 +112,7 @@ class Pilot:
         values = [b.clone() for b in buffers]
         inputs = tensors_in((args, kwargs))
         before = meter.trial_bytes
+        weights = [(p, p.data) for p in self.model.parameters()]
         with meter.paused():
             arguments = Snapshot({"its arguments": (args, kwargs)})
             attributes = Snapshot.of_modules(self.model.named_modules())
@@ -134,6 +135,12 @@ class Pilot:
                 self._hold(journal.read(on_device=True))
                 self._drop_copy()
                 self._note_rewritten(journal.written)
+                for block in self.blocks:
+                    if block.name in journal.changed_shared:
+                        self.findings.uncuttable[block] = (
+                            "a block's outputs have memory of their own where they are changed in place, but one of "
+                            f"{block.name} shares its with an input or with another output"
+                        )
                 forward_peak, held = meter.outside_peak(), meter.trial_bytes - before
                 if not self.findings:
                     self._read(OuterGraph(outputs))
@@ -149,6 +156,9 @@ class Pilot:
             self._drop_copy()
             arguments.restore()
             attributes.restore()
+            for parameter, data in weights:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
             with torch.no_grad():
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
@@ -172,11 +182,8 @@ class Pilot:
                 edges=edges_for(profile.edges, edges),
                 backward_work_bytes=max(profile.backward_work_bytes, measured[block] + extra_bytes),
             )
-        for block, shares in graph.changed_later():
-            if shares:
-                self.findings.uncuttable[block] = "an output of it shares memory with a tensor that is changed in place"
-            else:
-                self.profiles[block] = replace(self.profiles[block], keeps_clones=True)
+        for block in graph.changed_later():
+            self.profiles[block] = replace(self.profiles[block], keeps_clones=True)
 
     def _note_rewritten(self, written: Sequence[nn.Parameter]) -> None:
         """Blocks whose weights something else than the optimizer changes, in each forward."""
@@ -268,6 +275,7 @@ class Pilot:
                 with unsaved():
                     outputs = call.block.forward(*arguments)
             except ForgottenError as error:
+                call.block.differentiates = True
                 raise UncuttableError(
                     f"a block's forward keeps nothing for a backward, but {call.block.name} runs one within its forward"
                 ) from error

@@ -9,7 +9,7 @@ A plan holds until the model or its inputs become such as it does not cover.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from hydra_tune.block import Block
 from hydra_tune.config import format_bytes
 from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
-from hydra_tune.errors import BlockTooLargeError, BudgetError
+from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
@@ -42,6 +42,7 @@ from hydra_tune.pool import Client, ShardPool
 from hydra_tune.probe import user_hooks
 from hydra_tune.root import RootForward, refuse_global_hooks, refuse_own_forward, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
+from hydra_tune.tree import flatten
 
 logger = logging.getLogger("hydra_tune")
 
@@ -81,7 +82,7 @@ class Planner:
         self.plan: TrialPlan | None = None
         self.pilot: Pilot | None = None
         self.failed_pilot_bytes: int | None = None  # the most of one that failed and still has its reservation
-        self.shard_of: dict[Block, int] = {}
+        self._shard_of: dict[str, int] = {}
         self.unmeasured: set[Block] = set()
         self._key: Hashable = None
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
@@ -99,7 +100,7 @@ class Planner:
 
     def close(self) -> None:
         """Let go of the model and of the trial, so that no cycle keeps either."""
-        self.blocks, self.shard_of = [], {}
+        self.blocks, self._shard_of = [], {}
         self.unmeasured.clear()
         del self._trial
 
@@ -159,6 +160,15 @@ class Planner:
         pool.plans[self._key] = plan
         pool.measured.add(self._key)
 
+    def shard_of(self, block: Block) -> int:
+        """Where the block is now; a graph may be older than the plan."""
+        if block.name not in self._shard_of:
+            raise PrepareError(
+                f"a backward comes before the model is cut anew, but block {block.name}, whose backward was still to "
+                "come, is cut otherwise now. Call backward before a forward on other inputs."
+            )
+        return self._shard_of[block.name]
+
     # ---- the plan for a forward ----
 
     def probe(self, call: node.BlockCall) -> bool:
@@ -191,6 +201,11 @@ class Planner:
                 self._settle(shared)
             return self.plan
         refuse_unsupported(trial.model)
+        if any(isinstance(leaf, Iterator) for leaf in flatten((args, kwargs))[0]):
+            raise PrepareError(
+                "a prepared model's first forward runs twice, but an argument of it can be read only once. Give it a "
+                "list instead of an iterator."
+            )
         if trial.in_step:
             trial.leave_step()
         former, former_key = self.plan, self._key
@@ -245,7 +260,7 @@ class Planner:
         """Put every weight where the plan wants it."""
         self.plan = plan
         self._adopt_cut(plan.cut, plan.blocks)
-        self.shard_of = {self.blocks[i]: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
+        self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         self.unmeasured = {
             block for block, profile in zip(self.blocks, plan.blocks, strict=True) if not profile.measured
         }

@@ -81,7 +81,7 @@ def release(model: nn.Module) -> None:
     Raises:
         PrepareError: the model is not prepared.
     """
-    forward = model.__dict__.get("forward")
+    forward = getattr(model, "__dict__", {}).get("forward")
     if not isinstance(forward, RootForward):
         raise PrepareError(f"only a prepared model can be released; this {type(model).__name__} is not prepared.")
     forward.trial.end()

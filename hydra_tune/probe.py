@@ -6,7 +6,7 @@ import gc
 import random
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +75,7 @@ class TensorHooksOff(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.register_hook:
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())
         return func(*args, **(kwargs or {}))
 
 
@@ -192,17 +192,13 @@ class OuterGraph:
         children = [leaf_of(c) for node in self._nodes if node not in call_nodes for c, _ in node.next_functions]
         return list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
 
-    def changed_later(self) -> Iterator[tuple[Block, bool]]:
-        """Blocks whose inputs, or outputs that share memory, were changed in place after their forward; the latter
-        are True."""
+    def changed_later(self) -> Iterator[Block]:
+        """Blocks whose inputs were changed in place after their forward; a backward would repeat it on others."""
         for node, call in self.calls:
-            changed = any(x is not None and x._version != version for x, version in call.outputs_then())
             try:
                 _ = node.saved_tensors
             except RuntimeError:
-                changed = True
-            if changed:
-                yield call.block, call.shares_memory
+                yield call.block
 
     def edges(self) -> Iterator[tuple[Block, Edges, int]]:
         """For each call: sources that other operators use too have an edge for each use in the block; and the

@@ -114,7 +114,13 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"weights are dense and fill their memory, but {name} has layout {tensor.layout} and strides "
                 f"{tensor.stride() if tensor.layout is torch.strided else None}. Make it {way} first."
             )
-    _refuse_shared_memory(tensors.values())
+    attributes = (
+        (f"{name}.{key}".lstrip("."), value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and id(value) not in tensors and value.layout is torch.strided
+    )
+    _refuse_shared_memory([*tensors.values(), *attributes])
 
 
 def _refuse_shared_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -69,7 +69,9 @@ class Cut:
 
     def spell_kept(self) -> str:
         """For an error about lack of room: what takes it."""
-        return "".join(f" {name} stays on the device: {reason}" for name, reason in self.kept[:1])
+        kept = "".join(f" {name} stays on the device: {reason}" for name, reason in self.kept[:1])
+        held = "".join(f" {len(self.held)} weights stay there, as {name}: {reason}." for name, reason in self.held[:1])
+        return kept + held
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from hydra_tune.host_buffer import version_of
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
 _FOREIGN = frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names
@@ -81,7 +84,7 @@ class _Attributes:
 def _held_by(value: Any) -> Any:
     """A copy of what the object holds; None if it is not followed."""
     if isinstance(value, torch.Tensor):
-        return value._version, value.detach().clone()
+        return version_of(value), value.detach().clone()
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
@@ -102,6 +105,10 @@ def _held_by(value: Any) -> Any:
 
 
 def _children(value: Any, held: Any) -> Iterable[Any]:
+    if isinstance(value, types.FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+    if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+        return [value.__self__]
     if isinstance(value, tuple):
         return value
     if isinstance(held, dict):
@@ -112,7 +119,7 @@ def _children(value: Any, held: Any) -> Iterable[Any]:
 def _is_same(value: Any, held: Any) -> bool:
     """Whether nothing was put into the object since; a quick look."""
     if isinstance(value, torch.Tensor):
-        return bool(value._version == held[0])
+        return bool(version_of(value) == held[0])
     if isinstance(value, _Attributes):
         now = dict(value.items())
         return now.keys() == held.keys() and all(now[k] is v for k, v in held.items())

@@ -7,7 +7,7 @@ slot                    | block 1 | tied | buffers |     one copy for the run, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from hydra_tune.block import Block, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError, UncuttableError
-from hydra_tune.host_buffer import HostBuffer, is_dense, same_values, storage_bytes
+from hydra_tune.host_buffer import HostBuffer, is_dense, same_values, storage_bytes, version_of
 
 
 class HostWeights:
@@ -68,7 +68,7 @@ class DeviceCopy:
         self.slot = slot
         self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
-        self._copied: dict[int, tuple[int, int]] = {}  # of each parameter and buffer: its version then, its address
+        self._copied: dict[Hashable, tuple[int, int]] = {}  # of each parameter and buffer: its version, its address
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the slot, seen with a dtype
         self._runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -80,7 +80,7 @@ class DeviceCopy:
         for block in blocks:
             for (module, name), buffer in zip(block.buffer_sites, block.buffers(), strict=True):
                 self._buffers[module, name] = (self._add(buffer), buffer)
-                self._copied[id(buffer)] = _state_of(buffer)
+                self._copied[module, name] = _state_of(buffer)
         if host is not None:
             source = host.buffer.bytes
             self._copies += [(slot[to : to + size], source[place : place + size]) for place, to, size in self._runs]
@@ -100,18 +100,19 @@ class DeviceCopy:
         self._leaves[id(parameter)] = leaf_like(parameter, data)
         self._copied[id(parameter)] = _state_of(parameter)
 
-    def refresh(self, block: Block) -> None:
-        """Copy anew what has changed on the host since: a forward may write weights between two blocks."""
+    def refresh(self, block: Block, *, weights: bool) -> None:
+        """Copy anew what has changed on the host since: a forward may write weights between two blocks, and a buffer
+        may be another block's too."""
         stale: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for parameter in block.slot_parameters:
+        for parameter in block.slot_parameters if weights else ():
             if block.rewritten or self._copied.get(id(parameter)) != _state_of(parameter):
                 stale.append((self.leaf(parameter).data, parameter.data))
                 self._copied[id(parameter)] = _state_of(parameter)
         for module, name in block.buffer_sites:
             slot, host = self._buffers[module, name]
-            if self._copied[id(host)] != _state_of(host):
+            if self._copied[module, name] != _state_of(host):
                 stale.append((slot, host))
-                self._copied[id(host)] = _state_of(host)
+                self._copied[module, name] = _state_of(host)
         if stale:
             self._device.promote(stale)
 
@@ -202,4 +203,4 @@ class DeviceCopy:
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    return version_of(tensor), tensor.data_ptr()

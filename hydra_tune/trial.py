@@ -184,10 +184,11 @@ class Trial:
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
         refuse_transforms()
-        if self._backward_passes and torch._C._current_graph_task_id() == self._backward_id:
+        in_backward = self._backward_passes and torch._C._current_graph_task_id() == self._backward_id
+        if in_backward or self.planner.pilot is not None:
             raise PrepareError(
-                "a prepared model's backward repeats forwards block by block, but its whole forward was called in it, "
-                "by a checkpoint around the model. Leave that checkpoint out."
+                "a prepared model's backward repeats forwards block by block, but its whole forward was called once "
+                "more, by a checkpoint around the model or by the model itself. Leave that out."
             )
         if self.mode is None:
             self.pool.check_usable()
@@ -320,12 +321,11 @@ class Trial:
         if self.planner.pilot is not None:
             copy = self.planner.pilot.copy_of(block)
         else:
-            copy = self._go_to(self.planner.shard_of[block], direction)
+            copy = self._go_to(self.planner.shard_of(block), direction)
         self.meter.outside_ends()
         try:
-            if direction is Direction.FORWARD:
-                with self.meter.paused():
-                    copy.refresh(block)
+            with self.meter.paused():
+                copy.refresh(block, weights=direction is Direction.FORWARD)
             with self.counted(), self.residency.inside(block, copy) as visit:
                 yield visit
         except BaseException:

@@ -121,6 +121,11 @@ class BlockCall:
 
     # ---- arguments and outputs ----
 
+    @property
+    def objects(self) -> list[Any]:
+        """What is given beside tensors."""
+        return [leaf for leaf in self._leaves if not isinstance(leaf, _Place)]
+
     def refuse_hidden_tensors(self) -> None:
         """A mutable object with tensors inside (a cache) would be changed twice, by forward and recompute."""
         for leaf in self._leaves:

@@ -245,12 +245,15 @@ class Pilot:
         copy = self.copy_of(block)
         with random_state_kept(self.residency.device.generators()):
             now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
+            with self.residency.meter.paused():
+                given = Snapshot({"an object that it is given": call.objects})
             try:
                 with random_state_kept(self.residency.device.generators()):
                     forward_s, forward_work, boundary = self._forward(call, copy)
                 with self.residency.meter.paused():
+                    changes = list(given.changes())
+                    given.restore()
                     attributes = Snapshot.of_modules(block.module.named_modules())
-                    arguments = Snapshot({"its arguments": call.arguments(call.tensors)})
                 copy.swap_buffers(block, now)
                 backward_s, backward_work, saved_bytes, leaves, reentrant = self._backward(call, copy)
             except torch.OutOfMemoryError:
@@ -258,7 +261,8 @@ class Pilot:
             finally:
                 copy.swap_buffers(block, now)
                 copy.renew_leaves()
-        refuse_changes(block, (*attributes.changes(), *arguments.changes()), repeats=self._repeats)
+                given.restore()
+        refuse_changes(block, (*changes, *attributes.changes()), repeats=self._repeats)
         refuse_side_channel(block, leaves)
         return BlockProfile(
             block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, forward_s, backward_s,

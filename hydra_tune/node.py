@@ -371,6 +371,11 @@ class BlockFunction(torch.autograd.Function):
                 "gradients of gradients are not available in a prepared model: backward was called with "
                 "create_graph=True. Call hydra_tune.release(model) first."
             )
+        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grad_outputs):
+            raise PrepareError(
+                "a prepared model's gradients are computed one by one, but backward was called with "
+                "is_grads_batched=True. Call it once for each, or hydra_tune.release(model) first."
+            )
         call.trial.enter_backward(call.forward_pass)
         try:
             tensors = ctx.saved_tensors  # a checkpoint around the block repeats its forward here

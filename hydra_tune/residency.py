@@ -110,18 +110,22 @@ class Residency:
     def hold(self, model: nn.Module, except_blocks: Sequence[Block], optimizer: torch.optim.Optimizer | None) -> None:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
         spilled = {site for b in except_blocks for site in b.slot_sites}
-        moved: set[int] = set()
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # old and new; a tensor may have several sites
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 site = (module, name)
-                if tensor is not None and site not in spilled and site not in self._held and id(tensor) not in moved:
-                    moved.add(id(tensor))
+                if tensor is None or site in spilled or site in self._held:
+                    continue
+                if id(tensor) not in moved:
                     self._held.append(site)
-                    self._hold(module, name, tensor)
+                    moved[id(tensor)] = tensor, self._hold(module, name, tensor)
+                elif name in module._buffers:
+                    self._held.append(site)
+                    module._buffers[name] = moved[id(tensor)][1]
         if moved:
             self._move_state(optimizer)
 
-    def _hold(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    def _hold(self, module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
         with self.meter.paused():
             if name in module._parameters:
                 grad, tensor.grad = tensor.grad, None
@@ -132,9 +136,11 @@ class Residency:
         self._count("promoted_bytes", tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor])
+        return tensor
 
     def bring_home(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move what is held on the device back to host memory."""
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         with self.meter.paused():
             for module, name in self._held:
                 parameter, buffer = module._parameters.get(name), module._buffers.get(name)
@@ -143,7 +149,9 @@ class Residency:
                     parameter.data = self._to_host(parameter.data)
                     parameter.grad = None if grad is None else self._to_host(grad)
                 elif buffer is not None:
-                    module._buffers[name] = self._to_host(buffer)
+                    if id(buffer) not in moved:
+                        moved[id(buffer)] = buffer, self._to_host(buffer)
+                    module._buffers[name] = moved[id(buffer)][1]
         self._held = []
         self._move_state(optimizer)
 

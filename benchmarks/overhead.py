@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 from benchmarks.measure import interleaved, save
-from hydra_tune import node
+from hydra_tune import call
 from hydra_tune.block import Block
 from hydra_tune.context import trial_context
 from hydra_tune.residency import Residency
@@ -180,10 +180,10 @@ def parts_of(spilled: Training, rounds: int) -> dict[str, float]:
             ("lease", hydra_tune.ShardPool, "release"),
             ("promotion", Residency, "promote"),
             ("gradients to host", Residency, "spill_gradients"),
-            ("random state", node, "generator_states"),
-            ("random state", node, "set_generator_states"),
+            ("random state", call, "generator_states"),
+            ("random state", call, "set_generator_states"),
             ("arithmetic", Block, "forward"),
-            ("arithmetic", node, "gradients_of"),
+            ("arithmetic", call, "gradients_of"),
         ):
             stack.enter_context(parts.function(part, owner, name))
         stack.enter_context(parts.context("substitution", Block, "substituted"))

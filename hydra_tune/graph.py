@@ -1,4 +1,4 @@
-"""Reads autograd's graphs: their nodes, who uses a tensor, and what each single use gives to its gradient.
+"""Autograd's graphs: their nodes, who uses a tensor, what each single use gives to its gradient, what they keep.
 
 Floating-point sums depend on their order. Plain PyTorch adds a tensor's gradient use by use, the latest use
 first; where a block and something outside of it use the same tensor, the block must hand out its uses one by
@@ -8,9 +8,13 @@ one, or the last bit may differ: (a + b) + c is not a + (b + c).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+
+from hydra_tune.errors import PrepareError
 
 REENTRANT = "CheckpointFunctionBackward"
 CAST = "ToCopyBackward0"  # what autocast makes of a float32 weight
@@ -96,6 +100,85 @@ def _noting(places: Sequence[tuple[int, list[torch.Tensor]]]) -> Callable[[Any, 
                 sink.append(gradient)
 
     return note
+
+
+def gradients_of(
+    outputs: Sequence[torch.Tensor],
+    grad_outputs: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    needed: Sequence[bool],
+    *,
+    reentrant: bool,
+) -> list[torch.Tensor | None]:
+    """The gradient of each leaf, with the strides that its operators gave it: what accumulates into a leaf's
+    `.grad` is laid out anew, and the operators to come would add in another order.
+
+    A graph with `reentrant` checkpoints refuses `torch.autograd.grad`.
+    """
+    wanted = [leaf for leaf, n in zip(leaves, needed, strict=True) if n]
+    if not reentrant:
+        found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else ())
+        return [next(found) if n else None for n in needed]
+    sums: dict[int, torch.Tensor] = {}
+    before = [leaf.grad for leaf in leaves]
+
+    def note(i: int, grad: torch.Tensor) -> None:
+        sums[i] = sums[i] + grad if i in sums else grad
+
+    for i, leaf in enumerate(leaves):
+        if leaf.requires_grad:
+            leaf.register_hook(partial(note, i))
+    torch.autograd.backward(outputs, grad_outputs)
+    for leaf, grad in zip(leaves, before, strict=True):
+        leaf.grad = grad
+    return [sums.get(i) if n else None for i, n in enumerate(needed)]
+
+
+# ---- what a forward keeps for its backward ------------------------------------------------------------
+
+
+@contextmanager
+def unsaved() -> Iterator[None]:
+    """Run by the operators that training uses, but keep nothing for a backward.
+
+    Some operators compute otherwise, in the last bit, where no gradient is asked for (oneDNN's LSTM).
+    """
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
+        yield
+
+
+def saved() -> AbstractContextManager[None]:
+    """Whatever hooks surround it, a forward inside keeps what its backward needs.
+
+    Detached: a node that kept its own output with its history would keep itself.
+    """
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is)
+    return hooks
+
+
+class ForgottenError(PrepareError):
+    """A backward came to what a block's forward did not keep."""
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _forget(_: Any) -> None:
+    return None
+
+
+def _forgotten(_: Any) -> torch.Tensor:
+    raise ForgottenError(
+        "what a block computes reaches the loss through its outputs, but a backward came to a tensor that was kept "
+        "beside them (by a hook, an attribute, a list or a cache), and not in the first step. Do so from the first "
+        "step on."
+    )
+
+
+def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves of a graph of their own, which require a gradient where the given ones do."""
+    return [t.detach().requires_grad_(t.requires_grad) for t in tensors]
 
 
 class Cast(torch.autograd.Function):

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from hydra_tune.block import Block
+from hydra_tune.call import BlockCall, edges_for, versions_of
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import UncuttableError
-from hydra_tune.graph import Uses, forget_interrupted_backward
+from hydra_tune.graph import ForgottenError, Uses, detached, forget_interrupted_backward, gradients_of, saved, unsaved
 from hydra_tune.host_buffer import same_values, storage_bytes
 from hydra_tune.journal import Journal
 from hydra_tune.meter import TrialMeter
-from hydra_tune.node import BlockCall, ForgottenError, detached, edges_for, gradients_of, saved, unsaved, versions_of
 from hydra_tune.probe import (
     OuterGraph,
     TensorHooksOff,

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hydra_tune import node
 from hydra_tune.block import Block
+from hydra_tune.call import BlockCall, Executor
 from hydra_tune.config import format_bytes
 from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
@@ -26,6 +26,7 @@ from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
+from hydra_tune.node import BlockForward
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
 from hydra_tune.partition import (
     covers,
@@ -47,7 +48,7 @@ from hydra_tune.tree import flatten
 logger = logging.getLogger("hydra_tune")
 
 
-class Planned(node.Executor, Client, Protocol):
+class Planned(Executor, Client, Protocol):
     """What a planner needs of the trial it plans for."""
 
     name: str
@@ -171,7 +172,7 @@ class Planner:
 
     # ---- the plan for a forward ----
 
-    def probe(self, call: node.BlockCall) -> bool:
+    def probe(self, call: BlockCall) -> bool:
         """In a pilot, measure this call first; False if it can't be cut so and is to run as it is.
 
         Raises:
@@ -284,11 +285,11 @@ class Planner:
     def wrap(self) -> None:
         """From here on blocks run in visits."""
         for block in self.blocks:
-            block.module.forward = node.BlockForward(block, self._trial)
+            block.module.forward = BlockForward(block, self._trial)
 
     def unwrap(self) -> None:
         for block in self.blocks:
-            if isinstance(block.module.__dict__.get("forward"), node.BlockForward):
+            if isinstance(block.module.__dict__.get("forward"), BlockForward):
                 del block.module.__dict__["forward"]
                 if block.own_forward is not None:
                     block.module.forward = block.own_forward

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hydra_tune.block import Block
+from hydra_tune.call import BlockCall
 from hydra_tune.errors import UncuttableError
 from hydra_tune.graph import leaf_of, nodes_of
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.node import BlockCall
 from hydra_tune.shard import Edges
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from hydra_tune.block import Block
+from hydra_tune.call import BlockCall
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode
-from hydra_tune.node import BlockCall
 from hydra_tune.planner import Planner, UnmeasuredBlock
 from hydra_tune.pool import ShardPool
 from hydra_tune.random_state import generator_states, set_generator_states

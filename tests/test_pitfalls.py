@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import context, mode, node, pilot, planner, probe, spill, surroundings, trial
+from hydra_tune import call, context, mode, node, pilot, planner, probe, spill, surroundings, trial
 from hydra_tune.block import Block
 from hydra_tune.context import trial_context
 from hydra_tune.shard import Direction, Edges
@@ -216,9 +216,8 @@ def gradients_made_into(change):
     """Each block's gradients are changed as soon as they are there."""
 
     def wrapper(original):
-        def run_backward(call, *args):
-            grads = original(call, *args)
-            return [change(call, grad) for grad in grads]
+        def run_backward(this, *args):
+            return [change(this, grad) for grad in original(this, *args)]
 
         return run_backward
 
@@ -280,7 +279,7 @@ def plain_layers():
 PITFALLS = {
     "1 dropout in recompute": (
         lambda: Model(*(Layer(dropout=0.5) for _ in range(4))),
-        [(node, "set_generator_states", always(nothing))],
+        [(call, "set_generator_states", always(nothing))],
     ),
     "2 buffers updated twice": (
         lambda: Model(*(Layer(norm=lambda: nn.BatchNorm1d(WIDTH, momentum=0.5)) for _ in range(4))),
@@ -289,12 +288,12 @@ PITFALLS = {
     "3 order of sums": (lambda: Skipping(*(Layer() for _ in range(4))), [(probe.OuterGraph, "edges", one_edge_each)]),
     "4 inputs changed in place": (
         lambda: Model(Layer(), InPlaceLayer(), InPlaceLayer(), Layer()),
-        [(node.BlockCall, "refuse_changed_inputs", always(nothing))],
+        [(call.BlockCall, "refuse_changed_inputs", always(nothing))],
     ),
     "5 caches": (
         lambda: Caching(*(Cached() for _ in range(4))),
         [
-            (node.BlockCall, "refuse_hidden_tensors", always(nothing)),
+            (call.BlockCall, "refuse_hidden_tensors", always(nothing)),
             (pilot, "refuse_side_channel", always(nothing)),
             (pilot, "borrowed_by", always(lambda *_: [])),
             (pilot, "refuse_changes", always(nothing)),
@@ -311,17 +310,17 @@ PITFALLS = {
     "7 a weight is cast once": (lambda: Recurrent(Layer(), Layer()), [(probe.OuterGraph, "edges", uncast)]),
     "8 clipping before all gradients are there": (
         plain_layers,
-        [(node.BlockCall, "run_backward", gradients_made_into(clipped_by_block))],
+        [(call.BlockCall, "run_backward", gradients_made_into(clipped_by_block))],
     ),
     "9 scaling shard by shard": (
         plain_layers,
-        [(node.BlockCall, "run_backward", gradients_made_into(unscaled_by_block))],
+        [(call.BlockCall, "run_backward", gradients_made_into(unscaled_by_block))],
     ),
-    "10 accumulation": (plain_layers, [(node.BlockCall, "run_backward", gradients_made_into(overwriting))]),
+    "10 accumulation": (plain_layers, [(call.BlockCall, "run_backward", gradients_made_into(overwriting))]),
     "12 a graph outlives its weights": (plain_layers, [(node.BlockForward, "__call__", always(run_on_the_slot))]),
     "13 no input requires a gradient": (
         lambda: Model(*(Layer() for _ in range(4))),
-        [(node.BlockCall, "edges_in", detached_weights)],
+        [(call.BlockCall, "edges_in", detached_weights)],
     ),
     "14 blocks called several times": (
         lambda: Recurrent(Twice(), Twice(), Twice(), Twice()),

@@ -1,0 +1,378 @@
+"""One call of a block: its arguments with the tensors taken out, its forward, and the repetition in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+
+from hydra_tune.block import Block
+from hydra_tune.errors import UncuttableError
+from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.graph import Uses, detached, gradients_of, leaf_of, nodes_of, unsaved
+from hydra_tune.host_buffer import version_of
+from hydra_tune.random_state import generator_states, set_generator_states
+from hydra_tune.residency import Residency, Visit
+from hydra_tune.shard import Direction, Edges
+from hydra_tune.surroundings import Surroundings, autocast_state, kept
+from hydra_tune.tree import Structure, flatten, flatten_call, unflatten
+
+
+class Executor(Protocol):
+    """What a call needs of the trial it runs for."""
+
+    residency: Residency
+
+    @property
+    def forward_pass(self) -> ForwardPass: ...
+
+    def visit(self, block: Block, direction: Direction) -> AbstractContextManager[Visit]: ...
+
+    def probe(self, call: BlockCall) -> bool: ...
+
+    def enter_backward(self, forward_pass: ForwardPass) -> None: ...
+
+
+class BlockCall:
+    """One call of a block: its arguments with the tensors taken out, and what its backward must restore.
+
+    `tensors`, each once, are its sources; then come the block's parameters, then autocast's copies of these.
+    A source has as many edges in the outer graph as `num_edges` says. Outputs are the tensors that the block
+    made; one that it was given is handed on as it is.
+    """
+
+    def __init__(self, block: Block, trial: Executor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.block = block
+        self.trial = trial
+        self.forward_pass = trial.forward_pass
+        leaves, self._structure = flatten_call(args, kwargs)
+        places: dict[int, _Place] = {}
+        self.tensors: list[torch.Tensor] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+                places[id(leaf)] = _Place(len(self.tensors))
+                self.tensors.append(leaf)
+        self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
+        self.num_edges: list[int] = []
+        self._casts: list[torch.Tensor] = []  # in the outer graph, of the parameters numbered in `_recast`
+        self._recast: list[int] = []
+        self._keeps_graph = False
+        self._again: list[Any] = []  # the leaves as they are given to the repeated forward
+        self._random_states: list[torch.Tensor] = []
+        self._buffers_before: list[tuple[int, torch.Tensor]] = []
+        self._buffer_versions: list[int] = []
+        self._versions: list[int] = []
+        self._surroundings: Surroundings | None = None
+        self._made_like: list[tuple[torch.Size, torch.dtype]] = []
+        self._output_leaves: list[Any] = []
+        self._output_structure: Structure | None = None
+        self.nondifferentiable: list[int] = []
+        self.tensor_uses: list[tuple[int, int]] = []  # in the block's own graph, direct and by a cast; the
+        self.parameter_uses: list[tuple[int, int]] = []  # pilot's findings
+        self.source_bytes: list[int] = []  # of each tensor
+        self.measured = False
+        self.shares_memory = False
+
+    # ---- arguments and outputs ----
+
+    @property
+    def objects(self) -> list[Any]:
+        """What is given beside tensors."""
+        return [leaf for leaf in self._leaves if not isinstance(leaf, _Place)]
+
+    def refuse_hidden_tensors(self) -> None:
+        """A mutable object with tensors inside (a cache) would be changed twice, by forward and recompute."""
+        for leaf in self._leaves:
+            if not isinstance(leaf, _Place) and any(isinstance(v, torch.Tensor) for v in _contents(leaf)):
+                raise UncuttableError(
+                    f"a block's arguments are tensors, plain data, and tuples, lists, dicts and dataclasses of them; "
+                    f"block {self.block.name} was given a {type(leaf).__name__} that holds tensors. Pass its tensors, "
+                    "or turn the feature off while training (use_cache=False)."
+                )
+
+    def refuse_changed_inputs(self, tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+        if list(versions) != versions_of(tensors):
+            raise UncuttableError(
+                f"a block leaves its inputs as they are, but {self.block.name} changed one in place. "
+                "Make its first operator out of place (inplace=False), or give it a copy."
+            )
+
+    def refuse_changed_containers(self, tensors: Sequence[torch.Tensor], arguments: tuple[Any, Any]) -> None:
+        leaves, structure = flatten(arguments)
+        given = self._filled(tensors, self._leaves)
+        if structure.spec != self._structure.spec or any(a is not b for a, b in zip(leaves, given, strict=False)):
+            raise UncuttableError(
+                f"a block leaves the lists, dicts and objects that it is given as they are, but {self.block.name} "
+                "changed one. Return what it has to say."
+            )
+
+    def arguments(
+        self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any] = ()
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        args, kwargs = unflatten(self._filled(tensors, leaves or self._leaves), self._structure)
+        return args, kwargs
+
+    def _filled(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
+        return [tensors[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in leaves]
+
+    def made_by(self, outputs: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors among the outputs that are neither given nor met before, in order."""
+        places = {id(t): _Place(i) for i, t in enumerate(given)}
+        leaves, self._output_structure = flatten(outputs)
+        made: list[torch.Tensor] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+                places[id(leaf)] = _Place(len(given) + len(made))
+                made.append(leaf)
+        self._output_leaves = [places.get(id(leaf), leaf) for leaf in leaves]
+        return made
+
+    def outputs_of(self, made: Sequence[torch.Tensor]) -> Any:
+        assert self._output_structure is not None
+        known = [*self.tensors, *made]
+        if self.shares_memory and self.trial.residency.meter.journal is not None:
+            self.trial.residency.meter.journal.watch(self.block.name, known)
+        leaves = [known[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._output_leaves]
+        self.tensors = []  # the graph keeps them where a backward will come
+        return unflatten(leaves, self._output_structure)
+
+    # ---- forward ----
+
+    def start_graph(self) -> None:
+        """A backward may come: count the edges, and give autocast's copies their places in the outer graph."""
+        self._keeps_graph = True
+        self._again = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
+        edges, block = self.block.edges, self.block
+        self.num_edges = [
+            *_padded(edges.tensors, len(self.tensors), 1),
+            *_padded(edges.parameters, len(block.parameters), 1),
+        ]
+        dtype = _casts_to() if any(edges.casts) else None
+        if dtype is not None:
+            for i, (parameter, count) in enumerate(zip(block.parameters, edges.casts, strict=False)):
+                if count and parameter.requires_grad and parameter.dtype is torch.float32:
+                    self._casts.append(self.forward_pass.cast(parameter, dtype))
+                    self._recast.append(i)
+                    self.num_edges.append(count)
+
+    def edges_in(self) -> list[torch.Tensor]:
+        """Every source as many times as it has edges."""
+        sources = [*self.tensors, *self.block.parameters, *self._casts]
+        return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
+
+    def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The block on its promoted weights, without gradients; notes what `run_backward` must restore."""
+        buffers, versions = self.block.buffers(), versions_of(tensors)
+        if self._keeps_graph:
+            self._random_states = generator_states(self.trial.residency.device.generators())
+            self._surroundings = Surroundings(self.block.modules)
+            self._buffer_versions = versions_of(buffers)
+        with self.trial.visit(self.block, Direction.FORWARD) as visit:
+            weight_versions = versions_of(visit.leaves)
+            given = detached(tensors) if self._keeps_graph else list(tensors)
+            with unsaved() if self._keeps_graph else torch.no_grad():
+                outputs = self.block.forward(*self.arguments(given))
+            self.block.refuse_changed_weights(visit.leaves, weight_versions)
+            made = self.made_by(outputs, given)
+            del outputs
+            self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
+            if self._keeps_graph and not self.measured and any(map(_has_hooks, self.block.parameters)):
+                self._cut_unused_edges(made, visit.leaves)
+            plain = [visit.copy.kept(x.detach()) for x in made]
+            changed = visit.copy.changed_buffers(self.block)
+            del made, given
+        self.refuse_changed_inputs(tensors, versions)
+        if self._keeps_graph:
+            self._versions = versions_of(self.block.parameters)
+            self._made_like = [(x.shape, x.dtype) for x in plain]
+            self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
+            for i, value in self._buffers_before:  # an earlier call in the same graph may have seen it too
+                self.trial.residency.former_buffers[id(buffers[i]), self._buffer_versions[i]] = value
+        self.trial.residency.write_back(changed)
+        return tuple(plain)
+
+    def _cut_unused_edges(self, made: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+        """A weight that this call does not use has no edge: its hooks would fire, without a gradient."""
+        used = {id(leaf_of(node)) for node in nodes_of(made)}
+        unused = {i for i, leaf in enumerate(leaves) if id(leaf) not in used}
+        first = len(self.tensors)
+        for i in unused:
+            self.num_edges[first + i] = 0
+        for n, i in enumerate(self._recast):
+            if i in unused:
+                self.num_edges[first + len(leaves) + n] = 0
+
+    # ---- backward ----
+
+    def run_backward(
+        self,
+        tensors: Sequence[torch.Tensor],
+        needed: Sequence[bool],
+        grad_outputs: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Gradients for each edge: of `tensors` on the device, of parameters on the host.
+
+        `needed` says which edges want one; `grad_outputs` has one entry for each output that the block made.
+        """
+        if self._versions != versions_of(self.block.parameters):
+            raise RuntimeError(
+                f"a weight of block {self.block.name} was changed in place between forward and backward. "
+                "Call backward before optimizer.step(), or repeat the forward."
+            )
+        assert self._surroundings is not None
+        ends = accumulate(self.num_edges)
+        wanted = [n > 0 and needed[end - 1] for n, end in zip(self.num_edges, ends, strict=True)]
+        buffers = self._buffers_then()
+        generators = self.trial.residency.device.generators()
+        drawn = generator_states(generators)
+        with self.trial.visit(self.block, Direction.BACKWARD) as visit:
+            now = visit.copy.swap_buffers(self.block, buffers)
+            try:
+                set_generator_states(generators, self._random_states)
+                inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
+                with torch.enable_grad(), self._surroundings.restored():
+                    made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
+            finally:
+                set_generator_states(generators, drawn)
+                visit.copy.swap_buffers(self.block, now)
+            self._refuse_other_outputs(made)
+            grads = self._local_backward(inputs, made, wanted, grad_outputs, visit)
+            if now:  # by a checkpoint within the block, which repeats its forward in plain PyTorch too
+                self.trial.residency.write_back(visit.copy.changed_buffers(self.block))
+            num_tensors, parameters = len(tensors), self.block.parameters
+            masters = [*parameters, *(parameters[i] for i in self._recast)]
+            spilled = self.trial.residency.spill_gradients(self.block, masters, grads[num_tensors:])
+            grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
+        return [g for source in grads for g in source]
+
+    def _buffers_then(self) -> list[tuple[int, torch.Tensor]]:
+        """The values that buffers had before this call, of those that have others now, by site."""
+        then = dict(self._buffers_before)
+        for i, (host, version) in enumerate(zip(self.block.buffers(), self._buffer_versions, strict=True)):
+            if i not in then and host._version != version:
+                value = self.trial.residency.former_buffers.get((id(host), version))
+                if value is None:
+                    raise RuntimeError(
+                        f"a block's buffers stay as they are from its forward to its backward, but buffer "
+                        f"{self.block.buffer_sites[i][1]!r} of block {self.block.name} was changed in between, outside "
+                        "of the block. Change it in the block's forward, or after backward."
+                    )
+                then[i] = value
+        return list(then.items())
+
+    def _refuse_other_outputs(self, made: Sequence[torch.Tensor]) -> None:
+        again = [(x.shape, x.dtype) for x in made]
+        if again != self._made_like:
+            raise RuntimeError(
+                f"a block's forward may be repeated, but block {self.block.name} made {_spelt(self._made_like)} at "
+                f"first and {_spelt(again)} then: it depends on something that has changed since, or on random "
+                "numbers other than torch's. Give it what it depends on as an argument, or draw from torch's."
+            )
+
+    def _local_backward(
+        self,
+        inputs: Sequence[torch.Tensor],
+        made: list[torch.Tensor],
+        wanted: Sequence[bool],
+        grad_outputs: Sequence[torch.Tensor | None],
+        visit: Visit,
+    ) -> list[list[torch.Tensor | None]]:
+        """For each source the gradients of its edges; uses up what was `made`."""
+        leaves = [*inputs, *visit.leaves]
+        num_leaves = len(leaves)
+        recast = [len(inputs) + i for i in self._recast]
+        needed = [w or (i in recast) for i, w in enumerate(wanted[:num_leaves])]
+        split = [i for i in range(num_leaves) if needed[i] and (self.num_edges[i] > 1 or i in recast)]
+        pairs = [(o, g) for o, g in zip(made, grad_outputs, strict=True) if g is not None and o.requires_grad]
+        made.clear()
+        if not pairs:
+            return [[None] * n for n in self.num_edges]
+        outs, grads_in = zip(*pairs, strict=True)
+        del pairs
+        uses = Uses(outs, leaves, cast_once=recast) if split else None
+        if uses:
+            uses.record(split)
+        sums = gradients_of(outs, grads_in, leaves, needed, reentrant=self.block.reentrant)
+        grads: list[list[torch.Tensor | None]] = []
+        for i, total in enumerate(sums):
+            parts = uses.direct[i] if uses and i in split else [] if total is None else [total]
+            grads.append(_spread(parts, self.num_edges[i]))
+        for i, count in zip(recast, self.num_edges[num_leaves:], strict=True):
+            assert uses is not None
+            grads.append(_spread(uses.cast[i], count))
+        return grads
+
+
+class _Place:
+    """Where a tensor was, by its number."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+def _contents(leaf: object) -> Iterator[object]:
+    """The values of an object's attributes, and of the lists and dicts among them, one level down."""
+    for value in getattr(leaf, "__dict__", {}).values():
+        yield value
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                yield item
+                yield from getattr(item, "__dict__", {}).values()
+        elif isinstance(value, dict):
+            yield from value.values()
+
+
+def _casts_to() -> torch.dtype | None:
+    """What autocast makes of weights here, if it is on and remembers its casts."""
+    enabled = [dtype for _, on, dtype in autocast_state() if on]
+    return enabled[0] if enabled and torch.is_autocast_cache_enabled() else None
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _spelt(made: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in made) or "no tensor"
+
+
+def _padded(counts: Sequence[int], length: int, default: int) -> list[int]:
+    return [max(n, default) for n in counts[:length]] + [default] * (length - len(counts))
+
+
+def _spread(parts: Sequence[torch.Tensor], num_edges: int) -> list[torch.Tensor | None]:
+    """The gradients of a source's uses on its edges; uses beyond the pilot's count are summed on the last."""
+    if num_edges == 0:
+        return []
+    spread: list[torch.Tensor | None] = [*parts[:num_edges], *[None] * (num_edges - len(parts))]
+    for extra in parts[num_edges:]:
+        last = spread[-1]
+        assert last is not None
+        spread[-1] = last + extra
+    return spread
+
+
+def edges_for(counts: Edges, other: Edges) -> Edges:
+    """Enough edges for both of two calls."""
+
+    def larger(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+        size = max(len(a), len(b))
+        return tuple(map(max, _padded(a, size, 0), _padded(b, size, 0)))
+
+    return Edges(
+        larger(counts.tensors, other.tensors),
+        larger(counts.parameters, other.parameters),
+        larger(counts.casts, other.casts),
+    )
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(version_of, tensors))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,23 +41,36 @@ class Surroundings:
         self._flags = [read() for read, _ in _FLAGS]
         self._attributes = _plain_attributes(modules)
 
+    @property
+    def _of_process(self) -> tuple[object, ...]:
+        return self._autocast, self._device, self._flags
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Within, all is as it was; afterwards as it is now."""
-        with ExitStack() as stack:
-            for kind, enabled, dtype in self._autocast:
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            if self._device != torch.get_default_device():
-                stack.enter_context(self._device)
-            for (read, write), value in zip(_FLAGS, self._flags, strict=True):
-                if (now := read()) != value:
-                    stack.callback(write, now)
-                    write(value)
-            now = _plain_attributes(self._modules)
-            stack.callback(_set_attributes, self._modules, now)
-            if now != self._attributes:
+        now = Surroundings(self._modules)
+        try:
+            if now._attributes != self._attributes:
                 _set_attributes(self._modules, self._attributes)
+            with self._entered(now) if now._of_process != self._of_process else nullcontext():
+                yield
+        finally:
+            if _plain_attributes(self._modules) != now._attributes:
+                _set_attributes(self._modules, now._attributes)
+
+    @contextmanager
+    def _entered(self, now: Surroundings) -> Iterator[None]:
+        """What is not an attribute, where it differs from what it is `now`."""
+        with ExitStack() as stack:
+            for (kind, enabled, dtype), (_, is_enabled, _) in zip(self._autocast, now._autocast, strict=True):
+                if enabled or is_enabled:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            if self._device != now._device:
+                stack.enter_context(self._device)
+            for (_, write), then, value in zip(_FLAGS, self._flags, now._flags, strict=True):
+                if then != value:
+                    stack.callback(write, value)
+                    write(then)
             yield
 
 

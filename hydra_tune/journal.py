@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
+
 
 class Journal:
-    """Of these weights. A dispatch mode shows it every operator before it runs; copies are made only of what
-    is written. Operators that write without saying so in their schema (batch_norm) pass unnoticed."""
+    """Of these weights, and of `others` what is written. A dispatch mode shows it every operator before it runs;
+    copies are made only of what is written. Operators that write without saying so in their schema (batch_norm)
+    pass unnoticed."""
 
-    def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
-        self._watched = {t.untyped_storage()._cdata: t for t in weights if not t.is_meta}
-        self._before: dict[int, torch.Tensor] = {}  # values of what was written, by storage
+    def __init__(self, weights: Iterable[torch.nn.Parameter], others: Iterable[torch.Tensor] = ()) -> None:
+        self._weights = _by_storage(weights)
+        self._others = _by_storage(others)
+        self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # values of what was written, by storage
         self._read: dict[int, bool] = {}  # by storage: beside a tensor on the device?
         self._shared: dict[int, str] = {}  # by storage: the block whose inputs and outputs lie in it
         self.changed_shared: set[str] = set()  # those blocks of which something was written later
@@ -31,7 +35,7 @@ class Journal:
         """`inputs` are the tensors among the arguments; `on_device` says that the operator computes there."""
         for tensor in inputs:
             key = _key(tensor)
-            if key in self._watched:
+            if key in self._weights:
                 self._read[key] = on_device or self._read.get(key, False)
         schema = getattr(func, "_schema", None)
         if schema is None or not schema.is_mutable:
@@ -50,22 +54,35 @@ class Journal:
     def _keep(self, key: int) -> None:
         if key in self._shared:
             self.changed_shared.add(self._shared[key])
-        if key in self._watched and key not in self._before:
-            self._before[key] = self._watched[key].detach().clone()
+        if key not in self._before:
+            tensors = [*self._weights.get(key, ()), *self._others.get(key, ())]
+            self._before[key] = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def read(self, *, on_device: bool) -> list[torch.nn.Parameter]:
         """What operators had among their inputs; with `on_device`, beside a tensor on the device."""
-        return [self._watched[key] for key, beside in self._read.items() if beside or not on_device]
+        return [
+            weight for key, beside in self._read.items() if beside or not on_device for weight in self._weights[key]
+        ]
 
     @property
     def written(self) -> list[torch.nn.Parameter]:
-        return [self._watched[key] for key in self._before]
+        return [weight for key in self._before for weight in self._weights.get(key, ())]
 
     def undo(self) -> None:
         with torch.no_grad():
-            for key, value in self._before.items():
-                self._watched[key].data.copy_(value)
+            for written in self._before.values():
+                for tensor, value in written:
+                    tensor.data.copy_(value)
+
+
+def _by_storage(tensors: Iterable[TensorT]) -> dict[int, list[TensorT]]:
+    found: dict[int, list[TensorT]] = {}
+    for tensor in tensors:
+        if _key(tensor):
+            found.setdefault(_key(tensor), []).append(tensor)
+    return found
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
+    """0 for what is not watched."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not tensor.is_meta else 0

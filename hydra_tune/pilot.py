@@ -116,7 +116,7 @@ class Pilot:
         with meter.paused():
             arguments = Snapshot({"its arguments": (args, kwargs)})
             attributes = Snapshot.of_modules(self.model.named_modules())
-        journal = meter.journal = Journal(self.model.parameters())
+        journal = meter.journal = Journal(self.model.parameters(), (*arguments.tensors, *attributes.tensors))
         try:
             with (
                 random_state_kept(device.generators()),

@@ -2,7 +2,7 @@
 
 A model keeps state beside its weights: counters, lists, caches, generators of its own, objects that are passed
 from layer to layer. Followed are containers and the attributes of objects; not what is in modules (they are
-given one by one), classes, functions, and what belongs to PyTorch or to Python itself.
+given one by one), classes, and what belongs to PyTorch or to Python itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from torch import nn
 from hydra_tune.host_buffer import version_of
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
+_MOST_ITEMS = 1_000_000  # of one container or array: a data set is not a state
 _FOREIGN = frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names
 _TENSORS_AND_CHILDREN = ("_parameters", "_modules", "forward", "_apply")
 
 
 class Snapshot:
-    """Of everything that can be reached from `values`."""
+    """Of everything that can be reached from `values`.
+
+    `tensors` are not copied: what is written into them is undone by a pilot's journal, which sees it happen.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
         self._saved: list[tuple[str, Any, Any]] = []  # name, object, what it held
         seen: set[int] = set()
         pending = deque(values.items())
@@ -36,6 +41,8 @@ class Snapshot:
             if id(value) in seen or isinstance(value, (int, float, complex, str, bytes, type, type(None))):
                 continue
             seen.add(id(value))
+            if isinstance(value, torch.Tensor):
+                self.tensors.append(value)
             held = _held_by(value)
             if held is not None:
                 self._saved.append((name, value, held))
@@ -50,7 +57,9 @@ class Snapshot:
             found._saved.append((prefix, _Attributes(module), own))
             buffers = own.pop("_buffers")
             found._saved.append((prefix, module._buffers, dict(buffers)))
-            found._saved += cls({f"{prefix}.{name}".lstrip("."): value for name, value in own.items()})._saved
+            within = cls({f"{prefix}.{name}".lstrip("."): value for name, value in own.items()})
+            found._saved += within._saved
+            found.tensors += within.tensors
         return found
 
     def restore(self) -> None:
@@ -65,7 +74,7 @@ class Snapshot:
                 for key, now in value.items():
                     if key not in held or not equal(held[key], now):
                         yield f"{name}.{key}".lstrip(".")
-            elif not _is_same(value, held) and not equal(held, _held_by(value)):
+            elif not _is_same(value, held) and (isinstance(value, torch.Tensor) or not equal(held, _held_by(value))):
                 yield name
 
 
@@ -84,19 +93,18 @@ class _Attributes:
 def _held_by(value: Any) -> Any:
     """A copy of what the object holds; None if it is not followed."""
     if isinstance(value, torch.Tensor):
-        return version_of(value), value.detach().clone()
+        return version_of(value)
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
-    if isinstance(value, (list, set, deque)):
-        return list(value)
-    if isinstance(value, dict):
-        return dict(value)
+    if isinstance(value, (list, set, deque, dict)):
+        copy = dict if isinstance(value, dict) else list
+        return copy(value) if len(value) <= _MOST_ITEMS else None
     if isinstance(value, tuple):
         return None
     if type(value).__module__ == "numpy":
-        return value.copy() if hasattr(value, "copy") else None
+        return value.copy() if getattr(value, "size", _MOST_ITEMS + 1) <= _MOST_ITEMS else None
     if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
         return value.bit_generator.state
     if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] in _FOREIGN:
@@ -119,7 +127,7 @@ def _children(value: Any, held: Any) -> Iterable[Any]:
 def _is_same(value: Any, held: Any) -> bool:
     """Whether nothing was put into the object since; a quick look."""
     if isinstance(value, torch.Tensor):
-        return bool(version_of(value) == held[0])
+        return bool(version_of(value) == held)
     if isinstance(value, _Attributes):
         now = dict(value.items())
         return now.keys() == held.keys() and all(now[k] is v for k, v in held.items())
@@ -133,9 +141,8 @@ def _is_same(value: Any, held: Any) -> bool:
 
 def _restore(value: Any, held: Any) -> None:
     if isinstance(value, torch.Tensor):
-        with torch.no_grad():
-            value.copy_(held[1])
-    elif isinstance(value, torch.Generator):
+        return
+    if isinstance(value, torch.Generator):
         value.set_state(held)
     elif isinstance(value, random.Random):
         value.setstate(held)

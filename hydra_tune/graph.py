@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hydra_tune.errors import PrepareError
 
@@ -125,12 +126,22 @@ def gradients_of(
     def note(i: int, grad: torch.Tensor) -> None:
         sums[i] = sums[i] + grad if i in sums else grad
 
-    for i, leaf in enumerate(leaves):
-        if leaf.requires_grad:
-            leaf.register_hook(partial(note, i))
-    torch.autograd.backward(outputs, grad_outputs)
-    for leaf, grad in zip(leaves, before, strict=True):
-        leaf.grad = grad
+    def forget(leaf: torch.Tensor) -> None:
+        leaf.grad = None
+
+    handles: list[RemovableHandle] = []
+    with torch._C.DisableTorchFunction():  # a pilot ignores the hooks that users put on activations
+        for i, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                handles.append(leaf.register_hook(partial(note, i)))
+                handles.append(leaf.register_post_accumulate_grad_hook(forget))
+    try:
+        torch.autograd.backward(outputs, grad_outputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for leaf, grad in zip(leaves, before, strict=True):
+            leaf.grad = grad
     return [sums.get(i) if n else None for i, n in enumerate(needed)]
 
 

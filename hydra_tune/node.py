@@ -72,7 +72,9 @@ class BlockFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: BlockCall = ctx.call
+        call: BlockCall | None = ctx.call
+        if call is None:  # let go of below: PyTorch's own error for a second backward
+            raise RuntimeError(f"Trying to backward through the graph a second time: {ctx.saved_tensors}")
         if torch.is_grad_enabled():
             raise PrepareError(
                 "gradients of gradients are not available in a prepared model: backward was called with "
@@ -93,4 +95,7 @@ class BlockFunction(torch.autograd.Function):
                 f"a block's inputs stay as they are from its forward to its backward, which repeats the forward, but "
                 f"one of block {call.block.name} was changed in place in between. Give the model a copy of it."
             ) from error
-        return (None, None, *call.run_backward(tensors, ctx.needs_input_grad[2:], grad_outputs))
+        grads = call.run_backward(tensors, ctx.needs_input_grad[2:], grad_outputs)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.call = None  # a kept activation shall not keep the model
+        return (None, None, *grads)

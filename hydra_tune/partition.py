@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError
+from hydra_tune.fingerprint import fingerprint_of
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
 from hydra_tune.tree import flatten, tensors_in
@@ -203,38 +204,19 @@ def _ends(blocks: Iterable[BlockProfile], limit_bytes: int, room_bytes: float) -
 
 
 def plan_key(root: nn.Module, optimizer: torch.optim.Optimizer | None, inputs: object) -> Hashable:
-    """Equal for trials of one architecture, batch shape and dtype, whatever their learning rates.
-
-    Of a module's plain attributes numbers count as zero or not (dropout keeps a mask or it doesn't).
-    """
-    modules = tuple((name, *_module_key(module)) for name, module in root.named_modules())
+    """Equal for trials of one architecture, batch shape and dtype, whatever their learning rates."""
     order = {id(p): i for i, p in enumerate(root.parameters())}  # equal numbers are tied
     parameters = tuple(
         (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad)
         for name, p in root.named_parameters(remove_duplicate=False)
     )
     state = None if optimizer is None else (type(optimizer), _plain(optimizer.defaults))
-    return modules, parameters, state, input_signature(inputs)
+    return fingerprint_of(root), parameters, state, input_signature(inputs)
 
 
-def _module_key(module: nn.Module) -> tuple[type, Hashable]:
-    own = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
-    config = own.pop("config", None)
-    if hasattr(config, "to_dict"):
-        own.update(config.to_dict())
-    return type(module), _plain(own)
-
-
-def _plain(values: dict[str, Any]) -> tuple[tuple[str, Hashable], ...]:
-    return tuple((k, _coarse(v)) for k, v in sorted(values.items()))
-
-
-def _coarse(value: Any) -> Hashable:
-    if not isinstance(value, (int, float, str, tuple)):
-        return getattr(value, "__qualname__", type(value).__qualname__)  # an activation function, say
-    if isinstance(value, tuple):
-        return tuple(_coarse(v) for v in value)
-    return value != 0 if isinstance(value, float) else value
+def _plain(defaults: dict[str, Any]) -> tuple[tuple[str, Hashable], ...]:
+    """What decides an optimizer's state; of numbers, whether they are zero."""
+    return tuple((k, v != 0 if isinstance(v, float) else repr(v)) for k, v in sorted(defaults.items()))
 
 
 def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

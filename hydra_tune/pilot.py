@@ -233,7 +233,9 @@ class Pilot:
         finally:
             meter.outside_starts()
         known = self.profiles.get(block)
-        self.profiles[block] = profile if known is None else _larger(known, profile)
+        if known is not None:  # resident, each call keeps its own
+            profile = replace(larger_of(known, profile), saved_bytes=known.saved_bytes + profile.saved_bytes)
+        self.profiles[block] = profile
         self.peak_bytes = max(self.peak_bytes, block.weight_bytes + profile.work_bytes + meter.trial_bytes)
         if block.weight_bytes + profile.work_bytes > self.free_bytes:
             raise DoesNotFitError(block, profile.work_bytes, lacking=False)
@@ -371,7 +373,7 @@ def _kind(block: Block) -> tuple[Any, ...]:
     return type(block.module), *((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters)
 
 
-def _larger(a: BlockProfile, b: BlockProfile) -> BlockProfile:
-    figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if k.endswith(("_bytes", "_s"))}
-    figures["saved_bytes"] = a.saved_bytes + b.saved_bytes  # resident, each call keeps its own
-    return replace(a, **figures, reentrant=a.reentrant or b.reentrant)
+def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:
+    """Enough for both."""
+    figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if k not in ("name", "edges")}
+    return replace(a, **figures, edges=edges_for(a.edges, b.edges))

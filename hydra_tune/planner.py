@@ -38,7 +38,7 @@ from hydra_tune.partition import (
     promotions,
     switches,
 )
-from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains
+from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains, larger_of
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.probe import user_hooks
 from hydra_tune.root import RootForward, refuse_global_hooks, refuse_own_forward, refuse_unsupported
@@ -46,6 +46,7 @@ from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 from hydra_tune.tree import flatten
 
 logger = logging.getLogger("hydra_tune")
+MOST_MODES = 8  # which modules train may be drawn anew in each step
 
 
 class Planned(Executor, Client, Protocol):
@@ -185,7 +186,20 @@ class Planner:
         return True
 
     def plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
-        """The plan for these inputs: the one there is, another trial's, or a new pilot's."""
+        """The plan for these inputs, from a pilot in this training mode if gradients may follow."""
+        plan = self._plan_for_inputs(root, args, kwargs)
+        mode = self._mode()
+        while torch.is_grad_enabled() and mode not in plan.modes and len(plan.modes) < MOST_MODES:
+            if self._trial.in_step:
+                self._trial.leave_step()
+            plan = self.extend_plan(root, args, kwargs)
+        return plan
+
+    def _mode(self) -> Hashable:
+        return tuple(module.training for module in self._trial.model.modules())
+
+    def _plan_for_inputs(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
+        """The one there is, another trial's, or a new pilot's."""
         signature = input_signature((args, kwargs))
         trial, pool = self._trial, self._trial.pool
         buffers = tuple((name, tuple(b.shape), b.dtype) for name, b in trial.model.named_buffers())
@@ -240,15 +254,21 @@ class Planner:
         return self._hook_cut
 
     def extend_plan(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
-        """The same plan with what a pilot of this forward, which calls other blocks, adds to it."""
+        """The same plan with what a pilot of this forward, which calls other blocks or in another mode, adds to it."""
         assert self.plan is not None
         trial, pool, former = self._trial, self._trial.pool, self.plan
         trial.residency.bring_home(trial.optimizer)
-        self._adopt_cut(former.cut)
-        self._run_pilot(root, args, kwargs, former)
-        pool.admit(trial, pool.plans[self._key])
-        self._settle(pool.plans[self._key])
-        return self.plan
+        try:
+            self._adopt_cut(former.cut)
+            self._run_pilot(root, args, kwargs, former)
+            plan = pool.plans[self._key]
+            pool.admit(trial, plan)
+        except Exception:
+            pool.admit(trial, former)
+            self._settle(former)
+            raise
+        self._settle(plan)
+        return plan
 
     def _spell_plan(self, plan: TrialPlan) -> str:
         weights = format_bytes(sum(block.weight_bytes for block in plan.blocks))
@@ -334,9 +354,10 @@ class Planner:
         profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
         if former is not None:
             known = {p.name: p for p in former.blocks if p.visits}
-            profiles = [p if p.visits else known.get(p.name, p) for p in profiles]
+            both = [larger_of(p, known[p.name]) if p.visits and p.name in known else p for p in profiles]
+            profiles = [p if p.visits else known.get(p.name, p) for p in both]
             step_bytes = max(step_bytes, former.step_bytes)
-        return make_plan(
+        plan = make_plan(
             profiles,
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._training_bytes(loose) + buffers - in_blocks + pilot.kept_bytes,
@@ -345,6 +366,7 @@ class Planner:
             may_be_resident=not trial.residency.spilled,
             cut=self._cut,
         )
+        return replace(plan, modes=(former.modes if former else frozenset()) | {self._mode()})
 
     def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Weights, gradients and optimizer state."""

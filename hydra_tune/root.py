@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
@@ -114,24 +115,36 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"weights are dense and fill their memory, but {name} has layout {tensor.layout} and strides "
                 f"{tensor.stride() if tensor.layout is torch.strided else None}. Make it {way} first."
             )
-    attributes = (
-        (f"{name}.{key}".lstrip("."), value)
+    attributes = {
+        id(value): (f"{name}.{key}".lstrip("."), value)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and id(value) not in tensors and value.layout is torch.strided
-    )
-    _refuse_shared_memory([*tensors.values(), *attributes])
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    }
+    _refuse_shared_memory(tensors.values(), [x for key, x in attributes.items() if key not in tensors])
 
 
-def _refuse_shared_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Each weight gets memory of its own: one that follows another by sharing its memory would not any more."""
-    places = sorted((t.data_ptr(), t.data_ptr() + tensor_bytes(t), name) for name, t in tensors if t.numel())
-    for (_, end, name), (start, _, other) in pairwise(places):
-        if start < end:
-            raise PrepareError(
-                f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
-                "Parameter. Tie them by assigning the Parameter itself, or clone one."
-            )
+def _refuse_shared_memory(
+    tensors: Iterable[tuple[str, torch.Tensor]], attributes: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Each weight gets memory of its own: what follows it by sharing its memory would not any more."""
+    places = sorted((*_place_of(t), name) for name, t in tensors if t.numel())
+    pairs = [(name, other) for (_, end, name), (start, _, other) in pairwise(places) if start < end]
+    starts = [start for start, _, _ in places]
+    for name, tensor in attributes:
+        start, end = _place_of(tensor)
+        i = bisect_left(starts, end) - 1  # the last that starts before its end
+        if i >= 0 and start < places[i][1] and tensor.numel():
+            pairs.append((places[i][2], name))
+    for name, other in pairs[:1]:
+        raise PrepareError(
+            f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
+            "Parameter. Tie them by assigning the Parameter itself, or clone one."
+        )
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor_bytes(tensor)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ plan    how one architecture is cut, and what that costs, for one budget
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -124,6 +125,7 @@ class TrialPlan:
     `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators
                   between blocks, the loss
     `cut`         where the model is cut otherwise than by size
+    `modes`       which modules were in training mode in the pilots that it comes from
     A resident plan has one shard without a slot: the root module, whose weights are all held.
     """
 
@@ -133,6 +135,7 @@ class TrialPlan:
     held_bytes: int
     step_bytes: int
     cut: Cut = Cut()
+    modes: frozenset[Hashable] = frozenset()
 
     @cached_property
     def task_bytes(self) -> int:

@@ -11,16 +11,17 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from hydra_tune.host_buffer import version_of
+from hydra_tune.host_buffer import same_values, version_of
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
-_MOST_ITEMS = 1_000_000  # of one container or array: a data set is not a state
+_MOST_ITEMS = 10_000  # of one container or array: a data set is not a state
+_IMMUTABLE = (int, float, complex, str, bytes, type, type(None))
 _FOREIGN = frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names
 _TENSORS_AND_CHILDREN = ("_parameters", "_modules", "forward", "_apply")
 
@@ -33,20 +34,23 @@ class Snapshot:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.ids: set[int] = set()  # of all objects found; they live as long as this
         self._saved: list[tuple[str, Any, Any]] = []  # name, object, what it held
-        seen: set[int] = set()
+        self._follow(values)
+
+    def _follow(self, values: Mapping[str, Any]) -> None:
         pending = deque(values.items())
-        while pending and len(seen) < _MOST_OBJECTS:
+        while pending and len(self.ids) < _MOST_OBJECTS:
             name, value = pending.popleft()
-            if id(value) in seen or isinstance(value, (int, float, complex, str, bytes, type, type(None))):
+            if id(value) in self.ids or isinstance(value, _IMMUTABLE):
                 continue
-            seen.add(id(value))
+            self.ids.add(id(value))
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
             held = _held_by(value)
             if held is not None:
                 self._saved.append((name, value, held))
-            pending.extend((name, child) for child in _children(value, held))
+            pending.extend((name, child) for child in _children(value, held) if not isinstance(child, _IMMUTABLE))
 
     @classmethod
     def of_modules(cls, modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
@@ -57,14 +61,13 @@ class Snapshot:
             found._saved.append((prefix, _Attributes(module), own))
             buffers = own.pop("_buffers")
             found._saved.append((prefix, module._buffers, dict(buffers)))
-            within = cls({f"{prefix}.{name}".lstrip("."): value for name, value in own.items()})
-            found._saved += within._saved
-            found.tensors += within.tensors
+            found._follow({f"{prefix}.{name}".lstrip("."): value for name, value in own.items()})
         return found
 
-    def restore(self) -> None:
+    def restore(self, except_ids: Container[int] = ()) -> None:
+        """`except_ids` are of objects that others may have changed meanwhile."""
         for _, value, held in self._saved:
-            if not _is_same(value, held):
+            if id(value) not in except_ids and not _is_same(value, held):
                 _restore(value, held)
 
     def changes(self) -> Iterator[str]:
@@ -177,11 +180,13 @@ def equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and torch.equal(a, b)
+        return same_values(a, b)
     if isinstance(a, (list, tuple, deque)):
         return len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(v, b[k]) for k, v in a.items())
     if type(a).__module__ == "numpy":
-        return bool((a == b).all())
+        return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
     return bool(a == b) if isinstance(a, (int, float, complex, str, set, frozenset)) else True

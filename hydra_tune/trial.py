@@ -25,6 +25,7 @@ from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode
 from hydra_tune.planner import Planner, UnmeasuredBlock
@@ -68,7 +69,7 @@ class Trial:
         self._pass: ForwardPass | None = None
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
-        self._use_cache: list[Any] = []
+        self._configs: list[Any] = []
 
     @property
     def plan(self) -> TrialPlan | None:
@@ -83,10 +84,7 @@ class Trial:
         self.planner.start()
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
-        configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
-        self._use_cache = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
-        for config in self._use_cache:
-            config.use_cache = False
+        self._configs = use_no_cache(model)
         if optimizer is not None:
             self._hooks = [
                 optimizer.register_step_pre_hook(lambda *_: self.boundary()),
@@ -127,8 +125,7 @@ class Trial:
             self.planner.unwrap()
             self.residency.bring_home(self.optimizer)
         self.residency.close()
-        for config in self._use_cache:
-            config.use_cache = True
+        use_cache_again(self._configs)
 
     def summary(self) -> dict[str, Any]:
         return {

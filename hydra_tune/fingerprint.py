@@ -1,0 +1,69 @@
+"""What a model would do, as far as its modules' attributes tell: equal for models that may share a plan.
+
+A pilot of one model stands for another only if both behave alike. A rate that is zero, a flag in a config object,
+a function in a closure: any of them may decide what a forward keeps or draws.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections import deque
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+_STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
+_MOST_ITEMS = 1_000  # of a container; larger ones are data, and count by their size
+_FEW = 8  # elements of a tensor that may be a setting
+_DEEPEST = 12
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
+
+
+def fingerprint_of(model: nn.Module) -> Hashable:
+    known: dict[int, Hashable] = {}
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((k, _of(v, known, 0)) for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k),
+            tuple((k, _of(b, known, 0)) for k, b in module._buffers.items()),
+        )
+        for name, module in model.named_modules()
+    )
+
+
+def _of(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:
+    if isinstance(value, _PLAIN):
+        return type(value), repr(value) if isinstance(value, (float, complex)) else value
+    if depth > _DEEPEST:
+        return (type(value),)
+    if id(value) not in known:
+        known[id(value)] = (type(value),)  # met again within itself
+        known[id(value)] = _of_object(value, known, depth + 1)
+    return known[id(value)]
+
+
+def _of_object(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        few = value.layout is torch.strided and not value.is_meta and value.numel() <= _FEW
+        return kind, tuple(value.shape), value.dtype, repr(value.tolist()) if few else None
+    if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
+        if len(value) > _MOST_ITEMS:
+            return kind, len(value)
+        items = value.items() if isinstance(value, dict) else value
+        return kind, tuple(_of(item, known, depth) for item in items)
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        inside = tuple(_of(x, known, depth) for x in (*cells, *(value.__defaults__ or ())))
+        return value.__module__, value.__qualname__, value.__code__, inside
+    if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
+        return value.__qualname__, _of(getattr(value, "__self__", None), known, depth)
+    if kind.__module__ == "numpy":
+        return kind, repr(value) if getattr(value, "size", 1) <= _FEW else getattr(value, "shape", None)
+    if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+        return (kind,)
+    return kind, _of(vars(value), known, depth)

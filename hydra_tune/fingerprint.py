@@ -23,16 +23,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, to
 
 
 def fingerprint_of(model: nn.Module) -> Hashable:
+    """Of PyTorch's own modules numbers count as zero or not (dropout keeps a mask or it doesn't)."""
     known: dict[int, Hashable] = {}
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple((k, _of(v, known, 0)) for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k),
-            tuple((k, _of(b, known, 0)) for k, b in module._buffers.items()),
-        )
-        for name, module in model.named_modules()
-    )
+    return tuple((name, type(module), _of_module(module, known)) for name, module in model.named_modules())
+
+
+def _of_module(module: nn.Module, known: dict[int, Hashable]) -> Hashable:
+    own = {k: v for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k}
+    if type(module).__module__.startswith("torch.nn."):
+        own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
+    return tuple((k, _of(v, known, 0)) for k, v in (*own.items(), *module._buffers.items()))
 
 
 def _of(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:

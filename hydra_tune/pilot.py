@@ -109,7 +109,7 @@ class Pilot:
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, fires_hooks: bool
     ) -> None:
         meter, device, buffers = self.residency.meter, self.residency.device, list(self.model.buffers())
-        values = [b.clone() for b in buffers]
+        values, versions = [b.clone() for b in buffers], versions_of(buffers)
         inputs = tensors_in((args, kwargs))
         before = meter.trial_bytes
         weights = [(p, p.data) for p in self.model.parameters()]
@@ -162,6 +162,8 @@ class Pilot:
             with torch.no_grad():
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
+            # a graph may wait for its backward
+            torch._C._autograd._unsafe_set_version_counter(tuple(buffers), tuple(versions))
         self._profile_uncalled()
 
     def _hold(self, read: Sequence[nn.Parameter]) -> None:

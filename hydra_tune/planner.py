@@ -190,6 +190,8 @@ class Planner:
         plan = self._plan_for_inputs(root, args, kwargs)
         mode = self._mode()
         while torch.is_grad_enabled() and mode not in plan.modes and len(plan.modes) < MOST_MODES:
+            if self._trial.in_step and plan.resident:
+                break  # its weights are not to be moved while a graph may refer to them
             if self._trial.in_step:
                 self._trial.leave_step()
             plan = self.extend_plan(root, args, kwargs)

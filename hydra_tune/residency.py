@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +40,7 @@ class Residency:
         self._held: list[tuple[nn.Module, str]] = []
         self._count = count
         self.in_visit = False
-        # what calls whose graph lives have replaced, by buffer and its version
-        self.former_buffers: weakref.WeakValueDictionary[tuple[int, int], torch.Tensor] = weakref.WeakValueDictionary()
+        self.former_buffers: dict[tuple[int, int], torch.Tensor] = {}  # by buffer and version, for graphs that live
 
     @property
     def spilled(self) -> bool:

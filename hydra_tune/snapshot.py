@@ -124,7 +124,7 @@ def _children(value: Any, held: Any) -> Iterable[Any]:
         return value
     if isinstance(held, dict):
         return held.values() if not type(value).__module__.startswith("numpy") else ()
-    return held if isinstance(value, (list, deque)) else ()
+    return held if held is not None and isinstance(value, (list, deque)) else ()
 
 
 def _is_same(value: Any, held: Any) -> bool:

@@ -141,8 +141,10 @@ class Trial:
     def boundary(self) -> None:
         """A place where no task of this trial can be under way: end what lingers."""
         self.leave()
-        if self.in_step and all(p.done for p in self._passes):
-            self.leave_step()
+        if all(p.done for p in self._passes):
+            self.residency.former_buffers.clear()
+            if self.in_step:
+                self.leave_step()
 
     def open_step(self, plan: TrialPlan) -> None:
         self.boundary()

@@ -4,8 +4,10 @@ Plain PyTorch computes a forward once. Here the first one runs in a pilot too, a
 backward: both must see what the first saw, and leave nothing behind.
 """
 
+import gc
 import itertools
 import random
+import weakref
 
 import numpy
 import pytest
@@ -171,6 +173,48 @@ class CountsFromALaterStep(Script):
             with torch.no_grad():
                 model.eval()(x)
         return model.train()(x)
+
+
+class KeepsFromTraining(Script):
+    """Only in training mode, which the first batch is not in."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.mean, self.generator = torch.zeros(()), torch.Generator().manual_seed(0)
+
+        def forward(self, x):
+            if self.training:
+                self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+                x = x + self.mean + torch.rand((), generator=self.generator)
+            return super().forward(x)
+
+    def forward(self, model, x):
+        if not model.layers[0].mean:
+            with torch.no_grad():
+                model.eval()(x)
+        return model.train()(x)
+
+
+class SharesATable(Script):
+    class Table(Net):
+        def set_up(self):
+            table = torch.randn(WIDTH)
+            for layer in self.layers:
+                layer.table, layer.half = table, table[: WIDTH // 2]
+
+    class Layer(Layer):
+        def forward(self, x):
+            y = super().forward(x + self.table)
+            self.last = y.detach()
+            self.first = self.last[0]
+            return y
+
+    def model(self):
+        return self.Table(self.Layer)
+
+    def after(self, model, optimizer):
+        with torch.no_grad():
+            model(torch.ones(20, WIDTH))
 
 
 class RebindsABuffer(Script):
@@ -484,7 +528,8 @@ class ThroughItself(Script):
 
 SCRIPTS = [
     OwnGenerator, GeneratorsOfOthers, ForkedRandomState, KeptInObjects, KeptInATensor, ReadsWhatItKept,
-    CountsFromALaterStep, RebindsABuffer, FillsABufferLater, SharesABuffer, GivesAnObject, HooksItsActivations,
+    CountsFromALaterStep, KeepsFromTraining, SharesATable,
+    RebindsABuffer, FillsABufferLater, SharesABuffer, GivesAnObject, HooksItsActivations,
     PatchesAForward, NotesOnWeights, SwapsInAnAverage, OtherStrides, WritesBetweenBlocks, WritesData, TeacherByData,
     EvalBeforeBackward, TwoModesInOneBackward, OtherRateBeforeBackward, AnAttributeForEachCall, OtherKernels,
     AutocastWithinABlock, GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, ThroughItself,
@@ -509,6 +554,72 @@ def test_it_trains_as_in_plain_pytorch(script, budget):
     assert len(plain) == len(prepared)
     for i, (a, b) in enumerate(zip(plain, prepared, strict=True)):
         assert a is b is None or (None not in (a, b) and torch.equal(a, b)), i
+
+
+class Setting:
+    rate = 0.0
+    use_cache = True
+
+
+class Configured(Script):
+    """Keeps a running state if its setting says so."""
+
+    def __init__(self, rate):
+        self.setting = Setting()
+        self.setting.rate = rate
+
+    class Layer(Layer):
+        def set_up(self):
+            self.mean = torch.zeros(())
+
+        def forward(self, x):
+            if self.config.rate:
+                self.mean = 0.9 * self.mean + self.config.rate * x.detach().mean()
+            return super().forward(x + self.mean)
+
+    def model(self):
+        model = super().model()
+        for layer in model.layers:
+            layer.config = self.setting
+        return model
+
+
+def test_trials_of_one_pool_share_a_plan_only_if_they_behave_alike():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        for rate in (0.0, 0.3):
+            plain, prepared = Configured(rate).run(), Configured(rate).run(pool)
+            assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, prepared, strict=True)), rate
+        assert [bool(t["cut"]["opened"]) for t in pool.report()["trials"]] == [False, True]
+
+
+def test_a_config_that_models_share_says_no_cache_until_the_last_is_released():
+    script = Configured(0.0)
+    first, second = script.model(), script.model()
+    with hydra_tune.ShardPool(["cpu"], "8MiB") as pool, hydra_tune.ShardPool(["cpu"], "8MiB") as other:
+        hydra_tune.prepare(first, pool=pool)
+        hydra_tune.prepare(second, pool=other)
+        hydra_tune.release(first)
+        assert not script.setting.use_cache
+        hydra_tune.release(second)
+        assert script.setting.use_cache
+
+
+def test_activations_that_hooks_keep_do_not_keep_the_model():
+    class Extractor:
+        def __init__(self, model):
+            self.kept = {}
+            for i, layer in enumerate(model.layers):
+                layer.register_forward_hook(lambda module, args, out, i=i: self.kept.update({i: out}))
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Net()
+        extractor = Extractor(model)
+        step(model, pool).sum().backward()
+        refs = [weakref.ref(p) for p in model.parameters()]
+        assert len(extractor.kept) == 6 and not pool.report()["trials"][0]["resident"]
+        del model, extractor
+        gc.collect()
+        assert not any(ref() is not None for ref in refs)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------
@@ -546,17 +657,17 @@ def test_an_input_that_changes_between_forward_and_backward_is_refused():
 
 
 def test_a_block_that_makes_something_else_when_repeated_is_refused():
+    drops = []
+
     class Drops(Layer):
         def forward(self, x):
-            return x if self.training and random.random() < 0.5 else super().forward(x)
+            return x if drops and drops.pop() else super().forward(x)
 
-    random.seed(0)
     with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        model = Net(Drops).eval()
-        with torch.no_grad():
-            step(model, pool)
-        model.train()
-        out = sum(model(torch.randn(4, WIDTH)).sum() for _ in range(5))
+        model = Net(Drops)
+        step(model, pool).sum().backward()
+        drops += [True] * 6 + [False] * 6  # from the end: layers are passed over when their forwards are repeated
+        out = model(torch.randn(4, WIDTH)).sum()
         with pytest.raises(RuntimeError, match="at first and"):
             out.backward()
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
+import numpy
 import optuna
 import pytest
 import torch
@@ -265,7 +266,11 @@ def test_a_model_without_blocks_is_resident_or_refused():
 def test_plans_are_keyed_by_architecture_not_by_hyperparameters():
     x = torch.zeros(2, 16, dtype=torch.long)
     base = plan_key(gpt(0.1), torch.optim.SGD(gpt().parameters(), lr=0.1), x)
-    assert plan_key(gpt(0.3), torch.optim.SGD(gpt().parameters(), lr=0.5), x) == base
+    assert plan_key(gpt(0.1), torch.optim.SGD(gpt().parameters(), lr=0.5), x) == base
+    assert (
+        plan_key(nn.Dropout(0.1), None, x) == plan_key(nn.Dropout(0.3), None, x) != plan_key(nn.Dropout(0.0), None, x)
+    )
+    assert plan_key(gpt(0.3), torch.optim.SGD(gpt().parameters(), lr=0.1), x) != base, "who knows what it does by it?"
     assert plan_key(gpt(0.0), torch.optim.SGD(gpt().parameters(), lr=0.1), x) != base
     assert plan_key(gpt(0.1), torch.optim.SGD(gpt().parameters(), lr=0.1, momentum=0.9), x) != base
     assert plan_key(gpt(0.1), torch.optim.AdamW(gpt().parameters()), x) != base
@@ -276,6 +281,40 @@ def test_plans_are_keyed_by_architecture_not_by_hyperparameters():
     assert plan_key(frozen, torch.optim.SGD(gpt().parameters(), lr=0.1), x) != base
     first, second = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.GELU())
     assert plan_key(first, None, x) != plan_key(second, None, x)
+
+
+class Setting:
+    def __init__(self, rate):
+        self.rate = rate
+
+
+class Configured(nn.Module):
+    """Does otherwise by a setting, wherever that is."""
+
+    def __init__(self, rate, where):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if where == "attribute":
+            self.rate = rate
+        elif where == "private":
+            self._rate = rate
+        elif where == "object":
+            self.config = Setting(rate)
+        elif where == "nested":
+            self.settings = {"all": [{"rate": rate}]}
+        elif where == "closure":
+            self.act = lambda x: x * rate
+        elif where == "buffer":
+            self.register_buffer("rate", torch.tensor(rate))
+        elif where == "array":
+            self.rates = numpy.array([rate])
+
+
+@pytest.mark.parametrize("where", ["attribute", "private", "object", "nested", "closure", "buffer", "array"])
+def test_a_plan_is_not_shared_by_models_that_may_behave_otherwise(where):
+    keys = [plan_key(Configured(rate, where), None, torch.zeros(1)) for rate in (0.1, 0.1, 0.4, 0.0)]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
 
 
 def test_a_pilot_on_a_batch_covers_smaller_ones():

@@ -99,7 +99,7 @@ def test_a_larger_batch_brings_a_new_pilot_and_a_smaller_one_none():
 
 def test_learning_rates_share_a_plan_and_depths_do_not():
     with hydra_tune.ShardPool(["cpu"], "3MiB") as pool:
-        for rate, depth, dropout, plans in ((0.1, 6, 0.1, 1), (0.2, 6, 0.2, 1), (0.1, 7, 0.1, 2), (0.1, 6, 0.0, 3)):
+        for rate, depth, dropout, plans in ((0.1, 6, 0.1, 1), (0.2, 6, 0.1, 1), (0.1, 7, 0.1, 2), (0.1, 6, 0.0, 3)):
             model = gpt(dropout, depth)
             model, optimizer = hydra_tune.prepare(model, torch.optim.AdamW(model.parameters(), lr=rate), pool=pool)
             loss_of(model, *bytes_batch()).backward()

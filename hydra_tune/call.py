@@ -166,10 +166,10 @@ class BlockCall:
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The block on its promoted weights, without gradients; notes what `run_backward` must restore."""
         buffers, versions = self.block.buffers(), versions_of(tensors)
+        self._buffer_versions = versions_of(buffers)
         if self._keeps_graph:
             self._random_states = generator_states(self.trial.residency.device.generators())
             self._surroundings = Surroundings(self.block.modules)
-            self._buffer_versions = versions_of(buffers)
         with self.trial.visit(self.block, Direction.FORWARD) as visit:
             weight_versions = versions_of(visit.leaves)
             given = detached(tensors) if self._keeps_graph else list(tensors)
@@ -188,9 +188,9 @@ class BlockCall:
         if self._keeps_graph:
             self._versions = versions_of(self.block.parameters)
             self._made_like = [(x.shape, x.dtype) for x in plain]
-            self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
-            for i, value in self._buffers_before:  # an earlier call in the same graph may have seen it too
-                self.trial.residency.former_buffers[id(buffers[i]), self._buffer_versions[i]] = value
+        self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
+        for i, value in self._buffers_before:  # a call in a graph that lives may have seen it too
+            self.trial.residency.former_buffers[id(buffers[i]), self._buffer_versions[i]] = value
         self.trial.residency.write_back(changed)
         return tuple(plain)
 

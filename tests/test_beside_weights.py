@@ -416,6 +416,17 @@ class TwoModesInOneBackward(Script):
         return model.eval()(x) + model.train()(x)
 
 
+class AnotherPassBeforeBackward(TwoModesInOneBackward):
+    """Without gradients, but it moves the running statistics."""
+
+    def forward(self, model, x):
+        return model.eval()(x)
+
+    def between(self, model):
+        with torch.no_grad():
+            model.train()(torch.ones(4, WIDTH))
+
+
 class OtherRateBeforeBackward(Script):
     Layer = Dropping
 
@@ -531,7 +542,8 @@ SCRIPTS = [
     CountsFromALaterStep, KeepsFromTraining, SharesATable,
     RebindsABuffer, FillsABufferLater, SharesABuffer, GivesAnObject, HooksItsActivations,
     PatchesAForward, NotesOnWeights, SwapsInAnAverage, OtherStrides, WritesBetweenBlocks, WritesData, TeacherByData,
-    EvalBeforeBackward, TwoModesInOneBackward, OtherRateBeforeBackward, AnAttributeForEachCall, OtherKernels,
+    EvalBeforeBackward, AnotherPassBeforeBackward,
+    TwoModesInOneBackward, OtherRateBeforeBackward, AnAttributeForEachCall, OtherKernels,
     AutocastWithinABlock, GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, ThroughItself,
 ]  # fmt: skip
 

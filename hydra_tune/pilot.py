@@ -235,9 +235,10 @@ class Pilot:
         finally:
             meter.outside_starts()
         known = self.profiles.get(block)
-        if known is not None:  # resident, each call keeps its own
-            profile = replace(larger_of(known, profile), saved_bytes=known.saved_bytes + profile.saved_bytes)
         self.profiles[block] = profile
+        if known is not None:  # resident, each call keeps its own
+            saved_bytes = known.saved_bytes + profile.saved_bytes
+            self.profiles[block] = replace(larger_of(known, profile), saved_bytes=saved_bytes)
         self.peak_bytes = max(self.peak_bytes, block.weight_bytes + profile.work_bytes + meter.trial_bytes)
         if block.weight_bytes + profile.work_bytes > self.free_bytes:
             raise DoesNotFitError(block, profile.work_bytes, lacking=False)

@@ -1,6 +1,7 @@
 """The pilot measures, and leaves everything as it was."""
 
 import random
+from contextlib import suppress
 
 import numpy
 import pytest
@@ -163,3 +164,26 @@ def test_profiles_hold_what_was_measured(budget):
             assert block.forward_s > 0
             assert block.backward_s > 0
         hydra_tune.release(model)
+
+
+class CalledOnLess(nn.Module):
+    """Calls a layer on many rows, then on one while more is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+
+    def forward(self, x):
+        first = torch.sin(self.layers[0](x))
+        kept = [first * n for n in range(8)]
+        return self.layers[1](self.layers[0](first[:1]) + sum(k.sum() for k in kept))
+
+
+def test_a_pilot_notes_no_higher_peak_than_it_had():
+    """The fixture compares it with the budget; it was any call's work beside all that the last one finds kept."""
+    for budget in range(20_000, 120_000, 4_000):
+        with hydra_tune.ShardPool(["cpu"], budget) as pool:
+            model = hydra_tune.prepare(CalledOnLess(), pool=pool)
+            with suppress(hydra_tune.BudgetError):
+                model(torch.randn(64, 32)).sum().backward()
+                hydra_tune.release(model)

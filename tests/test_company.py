@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import threading
 import time
 
 import optuna
@@ -132,7 +133,7 @@ class LargeTable(nn.Module):
 def test_steps_that_prove_too_large_to_run_beside_each_other_take_turns():
     """Both trials are admitted by the estimate; then the first step measures a loss that no pilot sees. Each
     waited for the bytes that the other holds."""
-    losses = {}
+    losses, together = {}, threading.Barrier(2)
 
     def train(number, prepared):
         torch.manual_seed(number)
@@ -140,11 +141,13 @@ def test_steps_that_prove_too_large_to_run_beside_each_other_take_turns():
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         if prepared:
             model, optimizer = hydra_tune.prepare(model, optimizer)
+            together.wait()  # the second one's pilot is asked for before the first one's step
         for step in range(3):
             output = model(torch.randint(0, 2000, (16,)))
             if prepared and step == 0 and not losses:
                 losses[number] = []
-                while not pool._machine.devices[0].entries:
+                device = pool._machine.devices[0]
+                while not device.entries and not device.admissions:
                     time.sleep(0.001)  # until the other is admitted, and waits for its first step
             loss = (output.flatten().repeat(10) ** 2).mean()
             loss.backward()

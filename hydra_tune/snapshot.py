@@ -11,7 +11,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,17 +34,17 @@ class Snapshot:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.ids: set[int] = set()  # of all objects found; they live as long as this
+        self._ids: set[int] = set()  # of all objects found; they live as long as this
         self._saved: list[tuple[str, Any, Any]] = []  # name, object, what it held
         self._follow(values)
 
     def _follow(self, values: Mapping[str, Any]) -> None:
         pending = deque(values.items())
-        while pending and len(self.ids) < _MOST_OBJECTS:
+        while pending and len(self._ids) < _MOST_OBJECTS:
             name, value = pending.popleft()
-            if id(value) in self.ids or isinstance(value, _IMMUTABLE):
+            if id(value) in self._ids or isinstance(value, _IMMUTABLE):
                 continue
-            self.ids.add(id(value))
+            self._ids.add(id(value))
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
             held = _held_by(value)
@@ -64,10 +64,9 @@ class Snapshot:
             found._follow({f"{prefix}.{name}".lstrip("."): value for name, value in own.items()})
         return found
 
-    def restore(self, except_ids: Container[int] = ()) -> None:
-        """`except_ids` are of objects that others may have changed meanwhile."""
+    def restore(self) -> None:
         for _, value, held in self._saved:
-            if id(value) not in except_ids and not _is_same(value, held):
+            if not _is_same(value, held):
                 _restore(value, held)
 
     def changes(self) -> Iterator[str]:

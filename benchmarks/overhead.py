@@ -30,6 +30,7 @@ from hydra_tune import call
 from hydra_tune.block import Block
 from hydra_tune.context import trial_context
 from hydra_tune.residency import Residency
+from hydra_tune.visit import Visit
 
 BLOCKS, WIDTH, BATCH = 64, 8, 8
 ROOMY = 80_000  # bytes; too few to be resident
@@ -153,23 +154,6 @@ class Parts:
 
         return mock.patch.object(owner, name, timed)
 
-    def context(self, part: str, owner: Any, name: str) -> Any:
-        """Only its way in and its way out."""
-        original = getattr(owner, name)
-
-        @contextmanager
-        def timed(*args: Any) -> Iterator[Any]:
-            with self._timed(part):
-                manager = original(*args)
-                value = manager.__enter__()
-            try:
-                yield value
-            finally:
-                with self._timed(part):
-                    manager.__exit__(None, None, None)
-
-        return mock.patch.object(owner, name, timed)
-
 
 def parts_of(spilled: Training, rounds: int) -> dict[str, float]:
     """Microseconds a task, inflated a little by the clock; "arithmetic" is a block's forward and local backward."""
@@ -180,13 +164,14 @@ def parts_of(spilled: Training, rounds: int) -> dict[str, float]:
             ("lease", hydra_tune.ShardPool, "release"),
             ("promotion", Residency, "promote"),
             ("gradients to host", Residency, "spill_gradients"),
+            ("substitution", Visit, "__enter__"),
+            ("substitution", Visit, "__exit__"),
             ("random state", call, "generator_states"),
             ("random state", call, "set_generator_states"),
             ("arithmetic", Block, "forward"),
             ("arithmetic", call, "gradients_of"),
         ):
             stack.enter_context(parts.function(part, owner, name))
-        stack.enter_context(parts.context("substitution", Block, "substituted"))
         start = time.perf_counter()
         for _ in range(rounds):
             spilled.forward_and_backward()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +12,6 @@ from torch import nn
 from hydra_tune.errors import UncuttableError
 from hydra_tune.host_buffer import storage_bytes, version_of
 from hydra_tune.shard import Edges
-
-
-class Substitute(Protocol):
-    """Device copies of a block's tensors, by what they stand in for."""
-
-    def leaf(self, parameter: nn.Parameter | None) -> nn.Parameter: ...
-
-    def buffer(self, module: nn.Module, name: str) -> torch.Tensor: ...
 
 
 def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
@@ -87,41 +78,9 @@ class Block:
             return self.own_forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    @contextmanager
-    def substituted(self, copy: Substitute) -> Iterator[list[nn.Parameter]]:
-        """Let the module reach the device copies under its own names. Gives the leaves, as in `parameters`."""
-        host_parameters = [m._parameters[n] for m, n in self.parameter_sites]
-        host_buffers = [m._buffers[n] for m, n in self.buffer_sites]
-        aliases = {id(p): leaf_like(p, p.data) for p in self.held}
-
-        def leaf(parameter: nn.Parameter | None) -> nn.Parameter:
-            return aliases[id(parameter)] if id(parameter) in aliases else copy.leaf(parameter)
-
-        caches_casts = torch.is_autocast_cache_enabled()
-        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # its casts would outlive the visit; slots do not
-            torch.set_autocast_cache_enabled(False)
-        try:
-            for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):
-                m._parameters[n] = leaf(p)
-            for m, n in self.buffer_sites:
-                m._buffers[n] = copy.buffer(m, n)
-            self._refresh_flat_weights()
-            yield [*map(leaf, self.own_parameters), *self.borrowed]
-        finally:
-            torch.set_autocast_cache_enabled(caches_casts)
-            for (m, n), p in zip(self.parameter_sites, host_parameters, strict=True):
-                m._parameters[n] = p
-            for (m, n), b in zip(self.buffer_sites, host_buffers, strict=True):
-                m._buffers[n] = b
-            self._refresh_flat_weights()
-
     def refuse_changed_weights(self, leaves: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         if list(versions) != list(map(version_of, leaves)):
             raise UncuttableError(
                 f"a block's forward leaves its weights as they are, but {self.name} changed one in place "
                 "(nn.Embedding's max_norm does). Change it outside of forward, before the step."
             )
-
-    def _refresh_flat_weights(self) -> None:
-        for rnn in self.recurrent:  # these keep a list of their own beside `_parameters`
-            rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]

@@ -15,10 +15,11 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import Uses, detached, gradients_of, leaf_of, nodes_of, unsaved
 from hydra_tune.host_buffer import version_of
 from hydra_tune.random_state import generator_states, set_generator_states
-from hydra_tune.residency import Residency, Visit
+from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
 from hydra_tune.surroundings import Surroundings, autocast_state, kept
 from hydra_tune.tree import Structure, flatten, flatten_call, unflatten
+from hydra_tune.visit import Visit
 
 
 class Executor(Protocol):

@@ -19,17 +19,11 @@ class Ledger:
     held: dict[int, int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     slots: dict[SlotKey, tuple[int, int]] = field(default_factory=dict)  # (offset, bytes), oldest use first
+    held_bytes: int = 0  # of all trials
+    step_bytes: int = 0  # of all steps
     slot_bytes: int = 0  # of all slots
     work_bytes: int = 0
     peak_bytes: int = 0
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(self.held.values())
-
-    @property
-    def step_bytes(self) -> int:
-        return sum(self.steps.values())
 
     @property
     def used_bytes(self) -> int:
@@ -41,14 +35,16 @@ class Ledger:
 
     def hold(self, trial: int, num_bytes: int) -> None:
         self.held[trial] = num_bytes
+        self.held_bytes += num_bytes
         self.note_peak()
 
     def enter_step(self, trial: int, num_bytes: int) -> None:
         self.steps[trial] = num_bytes
+        self.step_bytes += num_bytes
         self.note_peak()
 
     def leave_step(self, trial: int) -> None:
-        self.steps.pop(trial, None)
+        self.step_bytes -= self.steps.pop(trial, 0)
 
     def start_work(self, num_bytes: int) -> None:
         assert self.work_bytes == 0, "one task at a time works on a device"
@@ -95,18 +91,21 @@ class Ledger:
 
     def forget(self, trial: int) -> None:
         """Return what a trial holds beside its slots."""
-        self.held.pop(trial, None)
-        self.steps.pop(trial, None)
+        self.held_bytes -= self.held.pop(trial, 0)
+        self.leave_step(trial)
 
     def reserve_rest(self, trial: int) -> int:
         """Reserve all that is free for a pilot, which tells afterwards how much of it was used."""
         self.steps[trial] = free_bytes = self.free_bytes
+        self.step_bytes += free_bytes
         return free_bytes
 
     def note_peak(self, more_bytes: int = 0) -> None:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes + more_bytes)
 
     def validate(self) -> None:
+        assert self.held_bytes == sum(self.held.values()), self.held_bytes
+        assert self.step_bytes == sum(self.steps.values()), self.step_bytes
         assert self.slot_bytes == sum(size for _, size in self.slots.values()), self.slot_bytes
         assert 0 <= self.used_bytes <= self.budget_bytes, (self.used_bytes, self.budget_bytes)
         assert self.peak_bytes <= self.budget_bytes, (self.peak_bytes, self.budget_bytes)

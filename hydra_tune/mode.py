@@ -68,6 +68,31 @@ class TrialMode(TorchDispatchMode):
         return out
 
 
+class Counted:
+    """A context manager, once: operators inside are the model's own, and are counted where its meter counts, by
+    the mode that is there or, with `install`, by one of its own."""
+
+    __slots__ = ("_install", "_meter", "_mode")
+
+    def __init__(self, meter: TrialMeter, *, install: bool) -> None:
+        self._meter = meter
+        self._install = install
+
+    def __enter__(self) -> None:
+        meter = self._meter
+        self._mode = TrialMode(meter=meter) if self._install and meter.counting and not meter.watched else None
+        meter.inside += 1
+        if self._mode is not None:
+            meter.watched = True
+            self._mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(*error)
+            self._meter.watched = False
+        self._meter.inside -= 1
+
+
 def _drop_modes() -> None:
     """A forked loader worker inherits its parent's modes, but not the trial."""
     inherited = _get_current_dispatch_mode_stack()

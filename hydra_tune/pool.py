@@ -208,11 +208,13 @@ class ShardPool:
         """Wait for the lease, promote the shard unless it is resident; when the task began, in seconds."""
         self.check_open()
         with self._lock:
-            asked_s = self._trace.now_s()
+            start_s = self._trace.now_s()
             self._handle(s.TaskReady(task))
+            waits = not self._granted[task.trial]
             try:
                 granted = self._await(task.trial, (s.Promote, s.Run))
-                start_s = self._note("wait", task, asked_s)
+                if waits:
+                    start_s = self._note("wait", task, start_s)
                 if isinstance(granted, s.Promote):
                     self._lock.release()
                     try:
@@ -297,7 +299,7 @@ class ShardPool:
         return instruction
 
     def _note(self, kind: str, task: Task, start_s: float) -> float:
-        end_s, home = self._trace.now_s(), self._trials[task.trial].home
+        end_s, home = self._trace.now_s(), self._machine.trials[task.trial].device
         self._trace.add(Span(kind, home, task.trial, task.shard, task.direction.value, start_s, end_s))
         return end_s
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +14,7 @@ from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.tree import map_tensors
-
-
-@dataclass(frozen=True)
-class Visit:
-    """A block's device copy, and the leaves of its local graph, as in `Block.parameters`."""
-
-    copy: DeviceCopy
-    leaves: list[nn.Parameter]
-
+from hydra_tune.visit import Visit
 
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
@@ -48,15 +38,9 @@ class Residency:
 
     # ---- slots ----
 
-    @contextmanager
-    def inside(self, block: Block, copy: DeviceCopy) -> Iterator[Visit]:
+    def inside(self, block: Block, copy: DeviceCopy) -> Visit:
         """The block's module reaches its device copies."""
-        outer, self.in_visit = self.in_visit, True
-        try:
-            with block.substituted(copy) as leaves:
-                yield Visit(copy, leaves)
-        finally:
-            self.in_visit = outer
+        return Visit(self, block, copy)
 
     def promote(self, blocks: Sequence[Block], offset: int, num_bytes: int) -> DeviceCopy:
         counting = self.meter.counting
@@ -67,6 +51,13 @@ class Residency:
             copy = DeviceCopy(self.device, slot, blocks, self._weights)
         self._count("promoted_bytes", copy.promoted_bytes)
         return copy
+
+    def refresh(self, copy: DeviceCopy, block: Block, *, weights: bool) -> None:
+        """Copy anew what has changed on the host since it was copied."""
+        stale = copy.stale(block, weights=weights)
+        if stale:
+            with self.meter.paused():
+                self.device.promote(stale)
 
     def write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Copy buffers that a forward has changed to their host masters."""

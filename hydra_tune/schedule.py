@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import neg
-from typing import TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from hydra_tune.ledger import Ledger
 from hydra_tune.policy import Fifo, Policy
@@ -195,8 +195,7 @@ class Machine:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Apply one event; the instructions that follow from it, in the order to carry them out."""
-        handler: Callable[[Event], list[Instruction]] = getattr(self, f"_on_{type(event).__name__}")
-        return handler(event)
+        return _HANDLERS[type(event)](self, event)
 
     def shard_state(self, trial: int, shard: int) -> ShardState:
         device = self.devices[self.trials[trial].device]
@@ -311,7 +310,8 @@ class Machine:
     # ---- what can go on now ----
 
     def _advance(self, device: DeviceState) -> list[Instruction]:
-        return [*self._admit(device), *self._enter(device), *self._grant(device)]
+        waiting = self._admit(device) + self._enter(device) if device.admissions or device.entries else []
+        return waiting + self._grant(device)
 
     def _admit(self, device: DeviceState) -> list[Instruction]:
         admitted: list[Instruction] = []
@@ -429,8 +429,10 @@ class Machine:
         the one needed first, and after its backward it is not needed: in this order, with those retired
         first, goes what is needed last (Belady).
         """
-        busy = (device.running.trial, device.running.shard) if device.running else None
         dropped: list[Instruction] = []
+        if device.ledger.free_bytes >= num_bytes:
+            return dropped
+        busy = (device.running.trial, device.running.shard) if device.running else None
         for key in list(device.ledger.slots):
             if device.ledger.free_bytes >= num_bytes:
                 break
@@ -468,3 +470,8 @@ class Machine:
             waiting = {task.trial for task in device.ready}
             assert len(waiting) == len(device.ready), "a trial has two tasks in flight"
             assert device.running is not None or not device.ready, "the device idles beside a ready task"
+
+
+_HANDLERS: dict[type[Event], Callable[[Machine, Any], list[Instruction]]] = {
+    event: getattr(Machine, f"_on_{event.__name__}") for event in get_args(Event)
+}

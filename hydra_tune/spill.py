@@ -25,6 +25,7 @@ class HostWeights:
     def __init__(self, blocks: Sequence[Block], device: Device) -> None:
         self.parameters = list(dict.fromkeys(p for block in blocks for p in block.slot_parameters))
         self._device = device
+        self._pieces: dict[tuple[int, int], torch.Tensor] = {}
         self.buffer = HostBuffer([p.data for p in self.parameters])
         self._place = {
             id(p): (offset, view)
@@ -55,6 +56,13 @@ class HostWeights:
             )
         return None
 
+    def piece(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """These bytes of the buffer."""
+        key = offset, num_bytes
+        if key not in self._pieces:
+            self._pieces[key] = self.buffer.bytes[offset : offset + num_bytes]
+        return self._pieces[key]
+
     def close(self) -> None:
         """Parameters stay views of the buffer, which lives as long as any of them."""
         self._device.unpin(self.buffer.bytes)
@@ -82,8 +90,7 @@ class DeviceCopy:
                 self._buffers[module, name] = (self._add(buffer), buffer)
                 self._copied[module, name] = _state_of(buffer)
         if host is not None:
-            source = host.buffer.bytes
-            self._copies += [(slot[to : to + size], source[place : place + size]) for place, to, size in self._runs]
+            self._copies += [(slot[to : to + size], host.piece(place, size)) for place, to, size in self._runs]
         device.promote(self._copies)
         self.promoted_bytes = sum(host.numel() * host.element_size() for _, host in self._copies)
         self._copies.clear()
@@ -100,21 +107,21 @@ class DeviceCopy:
         self._leaves[id(parameter)] = leaf_like(parameter, data)
         self._copied[id(parameter)] = _state_of(parameter)
 
-    def refresh(self, block: Block, *, weights: bool) -> None:
-        """Copy anew what has changed on the host since: a forward may write weights between two blocks, and a buffer
-        may be another block's too."""
+    def stale(self, block: Block, *, weights: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(device, host) of what has changed on the host since it was copied, and is to be copied anew: a forward
+        may write weights between two blocks, and a buffer may be another block's too."""
         stale: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in block.slot_parameters if weights else ():
-            if block.rewritten or self._copied.get(id(parameter)) != _state_of(parameter):
+            state = _state_of(parameter)
+            if block.rewritten or self._copied.get(id(parameter)) != state:
                 stale.append((self.leaf(parameter).data, parameter.data))
-                self._copied[id(parameter)] = _state_of(parameter)
+                self._copied[id(parameter)] = state
         for module, name in block.buffer_sites:
             slot, host = self._buffers[module, name]
             if self._copied[module, name] != _state_of(host):
                 stale.append((slot, host))
                 self._copied[module, name] = _state_of(host)
-        if stale:
-            self._device.promote(stale)
+        return stale
 
     def refuse_changed_values(self, block: Block) -> None:
         """As `Block.refuse_changed_weights`, for what is written without raising a version (`.data`)."""
@@ -173,7 +180,7 @@ class DeviceCopy:
         return self._buffers[module, name][0]
 
     def changed_buffers(self, block: Block) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(site, host, device) of each buffer that the forward has changed. Within `Block.substituted`.
+        """(site, host, device) of each buffer that the forward has changed. Within a visit.
 
         By value: operators such as batch_norm change running statistics without raising `_version`.
         """

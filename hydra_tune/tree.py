@@ -16,10 +16,12 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, flo
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What is left of a value without its leaves; `nested` has the dataclasses among pytree's leaves."""
+    """What is left of a value without its leaves; `nested` has the dataclasses among pytree's leaves. Of a call
+    whose arguments are all leaves, `plain` has the number of the positional ones and the keywords of the others."""
 
     spec: TreeSpec
     nested: dict[int, tuple[Any, tuple[str, ...], Structure, int]]  # shell, fields, its own structure, leaves
+    plain: tuple[int, tuple[str, ...]] | None = None
 
 
 _TENSOR = Structure(tree_flatten(0)[1], {})
@@ -56,10 +58,16 @@ def flatten_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any]
 
 @functools.lru_cache(maxsize=1024)
 def _structure_of_call(num_args: int, keywords: tuple[str, ...]) -> Structure:
-    return flatten(((None,) * num_args, dict.fromkeys(keywords)))[1]
+    structure = flatten(((None,) * num_args, dict.fromkeys(keywords)))[1]
+    return dataclasses.replace(structure, plain=(num_args, keywords))
 
 
 def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
+    if structure is _TENSOR:
+        return leaves[0]
+    if structure.plain is not None:
+        num_args, keywords = structure.plain
+        return tuple(leaves[:num_args]), dict(zip(keywords, leaves[num_args:], strict=True))
     if not structure.nested:
         return tree_unflatten(leaves, structure.spec)
     remaining, outer = list(leaves), []

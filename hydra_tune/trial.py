@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,15 +27,16 @@ from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import TrialMode
+from hydra_tune.mode import Counted, TrialMode
 from hydra_tune.planner import Planner, UnmeasuredBlock
 from hydra_tune.pool import ShardPool
 from hydra_tune.random_state import generator_states, set_generator_states
-from hydra_tune.residency import Residency, Visit
+from hydra_tune.residency import Residency
 from hydra_tune.root import RootApply, RootForward, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.snapshot import Snapshot
 from hydra_tune.tree import map_tensors, tensors_in
+from hydra_tune.visit import Visit
 
 logger = logging.getLogger("hydra_tune")
 
@@ -323,8 +324,7 @@ class Trial:
             copy = self._go_to(self.planner.shard_of(block), direction)
         self.meter.outside_ends()
         try:
-            with self.meter.paused():
-                copy.refresh(block, weights=direction is Direction.FORWARD)
+            self.residency.refresh(copy, block, weights=direction is Direction.FORWARD)
             with self.counted(), self.residency.inside(block, copy) as visit:
                 yield visit
         except BaseException:
@@ -370,15 +370,6 @@ class Trial:
         """Carry out the scheduler's `Drop`, in any thread."""
         self.residency.copies.pop(shard, None)
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
+    def counted(self) -> Counted:
         """Count operators on the device, where anything counts them: in pilots and under checks."""
-        installs = self.mode is None and self.meter.counting and not self.meter.watched
-        self.meter.inside += 1
-        self.meter.watched |= installs
-        try:
-            with TrialMode(meter=self.meter) if installs else nullcontext():
-                yield
-        finally:
-            self.meter.inside -= 1
-            self.meter.watched &= not installs
+        return Counted(self.meter, install=self.mode is None)

@@ -1,0 +1,65 @@
+"""A visit to a block: its module reaches the device copies of its weights under its own names."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hydra_tune.block import Block, leaf_like
+from hydra_tune.spill import DeviceCopy
+
+
+class Visited(Protocol):
+    """Who must know that a visit is under way."""
+
+    in_visit: bool
+
+
+class Visit:
+    """A context manager, once. `leaves` are those of the block's local graph, as in `Block.parameters`."""
+
+    def __init__(self, residency: Visited, block: Block, copy: DeviceCopy) -> None:
+        self.block = block
+        self.copy = copy
+        self.leaves: list[nn.Parameter] = []
+        self._residency = residency
+
+    def __enter__(self) -> Visit:
+        self._outer, self._residency.in_visit = self._residency.in_visit, True
+        block, copy = self.block, self.copy
+        self._parameters = [m._parameters[n] for m, n in block.parameter_sites]
+        self._buffers = [m._buffers[n] for m, n in block.buffer_sites]
+        self._caches_casts = torch.is_autocast_cache_enabled()
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
+        try:
+            held = {id(p): leaf_like(p, p.data) for p in block.held}
+
+            def leaf(p: nn.Parameter | None) -> nn.Parameter:
+                return held[id(p)] if id(p) in held else copy.leaf(p)
+
+            for (m, n), p in zip(block.parameter_sites, self._parameters, strict=True):
+                m._parameters[n] = leaf(p)
+            for m, n in block.buffer_sites:
+                m._buffers[n] = copy.buffer(m, n)
+            self._refresh_flat_weights()
+            self.leaves = [*map(leaf, block.own_parameters), *block.borrowed]
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_autocast_cache_enabled(self._caches_casts)
+        for (m, n), p in zip(self.block.parameter_sites, self._parameters, strict=True):
+            m._parameters[n] = p
+        for (m, n), b in zip(self.block.buffer_sites, self._buffers, strict=True):
+            m._buffers[n] = b
+        self._refresh_flat_weights()
+        self._residency.in_visit = self._outer
+
+    def _refresh_flat_weights(self) -> None:
+        for rnn in self.block.recurrent:  # these keep a list of their own beside `_parameters`
+            rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
@@ -13,11 +14,11 @@ from hydra_tune.block import Block
 from hydra_tune.errors import UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import Uses, detached, gradients_of, leaf_of, nodes_of, unsaved
-from hydra_tune.host_buffer import version_of
+from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
-from hydra_tune.surroundings import Surroundings, autocast_state, kept
+from hydra_tune.surroundings import Surroundings, autocast_state, kept, refuse_modes
 from hydra_tune.tree import Structure, flatten, flatten_call, unflatten
 from hydra_tune.visit import Visit
 
@@ -66,6 +67,7 @@ class BlockCall:
         self._buffers_before: list[tuple[int, torch.Tensor]] = []
         self._buffer_versions: list[int] = []
         self._versions: list[int] = []
+        self._rewritten: list[torch.Tensor] = []  # values of weights that are written without raising a version
         self._surroundings: Surroundings | None = None
         self._made_like: list[tuple[torch.Size, torch.dtype]] = []
         self._output_leaves: list[Any] = []
@@ -73,7 +75,8 @@ class BlockCall:
         self.nondifferentiable: list[int] = []
         self.tensor_uses: list[tuple[int, int]] = []  # in the block's own graph, direct and by a cast; the
         self.parameter_uses: list[tuple[int, int]] = []  # pilot's findings
-        self.source_bytes: list[int] = []  # of each tensor
+        self.sources: list[weakref.ref[torch.Tensor]] = []  # of each tensor
+        self.source_bytes: list[int] = []
         self.measured = False
         self.shares_memory = False
 
@@ -144,6 +147,8 @@ class BlockCall:
 
     def start_graph(self) -> None:
         """A backward may come: count the edges, and give autocast's copies their places in the outer graph."""
+        if not self.measured:
+            refuse_modes(self.block.name)
         self._keeps_graph = True
         self._again = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         edges, block = self.block.edges, self.block
@@ -188,6 +193,9 @@ class BlockCall:
         self.refuse_changed_inputs(tensors, versions)
         if self._keeps_graph:
             self._versions = versions_of(self.block.parameters)
+            if self.block.rewritten:
+                with self.trial.residency.meter.paused():
+                    self._rewritten = [p.detach().clone() for p in self.block.slot_parameters]
             self._made_like = [(x.shape, x.dtype) for x in plain]
         self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
         for i, value in self._buffers_before:  # a call in a graph that lives may have seen it too
@@ -218,7 +226,9 @@ class BlockCall:
 
         `needed` says which edges want one; `grad_outputs` has one entry for each output that the block made.
         """
-        if self._versions != versions_of(self.block.parameters):
+        if self._versions != versions_of(self.block.parameters) or not all(
+            map(same_values, self._rewritten, self.block.slot_parameters)
+        ):
             raise RuntimeError(
                 f"a weight of block {self.block.name} was changed in place between forward and backward. "
                 "Call backward before optimizer.step(), or repeat the forward."
@@ -234,7 +244,7 @@ class BlockCall:
             try:
                 set_generator_states(generators, self._random_states)
                 inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
-                with torch.enable_grad(), self._surroundings.restored():
+                with torch.enable_grad(), self._surroundings.restored(self.block.name):
                     made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
             finally:
                 set_generator_states(generators, drawn)

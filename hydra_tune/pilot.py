@@ -111,7 +111,7 @@ class Pilot:
         meter, device, buffers = self.residency.meter, self.residency.device, list(self.model.buffers())
         values, versions = [b.clone() for b in buffers], versions_of(buffers)
         inputs = tensors_in((args, kwargs))
-        before = meter.trial_bytes
+        before, hooked = meter.trial_bytes, any(map(user_hooks, self.model.modules()))
         weights = [(p, p.data) for p in self.model.parameters()]
         with meter.paused():
             arguments = Snapshot({"its arguments": (args, kwargs)})
@@ -142,14 +142,16 @@ class Pilot:
                             f"{block.name} shares its with an input or with another output"
                         )
                 forward_peak, held = meter.outside_peak(), meter.trial_bytes - before
-                if not self.findings:
-                    self._read(OuterGraph(outputs))
-                self.kept_bytes = 2 * sum(map(storage_bytes, inputs)) + sum(map(storage_bytes, outputs))
+                output_bytes = sum(map(storage_bytes, outputs))
+                self.kept_bytes = 2 * sum(map(storage_bytes, inputs)) + output_bytes
                 boundaries = [p.boundary_bytes for p in self.profiles.values()]
                 saved_between = max(0, held - sum(boundaries))
-                loss_bytes = max(OUTPUT_COPIES * sum(map(storage_bytes, outputs)), saved_between)
+                loss_bytes = max(OUTPUT_COPIES * output_bytes, saved_between)
                 self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
+                graph = None if self.findings else OuterGraph(outputs, self.blocks)
                 del outputs
+                if graph is not None:
+                    self._read(graph, hooked=hooked)
         finally:
             meter.journal = None
             journal.undo()
@@ -174,17 +176,17 @@ class Pilot:
             if id(parameter) in spilled - known:
                 self.findings.held[parameter] = "used without calling the module that owns it"
 
-    def _read(self, graph: OuterGraph) -> None:
+    def _read(self, graph: OuterGraph, *, hooked: bool) -> None:
         measured = {block: profile.backward_work_bytes for block, profile in self.profiles.items()}
-        self._hold(graph.used_outside(self.blocks))
-        for block, edges, extra_bytes in graph.edges():
+        self._hold(graph.used_outside)
+        for block, edges, extra_bytes in graph.edges(hooked=hooked):
             profile = self.profiles[block]
             self.profiles[block] = replace(
                 profile,
                 edges=edges_for(profile.edges, edges),
                 backward_work_bytes=max(profile.backward_work_bytes, measured[block] + extra_bytes),
             )
-        for block in graph.changed_later():
+        for block in graph.changed_later:
             self.profiles[block] = replace(self.profiles[block], keeps_clones=True)
 
     def _note_rewritten(self, written: Sequence[nn.Parameter]) -> None:
@@ -341,6 +343,7 @@ class Pilot:
             weights = range(len(inputs), len(leaves)) if casts else ()
             uses = Uses(differentiable, leaves, cast_once=weights)
             counts = [(uses.count(i, cast=False), uses.count(i, cast=True)) for i in range(len(leaves))]
+            call.sources = list(map(weakref.ref, call.tensors))
             call.source_bytes = list(map(storage_bytes, inputs))
             call.tensor_uses, call.parameter_uses = counts[: len(inputs)], counts[len(inputs) :]
             call.measured = True

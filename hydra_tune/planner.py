@@ -205,7 +205,10 @@ class Planner:
         signature = input_signature((args, kwargs))
         trial, pool = self._trial, self._trial.pool
         buffers = tuple((name, tuple(b.shape), b.dtype) for name, b in trial.model.named_buffers())
-        flags = (gradient_flags(trial.model, (args, kwargs)), switches((args, kwargs)), self._cut_of_hooks(), buffers)
+        flags = (
+            gradient_flags(trial.model, (args, kwargs)), switches((args, kwargs)), self._cut_of_hooks(),
+            bool(self._hooked), buffers,
+        )  # fmt: skip
         parameters = [(name, id(p)) for name, p in trial.model.named_parameters()]
         if self.plan is None or not self.plan.resident:
             refuse_global_hooks()

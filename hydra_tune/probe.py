@@ -176,51 +176,50 @@ def shares_memory(made: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) 
 
 
 class OuterGraph:
-    """The graph behind a pilot's outputs, in which each call of a block is one node."""
+    """What is in the graph behind a pilot's outputs, in which each call of a block is one node; it keeps none of it.
 
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+    used_outside   weights of blocks that something uses without calling the block
+    changed_later  blocks whose inputs were changed in place after their forward; a backward would repeat it on others
+    """
+
+    def __init__(self, outputs: Sequence[torch.Tensor], blocks: Iterable[Block]) -> None:
         """Behind them may also be calls of an earlier forward, which gave the inputs of this one."""
-        self._outputs = [(t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None]
-        self._nodes = list(nodes_of(outputs))
-        calls = [(node, getattr(node, "call", None)) for node in self._nodes]
-        self.calls = [(node, call) for node, call in calls if isinstance(call, BlockCall) and call.measured]
-
-    def used_outside(self, blocks: Sequence[Block]) -> list[nn.Parameter]:
-        """Weights of blocks that something uses without calling the block."""
+        nodes = list(nodes_of(outputs))
+        called = [node for node in nodes if isinstance(getattr(node, "call", None), BlockCall)]
+        measured = [node for node in called if node.call.measured]
         owned = {id(p): p for block in blocks for p in block.slot_parameters}
-        call_nodes = {node for node in self._nodes if isinstance(getattr(node, "call", None), BlockCall)}
-        children = [leaf_of(c) for node in self._nodes if node not in call_nodes for c, _ in node.next_functions]
-        return list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
+        children = [leaf_of(c) for node in set(nodes).difference(called) for c, _ in node.next_functions]
+        self.used_outside = list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
+        self.changed_later = [node.call.block for node in measured if _changed(node)]
+        users = Counter((t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None)  # the loss uses these
+        users.update(child for node in nodes for child in node.next_functions if child[0] is not None)
+        self._casts: Counter[int] = Counter()
+        self._calls: list[tuple[BlockCall, list[bool]]] = []  # and whether something else uses each of its sources
+        for node in measured:
+            call = node.call
+            self._casts.update({id(p): n for p, (_, n) in zip(call.block.parameters, call.parameter_uses, strict=True)})
+            self._calls.append((call, [users[child] > 1 for child in node.next_functions]))
 
-    def changed_later(self) -> Iterator[Block]:
-        """Blocks whose inputs were changed in place after their forward; a backward would repeat it on others."""
-        for node, call in self.calls:
-            try:
-                _ = node.saved_tensors
-            except RuntimeError:
-                yield call.block
-
-    def edges(self) -> Iterator[tuple[Block, Edges, int]]:
+    def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int]]:
         """For each call: sources that other operators use too have an edge for each use in the block; and the
-        bytes of the gradients that are apart then."""
-        users = Counter(self._outputs)  # the loss uses these
-        users.update(child for node in self._nodes for child in node.next_functions if child[0] is not None)
-        casts: Counter[int] = Counter()
-        for _, call in self.calls:
-            casts.update({id(p): n for p, (_, n) in zip(call.block.parameters, call.parameter_uses, strict=True)})
-        for node, call in self.calls:
-            children, num_tensors = node.next_functions, len(call.tensor_uses)
+        bytes of the gradients that are apart then.
+
+        An activation that still lives, now that the graph does not, is someone's, who may give it to the loss; so
+        may the user's hooks, where the model is `hooked`: they do not fire in a pilot.
+        """
+        for call, shared in self._calls:
+            num_tensors = len(call.tensor_uses)
             tensors = [
-                direct if users[child] > 1 else 1
-                for child, (direct, _) in zip(children, call.tensor_uses, strict=False)
+                direct if other or (direct > 1 and (hooked or source() is not None)) else 1
+                for other, source, (direct, _) in zip(shared, call.sources, call.tensor_uses, strict=False)
             ]
             recast = [
-                n if casts[id(p)] > 1 else 0
+                n if self._casts[id(p)] > 1 else 0
                 for p, (_, n) in zip(call.block.parameters, call.parameter_uses, strict=True)
             ]
             parameters = [
-                direct if users[child] > 1 or again else 1
-                for child, (direct, _), again in zip(children[num_tensors:], call.parameter_uses, recast, strict=True)
+                direct if other or again else 1
+                for other, (direct, _), again in zip(shared[num_tensors:], call.parameter_uses, recast, strict=True)
             ]
             sources = zip(
                 (*call.source_bytes, *map(storage_bytes, call.block.parameters)), (*tensors, *parameters), strict=True
@@ -228,3 +227,12 @@ class OuterGraph:
             apart = sum(size * n for size, n in sources if n > 1)
             apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, recast, strict=True))
             yield call.block, Edges(tuple(tensors), tuple(parameters), tuple(recast)), apart
+
+
+def _changed(node: Any) -> bool:
+    """Whether something that the node has saved was changed in place since."""
+    try:
+        _ = node.saved_tensors
+    except RuntimeError:
+        return True
+    return False

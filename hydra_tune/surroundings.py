@@ -10,16 +10,29 @@ import copy
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from hydra_tune.errors import PrepareError
+from hydra_tune.host_buffer import version_of
+from hydra_tune.mode import TrialMode
 
 _PLAIN = frozenset((
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.FunctionType,
     types.BuiltinFunctionType,
 ))  # fmt: skip
+_KEPT = _PLAIN | {torch.Tensor}  # attributes
 _CPU = torch.device("cpu")
+_HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on saved tensors, and change no value
+_top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
 _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (  # of the process; each read, and set
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
@@ -33,30 +46,47 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (  # of the
 
 class Surroundings:
     """As they are now: autocast, the default device, the choice of kernels, and the plain attributes of `modules`
-    (training mode, flags, numbers, names)."""
+    (training mode, flags, numbers, names, tensors that are no buffers)."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._autocast = autocast_state()
         self._device = _default_device()
         self._flags = [read() for read, _ in _FLAGS]
-        self._attributes = _plain_attributes(modules)
+        self._attributes = _attributes_of(modules)
+        self._versions = [
+            (name, value, version_of(value))
+            for own in self._attributes
+            for name, value in own.items()
+            if type(value) is torch.Tensor
+        ]
 
     @property
     def _of_process(self) -> tuple[object, ...]:
         return self._autocast, self._device, self._flags
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within, all is as it was; afterwards as it is now."""
+    def restored(self, block: str) -> Iterator[None]:
+        """Within, all is as it was; afterwards as it is now.
+
+        Raises:
+            RuntimeError: a tensor among the attributes of this block has other values now.
+        """
+        for name, tensor, version in self._versions:
+            if version_of(tensor) != version:
+                raise RuntimeError(
+                    f"a block's attributes stay as they are from its forward to its backward, which repeats the "
+                    f"forward, but {name!r} of block {block} was changed in place in between. Change it after "
+                    f"backward, or assign a new tensor."
+                )
         now = Surroundings(self._modules)
         try:
-            if now._attributes != self._attributes:
+            if not _are_same(now._attributes, self._attributes):
                 _set_attributes(self._modules, self._attributes)
             with self._entered(now) if now._of_process != self._of_process else nullcontext():
                 yield
         finally:
-            if _plain_attributes(self._modules) != now._attributes:
+            if not _are_same(_attributes_of(self._modules), now._attributes):
                 _set_attributes(self._modules, now._attributes)
 
     @contextmanager
@@ -84,16 +114,45 @@ def autocast_state() -> list[tuple[str, bool, torch.dtype]]:
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
 
-def _plain_attributes(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in vars(m).items() if type(v) in _PLAIN} for m in modules]
+def _attributes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in vars(m).items() if type(v) in _KEPT} for m in modules]
+
+
+def _are_same(attributes: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
+    """By identity: an equal number in a new object is put back for nothing."""
+    return all(
+        a.keys() == b.keys() and all(map(is_, a.values(), b.values())) for a, b in zip(attributes, others, strict=True)
+    )
 
 
 def _set_attributes(modules: Sequence[nn.Module], attributes: Sequence[dict[str, Any]]) -> None:
     for module, values in zip(modules, attributes, strict=True):
         own = vars(module)
-        for name in [k for k, v in own.items() if type(v) in _PLAIN and k not in values]:
+        for name in [k for k, v in own.items() if type(v) in _KEPT and k not in values]:
             del own[name]
         own.update(values)
+
+
+def refuse_modes(block: str) -> None:
+    """What sees a block's operators, or what they keep, in its forward, but would not in its repetition.
+
+    Raises:
+        PrepareError: a mode or a pair of hooks that is not PyTorch's own.
+    """
+    seen: list[object] = []
+    if torch._C._len_torch_function_stack():
+        seen += [m for m in _get_current_function_mode_stack() if not isinstance(m, DeviceContext)]
+    if torch._C._len_torch_dispatch_stack():
+        seen += [m for m in _get_current_dispatch_mode_stack() if not isinstance(m, TrialMode)]
+    hooks = _top_saved_tensors_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", None) not in _HOOKS_OF_PYTORCH:
+        seen.append(torch.autograd.graph.saved_tensors_hooks)
+    for mode in seen:
+        name = getattr(mode, "__name__", type(mode).__name__)
+        raise PrepareError(
+            f"a block's forward is repeated in backward, and {name} around the forward would miss it (block {block}). "
+            "Leave it out, use it inside of the block's forward, or call hydra_tune.release(model) first."
+        )
 
 
 def kept(argument: Any) -> Any:

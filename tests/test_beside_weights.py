@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hydra_tune
 
@@ -453,6 +455,28 @@ class AnAttributeForEachCall(Script):
         return self.Annealed(self.Layer)
 
 
+class TensorAttributes(Script):
+    """The loop assigns one between, the forward another."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.temperature, self.mean, self.calls = torch.ones(()), torch.zeros(WIDTH), 0
+
+        def forward(self, x):
+            y = super().forward((x + self.mean) * self.temperature)
+            if self.calls:
+                self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+            return y
+
+    def between(self, model):
+        for layer in model.layers:
+            layer.temperature = 0.7 * layer.temperature
+
+    def after(self, model, optimizer):
+        for layer in model.layers:
+            layer.calls += 1
+
+
 class OtherKernels(Script):
     class Layer(Layer):
         def forward(self, x):
@@ -532,6 +556,62 @@ class UsesOneOfTwo(Script):
         return model
 
 
+class LossOnFeatures(Script):
+    """Sums keep their order, whoever hands an activation to the loss."""
+
+    class Layer(Layer):
+        def forward(self, x):
+            return super().forward(nn.functional.layer_norm(x, (WIDTH,))) + x
+
+    def model(self):
+        self.kept = []
+        model = super().model()
+        model.layers[2].register_forward_hook(self.keep)
+        return model
+
+    def keep(self, module, args, output):
+        self.kept.append(output)
+
+    def forward(self, model, x):
+        self.kept.clear()
+        return model(x) + self.kept.pop().square().mean(-1, keepdim=True)
+
+
+class KeepsFeatures(LossOnFeatures):
+    class Keeping(Net):
+        def set_up(self):
+            self.kept = []
+
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if i == 2:
+                    self.kept.append(x)
+            return self.head(x)
+
+    def model(self):
+        model = self.Keeping(self.Layer)
+        self.kept = model.kept
+        return model
+
+
+class GivesWhatTheLossUses(LossOnFeatures):
+    """An image that was generated, for instance."""
+
+    def model(self):
+        self.before = nn.Parameter(torch.randn(WIDTH))
+        return Script.model(self)
+
+    def forward(self, model, x):
+        x = (x * self.before).tanh()
+        return model(x) + x.square().mean(-1, keepdim=True)
+
+    def after(self, model, optimizer):
+        with torch.no_grad():
+            self.before -= self.before.grad
+            self.before.grad = None
+
+
 class ThroughItself(Script):
     class Square(Net):
         def set_up(self):
@@ -551,7 +631,8 @@ SCRIPTS = [
     PatchesAForward, NotesOnWeights, SwapsInAnAverage, OtherStrides, WritesBetweenBlocks, WritesData, TeacherByData,
     EvalBeforeBackward, AnotherPassBeforeBackward,
     TwoModesInOneBackward, OtherRateBeforeBackward, AnAttributeForEachCall, OtherKernels,
-    AutocastWithinABlock, GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, ThroughItself,
+    TensorAttributes, AutocastWithinABlock, GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures,
+    KeepsFeatures, GivesWhatTheLossUses, ThroughItself,
 ]  # fmt: skip
 
 
@@ -673,6 +754,83 @@ def test_an_input_that_changes_between_forward_and_backward_is_refused():
         x.zero_()
         with pytest.raises(RuntimeError, match=r"one of block layers\.0 was changed in place"):
             out.sum().backward()
+
+
+def test_a_tensor_attribute_that_changes_between_forward_and_backward_is_refused():
+    class Tempered(Layer):
+        def set_up(self):
+            self.temperature = torch.ones(())
+
+        def forward(self, x):
+            return super().forward(x * self.temperature)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Net(Tempered)
+        out = step(model, pool)
+        model.layers[2].temperature.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"'temperature' of block layers\.2 was changed in place"):
+            out.sum().backward()
+
+
+def test_weights_that_data_changes_and_changes_back_are_refused():
+    class Noisy(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                noise = torch.randn_like(layer.up.weight)
+                layer.up.weight.data += noise
+                x = layer(x)
+                layer.up.weight.data -= 2 * noise
+            return self.head(x)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        out = step(Noisy(), pool)
+        with pytest.raises(RuntimeError, match=r"a weight of block layers\.5 was changed"):
+            out.sum().backward()
+
+
+class RoundsLinear(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.bfloat16().float() if func is nn.functional.linear else out
+
+
+class RoundsTanh(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.bfloat16().float() if func is torch.ops.aten.tanh.default else out
+
+
+MODES = {
+    "RoundsLinear": RoundsLinear,
+    "RoundsTanh": RoundsTanh,
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_around_a_spilled_forward_are_refused(mode):
+    class Within(Script):
+        def forward(self, model, x):
+            with MODES[mode]():
+                return model(x)
+
+    plain = Within().run()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["resident"]) as pool:
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, Within().run(pool), strict=True))
+    refused = pytest.raises(hydra_tune.PrepareError, match=f"{mode} around the forward would miss it")
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool, refused:
+        Within().run(pool)
+
+
+def test_activations_saved_on_the_host_and_a_default_device_are_no_modes_to_refuse():
+    class Within(Script):
+        def forward(self, model, x):
+            with torch.autograd.graph.save_on_cpu(), torch.device("cpu"):
+                return model(x)
+
+    plain = Within().run()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, Within().run(pool), strict=True))
 
 
 def test_a_block_that_makes_something_else_when_repeated_is_refused():

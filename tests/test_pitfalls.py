@@ -14,9 +14,9 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune import call, context, mode, node, pilot, planner, probe, spill, surroundings, trial
-from hydra_tune.block import Block
 from hydra_tune.context import trial_context
 from hydra_tune.shard import Direction, Edges
+from hydra_tune.visit import Visit
 
 WIDTH = 32
 CLIP, SCALE = 0.1, 1024.0
@@ -190,16 +190,16 @@ def always(instead):
 
 
 def one_edge_each(original):
-    def edges(graph):
-        for block, found, extra in original(graph):
+    def edges(graph, **options):
+        for block, found, extra in original(graph, **options):
             yield block, Edges(casts=found.casts), extra
 
     return edges
 
 
 def uncast(original):
-    def edges(graph):
-        for block, found, extra in original(graph):
+    def edges(graph, **options):
+        for block, found, extra in original(graph, **options):
             yield block, Edges(found.tensors, found.parameters), extra
 
     return edges
@@ -305,7 +305,7 @@ PITFALLS = {
     ),
     "7 autocast in recompute": (
         lambda: Model(*(Layer() for _ in range(4))),
-        [(surroundings.Surroundings, "restored", always(lambda _: nullcontext()))],
+        [(surroundings.Surroundings, "restored", always(lambda *_: nullcontext()))],
     ),
     "7 a weight is cast once": (lambda: Recurrent(Layer(), Layer()), [(probe.OuterGraph, "edges", uncast)]),
     "8 clipping before all gradients are there": (
@@ -334,7 +334,7 @@ PITFALLS = {
     "16 groups and schedules": (plain_layers, [(trial.Trial, "bind", one_group)]),
     "29 default device in backward": (
         lambda: OnDefaultDevice(*(Makes() for _ in range(4))),
-        [(surroundings.Surroundings, "restored", always(lambda _: nullcontext()))],
+        [(surroundings.Surroundings, "restored", always(lambda *_: nullcontext()))],
     ),
     "29 grad mode in backward": (plain_layers, [(torch, "enable_grad", always(torch.no_grad))]),
 }
@@ -370,7 +370,6 @@ def test_11_trials_have_random_states_of_their_own(monkeypatch):
             return found[this.number][-1]
 
         with hydra_tune.ShardPool(["cpu"], 200_000) as pool:
-            optuna.logging.set_verbosity(optuna.logging.WARNING)
             hydra_tune.HydraTrialRunner(pool, concurrency=3).optimize(optuna.create_study(), objective, n_trials=3)
         return [found[i] for i in range(3)]
 
@@ -405,7 +404,7 @@ def test_blocks_refresh_what_recurrent_layers_keep_beside_their_weights(monkeypa
     plain = train(build)
     with hydra_tune.ShardPool(["cpu"], 200_000) as pool:
         assert all(torch.equal(a, b) for a, b in zip(plain, train(build, pool), strict=True))
-    monkeypatch.setattr(Block, "_refresh_flat_weights", nothing)
+    monkeypatch.setattr(Visit, "_refresh_flat_weights", nothing)
     with hydra_tune.ShardPool(["cpu"], 200_000) as pool, pytest.raises(hydra_tune.HydraTuneError):
         train(build, pool)
 

@@ -295,7 +295,10 @@ class BlockCall:
         leaves = [*inputs, *visit.leaves]
         num_leaves = len(leaves)
         recast = [len(inputs) + i for i in self._recast]
-        needed = [w or (i in recast) for i, w in enumerate(wanted[:num_leaves])]
+        needed = [  # a weight may have been frozen since
+            (w or i in recast) and leaf.requires_grad
+            for i, (w, leaf) in enumerate(zip(wanted[:num_leaves], leaves, strict=True))
+        ]
         split = [i for i in range(num_leaves) if needed[i] and (self.num_edges[i] > 1 or i in recast)]
         pairs = [(o, g) for o, g in zip(made, grad_outputs, strict=True) if g is not None and o.requires_grad]
         made.clear()

@@ -32,6 +32,7 @@ from hydra_tune.probe import (
     TensorHooksOff,
     borrowed_by,
     draws_of_others,
+    parametrizations_uncached,
     refuse_changes,
     refuse_draws_of_others,
     refuse_side_channel,
@@ -122,6 +123,7 @@ class Pilot:
                 random_state_kept(device.generators()),
                 nullcontext() if fires_hooks else user_hooks_removed(self.model),
                 TensorHooksOff(),
+                parametrizations_uncached(),
             ):
                 meter.watch_outside()
                 try:
@@ -298,6 +300,7 @@ class Pilot:
             call.block.refuse_changed_weights(visit.leaves, weight_versions)
             with self.residency.meter.paused():
                 copy.refuse_changed_values(call.block)
+                copy.changed_buffers(call.block)
             call.refuse_changed_inputs(call.tensors, versions)
             call.refuse_changed_containers(given, arguments)
             self.residency.device.synchronize()

@@ -240,15 +240,22 @@ class Planner:
             pool.admit(trial, plan)
         except BaseException as error:
             self._key = former_key
-            if former is not None:
+            if former is not None and self._still_covers(former):
                 if isinstance(error, Exception):  # the script may go on with batches as before
                     pool.admit(trial, former)
                 self._settle(former)
+            else:
+                self.plan = None
             raise
         self._signature, self._flags, self._parameters = signature, flags, parameters
         self._settle(plan)
         logger.info("%s", self._spell_plan(plan))
         return plan
+
+    def _still_covers(self, plan: TrialPlan) -> bool:
+        """Whether the model, which may have grown, still has the plan's blocks."""
+        blocks = blocks_of(self._trial.model, self._limit_bytes, plan.cut)
+        return {block.name for block in blocks} >= {profile.name for profile in plan.blocks}
 
     def _cut_of_hooks(self) -> Cut:
         """Where the model must be cut for the hooks that it has now."""
@@ -421,7 +428,7 @@ class Planner:
                 f"{self._cut.spell_kept()}",
             )
         except torch.OutOfMemoryError as lack:
-            error = BudgetError(f"{trial.name} does not fit even one block at a time: {lack}")
+            error = BudgetError(f"{trial.name} does not fit even one block at a time: {lack}{self._cut.spell_kept()}")
         finally:
             trial.meter.counting = counting
             self.pilot = None

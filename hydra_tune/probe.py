@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -66,6 +67,16 @@ def user_hooks_removed(model: nn.Module) -> Iterator[None]:
             for key in [k for k, hook in hooks.items() if _is_users(hook)]:
                 del hooks[key]
     yield
+
+
+@contextmanager
+def parametrizations_uncached() -> Iterator[None]:
+    """A pilot computes parametrized weights anew, and leaves none to the forward that follows."""
+    enabled, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = enabled
 
 
 class TensorHooksOff(TorchFunctionMode):

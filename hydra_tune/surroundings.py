@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -147,6 +148,8 @@ def refuse_modes(block: str) -> None:
     hooks = _top_saved_tensors_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", None) not in _HOOKS_OF_PYTORCH:
         seen.append(torch.autograd.graph.saved_tensors_hooks)
+    if parametrize._cache_enabled:
+        seen.append(parametrize.cached)
     for mode in seen:
         name = getattr(mode, "__name__", type(mode).__name__)
         raise PrepareError(

@@ -1,0 +1,106 @@
+"""Training loops, each with something particular, that run plain and prepared and leave the same to the bit."""
+
+import random
+
+import numpy
+import torch
+from torch import nn
+
+import hydra_tune
+
+WIDTH = 32
+BUDGETS = {"spilled": 130 << 10, "three shards": 190 << 10, "resident": 8 << 20}
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.set_up()
+
+    def set_up(self):
+        pass
+
+    def forward(self, x, *_):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, kind=Layer, depth=6):
+        super().__init__()
+        self.layers = nn.ModuleList([kind() for _ in range(depth)])
+        self.head = nn.Linear(WIDTH, 8)
+        self.set_up()
+
+    def set_up(self):
+        pass
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Script:
+    """A training loop; a case says what is different in it."""
+
+    def model(self):
+        return Net(self.Layer)
+
+    class Layer(Layer):
+        pass
+
+    def forward(self, model, x):
+        return model(x)
+
+    def between(self, model):
+        """Between forward and backward."""
+
+    def after(self, model, optimizer):
+        """After the optimizer's step."""
+
+    def run(self, pool=None):
+        torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
+        model = self.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if pool is not None:
+            hydra_tune.prepare(model, optimizer, pool=pool)
+        left = []
+        try:
+            for _ in range(3):
+                optimizer.zero_grad()
+                x, y = torch.randn(8, WIDTH), torch.randint(0, 8, (8,))
+                loss = nn.functional.cross_entropy(self.forward(model, x), y)
+                self.between(model)
+                loss.backward()
+                left += [loss.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
+                optimizer.step()
+                self.after(model, optimizer)
+        finally:
+            if pool is not None:
+                hydra_tune.release(model)
+        return [*left, *(t.clone() for t in model.state_dict().values()), torch.get_rng_state()]
+
+
+def trains_as_in_plain_pytorch(script, budget):
+    """Run it plain and prepared, and compare all that it leaves."""
+    plain, num_bytes = script().run(), BUDGETS[budget]
+    while True:
+        with hydra_tune.ShardPool(["cpu"], num_bytes) as pool:
+            try:
+                prepared = script().run(pool)
+            except (hydra_tune.BudgetError, torch.OutOfMemoryError):  # two forwards are more than a pilot's one
+                num_bytes = num_bytes * 5 // 4
+                continue
+            assert pool.devices[0].used_bytes == 0
+            (trial,) = pool.report()["trials"]
+            break
+    assert trial["resident"] == (budget == "resident")
+    assert len(plain) == len(prepared)
+    for i, (a, b) in enumerate(zip(plain, prepared, strict=True)):
+        assert a is b is None or (None not in (a, b) and torch.equal(a, b)), i
+
+
+def step(model, pool, forward=lambda model, x: model(x)):
+    hydra_tune.prepare(model, pool=pool)
+    return forward(model, torch.randn(4, WIDTH))

@@ -1,0 +1,271 @@
+"""What a script changes between a forward and its backward, or has around its forward.
+
+Plain PyTorch computes a forward once. Here each block's is repeated in backward, and must see what the first saw.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hydra_tune
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
+
+
+class Dropping(Layer):
+    def set_up(self):
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return super().forward(self.drop(x))
+
+
+class EvalBeforeBackward(Script):
+    Layer = Dropping
+
+    def between(self, model):
+        model.eval()
+
+    def after(self, model, optimizer):
+        model.train()
+
+
+class TwoModesInOneBackward(Script):
+    class Layer(Dropping):
+        def set_up(self):
+            super().set_up()
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    def forward(self, model, x):
+        return model.eval()(x) + model.train()(x)
+
+
+class AnotherPassBeforeBackward(TwoModesInOneBackward):
+    """Without gradients, but it moves the running statistics."""
+
+    def forward(self, model, x):
+        return model.eval()(x)
+
+    def between(self, model):
+        with torch.no_grad():
+            model.train()(torch.ones(4, WIDTH))
+
+
+class OtherRateBeforeBackward(Script):
+    Layer = Dropping
+
+    def between(self, model):
+        for layer in model.layers:
+            layer.drop.p = 0.9
+
+
+class AnAttributeForEachCall(Script):
+    class Layer(Layer):
+        temperature = 1.0
+
+        def forward(self, x):
+            return super().forward(x * self.temperature)
+
+    class Annealed(Net):
+        def forward(self, x):
+            for temperature, layer in itertools.product((1.0, 2.0), self.layers):
+                layer.temperature = temperature
+                x = layer(x)
+            return self.head(x)
+
+    def model(self):
+        return self.Annealed(self.Layer)
+
+
+class TensorAttributes(Script):
+    """The loop assigns one between, the forward another."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.temperature, self.mean, self.calls = torch.ones(()), torch.zeros(WIDTH), 0
+
+        def forward(self, x):
+            y = super().forward((x + self.mean) * self.temperature)
+            if self.calls:
+                self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+            return y
+
+    def between(self, model):
+        for layer in model.layers:
+            layer.temperature = 0.7 * layer.temperature
+
+    def after(self, model, optimizer):
+        for layer in model.layers:
+            layer.calls += 1
+
+
+class FreezesBeforeBackward(Script):
+    def between(self, model):
+        model.layers[2].requires_grad_(False)
+
+    def after(self, model, optimizer):
+        model.layers[2].requires_grad_(True)
+
+
+class OtherKernels(Script):
+    class Layer(Layer):
+        def forward(self, x):
+            q, k, v = (x.view(1, 2, -1, WIDTH // 2) * n for n in (1, 2, 3))
+            return super().forward(nn.functional.scaled_dot_product_attention(q, k, v).reshape_as(x))
+
+    def forward(self, model, x):
+        with sdpa_kernel(SDPBackend.MATH):
+            return model(x)
+
+
+class AutocastWithinABlock(Script):
+    class Layer(Layer):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = x + self.up(x)[:, :WIDTH] + self.up(2 * x)[:, WIDTH:]
+            return super().forward(x.float())
+
+
+SCRIPTS = [
+    EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
+    AnAttributeForEachCall, TensorAttributes, FreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_it_trains_as_in_plain_pytorch(script, budget):
+    trains_as_in_plain_pytorch(script, budget)
+
+
+def test_a_buffer_that_changes_between_forward_and_backward_is_refused():
+    class Stepped(Layer):
+        def set_up(self):
+            self.register_buffer("step", torch.zeros(()))
+
+        def forward(self, x):
+            return super().forward(x + self.step)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Net(Stepped)
+        out = step(model, pool)
+        model.layers[2].step += 1
+        with pytest.raises(RuntimeError, match=r"buffer 'step' of block layers\.2 was changed"):
+            out.sum().backward()
+
+
+def test_an_input_that_changes_between_forward_and_backward_is_refused():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model, x = Net(), torch.randn(4, WIDTH)
+        hydra_tune.prepare(model, pool=pool)
+        out = model(x)
+        x.zero_()
+        with pytest.raises(RuntimeError, match=r"one of block layers\.0 was changed in place"):
+            out.sum().backward()
+
+
+def test_a_tensor_attribute_that_changes_between_forward_and_backward_is_refused():
+    class Tempered(Layer):
+        def set_up(self):
+            self.temperature = torch.ones(())
+
+        def forward(self, x):
+            return super().forward(x * self.temperature)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Net(Tempered)
+        out = step(model, pool)
+        model.layers[2].temperature.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"'temperature' of block layers\.2 was changed in place"):
+            out.sum().backward()
+
+
+def test_weights_that_data_changes_and_changes_back_are_refused():
+    class Noisy(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                noise = torch.randn_like(layer.up.weight)
+                layer.up.weight.data += noise
+                x = layer(x)
+                layer.up.weight.data -= 2 * noise
+            return self.head(x)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        out = step(Noisy(), pool)
+        with pytest.raises(RuntimeError, match=r"a weight of block layers\.5 was changed"):
+            out.sum().backward()
+
+
+class RoundsLinear(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.bfloat16().float() if func is nn.functional.linear else out
+
+
+class RoundsTanh(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.bfloat16().float() if func is torch.ops.aten.tanh.default else out
+
+
+MODES = {
+    "RoundsLinear": RoundsLinear,
+    "RoundsTanh": RoundsTanh,
+    "cached": parametrize.cached,
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_around_a_spilled_forward_are_refused(mode):
+    class Within(Script):
+        class Layer(Layer):
+            def set_up(self):
+                weight_norm(self.up)
+
+        def forward(self, model, x):
+            with MODES[mode]():
+                return model(x)
+
+    plain = Within().run()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["resident"]) as pool:
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, Within().run(pool), strict=True))
+    refused = pytest.raises(hydra_tune.PrepareError, match=f"{mode} around the forward would miss it")
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool, refused:
+        Within().run(pool)
+
+
+def test_activations_saved_on_the_host_and_a_default_device_are_no_modes_to_refuse():
+    class Within(Script):
+        def forward(self, model, x):
+            with torch.autograd.graph.save_on_cpu(), torch.device("cpu"):
+                return model(x)
+
+    plain = Within().run()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, Within().run(pool), strict=True))
+
+
+def test_a_block_that_makes_something_else_when_repeated_is_refused():
+    drops = []
+
+    class Drops(Layer):
+        def forward(self, x):
+            return x if drops and drops.pop() else super().forward(x)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Net(Drops)
+        step(model, pool).sum().backward()
+        drops += [True] * 6 + [False] * 6  # from the end: layers are passed over when their forwards are repeated
+        out = model(torch.randn(4, WIDTH)).sum()
+        with pytest.raises(RuntimeError, match="at first and"):
+            out.backward()

@@ -1,0 +1,201 @@
+"""Graphs that go on outside of blocks: sums in their order, gradients in their layout, transforms of them all."""
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_tune
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
+
+
+class GatesATransposedBranch(Script):
+    """Gradients with other strides than their weights or inputs: operators to come add in another order."""
+
+    class Gated(Net):
+        def set_up(self):
+            self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x):
+            x = x.view(2, 4, WIDTH)
+            for layer in self.layers:
+                x = layer(x)
+            branch = self.a(x).transpose(1, 2).contiguous().transpose(1, 2)
+            return self.head(self.c(branch * nn.functional.silu(self.b(x)))).flatten(0, 1)
+
+    def model(self):
+        return self.Gated()
+
+
+class SharesItsMemory(Script):
+    class Layer(Layer):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y[:, :8]
+
+    class Scaled(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                x, part = layer(x + 0)
+                part.mul_(0.5)
+            return self.head(x)
+
+    def model(self):
+        return self.Scaled(self.Layer)
+
+
+def doubles(parameter):
+    parameter.grad.mul_(2)
+
+
+class UsesOneOfTwo(Script):
+    """Hooks of weights that a call does not use do not fire."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.other = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x):
+            return x + self.down((self.up if x.sum() > 0 else self.other)(x).tanh())
+
+    def model(self):
+        model = super().model()
+        for p in model.parameters():
+            p.register_hook(lambda grad: 0.5 * grad)
+            p.register_post_accumulate_grad_hook(doubles)
+        return model
+
+
+class LossOnFeatures(Script):
+    """Sums keep their order, whoever hands an activation to the loss."""
+
+    class Layer(Layer):
+        def forward(self, x):
+            return super().forward(nn.functional.layer_norm(x, (WIDTH,))) + x
+
+    def model(self):
+        self.kept = []
+        model = super().model()
+        model.layers[2].register_forward_hook(self.keep)
+        return model
+
+    def keep(self, module, args, output):
+        self.kept.append(output)
+
+    def forward(self, model, x):
+        self.kept.clear()
+        return model(x) + self.kept.pop().square().mean(-1, keepdim=True)
+
+
+class KeepsFeatures(LossOnFeatures):
+    class Keeping(Net):
+        def set_up(self):
+            self.kept = []
+
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if i == 2:
+                    self.kept.append(x)
+            return self.head(x)
+
+    def model(self):
+        model = self.Keeping(self.Layer)
+        self.kept = model.kept
+        return model
+
+
+class GivesWhatTheLossUses(LossOnFeatures):
+    """An image that was generated, for instance."""
+
+    def model(self):
+        self.before = nn.Parameter(torch.randn(WIDTH))
+        return Script.model(self)
+
+    def forward(self, model, x):
+        x = (x * self.before).tanh()
+        return model(x) + x.square().mean(-1, keepdim=True)
+
+    def after(self, model, optimizer):
+        with torch.no_grad():
+            self.before -= self.before.grad
+            self.before.grad = None
+
+
+class ThroughItself(Script):
+    class Square(Net):
+        def set_up(self):
+            self.head = nn.Linear(WIDTH, WIDTH)
+
+    def model(self):
+        return self.Square()
+
+    def forward(self, model, x):
+        return model(model(x))[:, :8]
+
+
+SCRIPTS = [
+    GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures, KeepsFeatures, GivesWhatTheLossUses,
+    ThroughItself,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_it_trains_as_in_plain_pytorch(script, budget):
+    trains_as_in_plain_pytorch(script, budget)
+
+
+def in_func_grad(model, x):
+    torch.func.grad(lambda x: model(x).sum())(x)
+
+
+def in_forward_mode(model, x):
+    with torch.autograd.forward_ad.dual_level():
+        model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def in_a_checkpoint(model, x):
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+
+
+def batched_gradients(model, x):
+    out = model(x)
+    torch.autograd.grad(out, list(model.parameters()), torch.ones(2, *out.shape), is_grads_batched=True)
+
+
+TRANSFORMS = {
+    in_func_grad: r"torch\.func", in_forward_mode: "forward-mode", in_a_checkpoint: "checkpoint",
+    batched_gradients: "one by one",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("forward", TRANSFORMS, ids=lambda forward: forward.__name__)
+def test_transforms_of_the_whole_model_are_refused_and_it_trains_on(forward):
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Net()
+        with pytest.raises(hydra_tune.PrepareError, match=TRANSFORMS[forward]):
+            step(model, pool, forward)
+        model(torch.randn(4, WIDTH)).sum().backward()
+
+
+def test_a_block_that_takes_gradients_in_its_forward_is_kept_whole():
+    class Forces(Layer):
+        def forward(self, x):
+            with torch.enable_grad():
+                energy = super().forward(x.requires_grad_() if x.is_leaf else x).square().sum()
+                (force,) = torch.autograd.grad(energy, self.up.weight, create_graph=True)
+            return x + force.sum()
+
+    class Mixed(Net):
+        def set_up(self):
+            self.layers[2] = Forces()
+
+    script = Script()
+    script.model = Mixed
+    plain = script.run()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        prepared = script.run(pool)
+        (trial,) = pool.report()["trials"]
+    assert "runs one within its forward" in trial["cut"]["kept"]["layers.2"] and not trial["resident"]
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, prepared, strict=True))

@@ -19,7 +19,7 @@ from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
 from hydra_tune.surroundings import Surroundings, autocast_state, kept, refuse_modes
-from hydra_tune.tree import Structure, flatten, flatten_call, unflatten
+from hydra_tune.tree import Structure, flatten, flatten_call, map_tensors, tensors_in, unflatten
 from hydra_tune.visit import Visit
 
 
@@ -61,7 +61,6 @@ class BlockCall:
         self.num_edges: list[int] = []
         self._casts: list[torch.Tensor] = []  # in the outer graph, of the parameters numbered in `_recast`
         self._recast: list[int] = []
-        self._keeps_graph = False
         self._again: list[Any] = []  # the leaves as they are given to the repeated forward
         self._random_states: list[torch.Tensor] = []
         self._buffers_before: list[tuple[int, torch.Tensor]] = []
@@ -137,8 +136,7 @@ class BlockCall:
     def outputs_of(self, made: Sequence[torch.Tensor]) -> Any:
         assert self._output_structure is not None
         known = [*self.tensors, *made]
-        if self.shares_memory and self.trial.residency.meter.journal is not None:
-            self.trial.residency.meter.journal.watch(self.block.name, known)
+        self._watch(known)
         leaves = [known[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._output_leaves]
         self.tensors = []  # the graph keeps them where a backward will come
         return unflatten(leaves, self._output_structure)
@@ -149,7 +147,6 @@ class BlockCall:
         """A backward may come: count the edges, and give autocast's copies their places in the outer graph."""
         if not self.measured:
             refuse_modes(self.block.name)
-        self._keeps_graph = True
         self._again = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         edges, block = self.block.edges, self.block
         self.num_edges = [
@@ -169,39 +166,67 @@ class BlockCall:
         sources = [*self.tensors, *self.block.parameters, *self._casts]
         return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
 
-    def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The block on its promoted weights, without gradients; notes what `run_backward` must restore."""
-        buffers, versions = self.block.buffers(), versions_of(tensors)
-        self._buffer_versions = versions_of(buffers)
-        if self._keeps_graph:
-            self._random_states = generator_states(self.trial.residency.device.generators())
-            self._surroundings = Surroundings(self.block.modules)
-        with self.trial.visit(self.block, Direction.FORWARD) as visit:
+    def run_forward(self) -> tuple[torch.Tensor, ...]:
+        """The block on its promoted weights, keeping no graph; notes what `run_backward` must restore."""
+        block, tensors = self.block, self.tensors
+        self._buffer_versions, versions = versions_of(block.buffers()), versions_of(tensors)
+        self._random_states = generator_states(self.trial.residency.device.generators())
+        self._surroundings = Surroundings(block.modules)
+        with self.trial.visit(block, Direction.FORWARD) as visit:
             weight_versions = versions_of(visit.leaves)
-            given = detached(tensors) if self._keeps_graph else list(tensors)
-            with unsaved() if self._keeps_graph else torch.no_grad():
-                outputs = self.block.forward(*self.arguments(given))
-            self.block.refuse_changed_weights(visit.leaves, weight_versions)
+            given = detached(tensors)
+            arguments = self.arguments(given)
+            with unsaved():
+                outputs = block.forward(*arguments)
+            block.refuse_changed_weights(visit.leaves, weight_versions)
+            if self._structure.plain is None:
+                self.refuse_changed_containers(given, arguments)
             made = self.made_by(outputs, given)
-            del outputs
+            del outputs, arguments
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
-            if self._keeps_graph and not self.measured and any(map(_has_hooks, self.block.parameters)):
+            if not self.measured and any(map(_has_hooks, block.parameters)):
                 self._cut_unused_edges(made, visit.leaves)
             plain = [visit.copy.kept(x.detach()) for x in made]
-            changed = visit.copy.changed_buffers(self.block)
+            changed = visit.copy.changed_buffers(block)
             del made, given
         self.refuse_changed_inputs(tensors, versions)
-        if self._keeps_graph:
-            self._versions = versions_of(self.block.parameters)
-            if self.block.rewritten:
-                with self.trial.residency.meter.paused():
-                    self._rewritten = [p.detach().clone() for p in self.block.slot_parameters]
-            self._made_like = [(x.shape, x.dtype) for x in plain]
+        self._versions = versions_of(block.parameters)
+        if block.rewritten:
+            with self.trial.residency.meter.paused():
+                self._rewritten = [p.detach().clone() for p in block.slot_parameters]
+        self._made_like = [(x.shape, x.dtype) for x in plain]
+        self._write_back(changed)
+        return tuple(plain)
+
+    def run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The block as it is called: no backward follows, so it may change what it is given."""
+        self._buffer_versions = versions_of(self.block.buffers())
+        with self.trial.visit(self.block, Direction.FORWARD) as visit, torch.no_grad():
+            weight_versions = versions_of(visit.leaves)
+            outputs = self.block.forward(args, kwargs)
+            self.block.refuse_changed_weights(visit.leaves, weight_versions)
+            made = tensors_in(outputs)
+            if any(visit.copy.kept(x) is not x for x in made):
+                outputs = map_tensors(visit.copy.kept, outputs)
+            changed = visit.copy.changed_buffers(self.block)
+        self._write_back(changed)
+        self._watch([*self.tensors, *made])
+        return outputs
+
+    def _write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Buffers that the forward has changed, as `DeviceCopy.changed_buffers` tells them, to their host masters."""
+        if not changed:
+            return
+        buffers = self.block.buffers()
         self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
         for i, value in self._buffers_before:  # a call in a graph that lives may have seen it too
             self.trial.residency.former_buffers[id(buffers[i]), self._buffer_versions[i]] = value
         self.trial.residency.write_back(changed)
-        return tuple(plain)
+
+    def _watch(self, known: Sequence[torch.Tensor]) -> None:
+        """What shares memory and is changed in place later, plain PyTorch would change in both."""
+        if self.shares_memory and self.trial.residency.meter.journal is not None:
+            self.trial.residency.meter.journal.watch(self.block.name, known)
 
     def _cut_unused_edges(self, made: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
         """A weight that this call does not use has no edge: its hooks would fire, without a gradient."""

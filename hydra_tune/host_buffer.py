@@ -14,6 +14,9 @@ import torch
 
 from hydra_tune.config import align
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
@@ -43,6 +46,14 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     a, b = a.detach().cpu(), b.detach().cpu()
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two dense tensors of one dtype, on one device, are the same, the signs of zeros included."""
+    if a.dtype in _COMPLEX:
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    bits = _BITS[a.element_size()]
+    return torch.equal(a.view(bits), b.view(bits))
 
 
 class HostBuffer:

@@ -41,16 +41,12 @@ class BlockForward:
         if not self.trial.probe(call):
             with self.trial.visit(self.block, Direction.FORWARD), torch.set_grad_enabled(self.block.differentiates):
                 return map_tensors(torch.detach, self.block.forward(args, kwargs))
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in (*call.tensors, *self.block.parameters))):
+            return call.run_without_graph(args, kwargs)
         call.refuse_hidden_tensors()
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.tensors, *self.block.parameters))
-        if needs_grad:
-            call.start_graph()
-            made = call.run_forward(call.tensors)  # first: it tells which weights are used
-            outputs = BlockFunction.apply(call, made, *call.edges_in())  # type: ignore[no-untyped-call]
-        else:
-            with torch.no_grad():
-                outputs = call.run_forward(call.tensors)
-        return call.outputs_of(outputs)
+        call.start_graph()
+        made = call.run_forward()  # first: it tells which weights are used
+        return call.outputs_of(BlockFunction.apply(call, made, *call.edges_in()))  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self.block.module, "forward")

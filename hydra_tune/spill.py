@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from hydra_tune.block import Block, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError, UncuttableError
-from hydra_tune.host_buffer import HostBuffer, is_dense, same_values, storage_bytes, version_of
+from hydra_tune.host_buffer import HostBuffer, is_dense, same_bits, same_values, storage_bytes, version_of
 
 
 class HostWeights:
@@ -194,7 +194,7 @@ class DeviceCopy:
                 )
             if current is not slot:
                 slot.copy_(current)
-            if not torch.equal(slot.to(host.device), host):
+            if not same_bits(slot.to(host.device), host):
                 changed.append((i, host, slot))
         return changed
 

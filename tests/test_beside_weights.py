@@ -165,6 +165,23 @@ class FillsABufferLater(Script):
             return super().forward(x + self.positions)
 
 
+class RoundsToNegativeZeros(Script):
+    class Layer(Layer):
+        def set_up(self):
+            self.register_buffer("rounded", torch.zeros(WIDTH))
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.rounded = (0.01 * y.detach().mean(0)).round()
+            return y
+
+    def after(self, model, optimizer):
+        model.signs = torch.stack([layer.rounded.signbit() for layer in model.layers])
+        assert model.signs.any()
+        with torch.no_grad():
+            model.head.bias += model.signs.float().mean()
+
+
 class FillsAQueue(Script):
     class Layer(Layer):
         def set_up(self):
@@ -318,7 +335,8 @@ class TeacherByData(Script):
 
 SCRIPTS = [
     OwnGenerator, GeneratorsOfOthers, ForkedRandomState, KeptInObjects, KeptInATensor, ReadsWhatItKept,
-    CountsFromALaterStep, KeepsFromTraining, SharesATable, RebindsABuffer, FillsABufferLater, FillsAQueue,
+    CountsFromALaterStep, KeepsFromTraining, SharesATable, RebindsABuffer, FillsABufferLater, RoundsToNegativeZeros,
+    FillsAQueue,
     SharesABuffer, GivesAnObject, HooksItsActivations, PatchesAForward, NotesOnWeights, SwapsInAnAverage,
     OtherStrides, WritesBetweenBlocks, WritesData, TeacherByData,
 ]  # fmt: skip
@@ -475,3 +493,48 @@ def test_a_model_that_outgrows_its_budget_trains_on_once_it_fits_again():
         plain(x).sum().backward()
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
         hydra_tune.release(model)
+
+
+class Attends(Layer):
+    """With a cache of its own, a list that it fills."""
+
+    def forward(self, x, cache=None):
+        if cache is not None:
+            cache.append(x)
+            x = torch.stack(cache).mean(0)
+        return super().forward(x)
+
+
+class Decodes(Net):
+    def forward(self, x, caches=None):
+        for i, layer in enumerate(self.layers):
+            x = layer(x, None if caches is None else caches[i])
+        return self.head(x)
+
+
+@pytest.mark.parametrize("trains_first", [False, True], ids=["evaluates first", "trains first"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_cache_that_is_given_is_filled_in_evaluation(budget, trains_first):
+    class Evaluates(Script):
+        def model(self):
+            self.outputs = []
+            return Decodes(Attends)
+
+        def forward(self, model, x):
+            caches = [[] for _ in model.layers]
+            if trains_first:
+                model(x)
+            with torch.no_grad():
+                self.outputs += [model(x[:1], caches), model(x[1:2], caches)]
+            assert all(len(cache) == 2 for cache in caches)
+            return model(x) + self.outputs[-1].sum()
+
+    trains_as_in_plain_pytorch(Evaluates, budget)
+
+
+def test_a_cache_that_a_block_fills_in_training_after_the_first_batch_is_refused():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Decodes(Attends)
+        step(model, pool)
+        with pytest.raises(hydra_tune.PrepareError, match=r"but layers\.0 changed one"):
+            model(torch.randn(4, WIDTH), [[] for _ in model.layers])

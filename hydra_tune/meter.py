@@ -86,11 +86,16 @@ class Meter:
             _meters_of[key] = (*_meters_of.get(key, ()), self)
             self._count(trial, num_bytes)
 
+    def remove(self, tensor: torch.Tensor) -> None:
+        """Count a tensor no longer, which belongs to host memory from here on."""
+        for storage in storages_of(tensor):
+            self._forget(storage._cdata)
+
     def _out_of_memory(self, num_bytes: int) -> DeviceOutOfMemoryError:
         return DeviceOutOfMemoryError(
             f"{self.name} holds {format_bytes(self.live_bytes)} and was asked for {format_bytes(num_bytes)} more, but "
-            f"its budget is {format_bytes(self.budget_bytes)}. The trial kept more than its reservation: lower the "
-            "batch size, keep fewer tensors, or raise ShardPool(memory=...)."
+            f"its budget is {format_bytes(self.budget_bytes)}. Lower the batch size, keep fewer tensors, or raise "
+            "ShardPool(memory=...)."
         )
 
     def _forget(self, key: int) -> None:
@@ -232,6 +237,10 @@ class TrialMeter:
         """Count tensors that arrived on the device by a copy, not by an operator."""
         for tensor in tensors:
             self.meter.add_copy(self.trial, tensor)
+
+    def disown(self, tensor: torch.Tensor) -> None:
+        """Count a tensor no longer that left the device without a copy."""
+        self.meter.remove(tensor)
 
 
 class Paused:

@@ -37,6 +37,8 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.trial.residency.in_visit:  # a block within a block
             return self.block.forward(args, kwargs)
+        if not torch.is_grad_enabled() and not self.trial.in_forward:
+            return self.trial.run_block(self.block, args, kwargs)
         call = BlockCall(self.block, self.trial, args, kwargs)
         if not self.trial.probe(call):
             with self.trial.visit(self.block, Direction.FORWARD), torch.set_grad_enabled(self.block.differentiates):

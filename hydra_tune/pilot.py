@@ -45,7 +45,7 @@ from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.snapshot import Snapshot
 from hydra_tune.spill import DeviceCopy
-from hydra_tune.tree import tensors_in
+from hydra_tune.tree import map_tensors, tensors_in
 
 OUTPUT_COPIES = 3  # what a loss makes of the model's outputs: log-probabilities, their gradient, one more
 
@@ -82,6 +82,7 @@ class Pilot:
     blocks: Sequence[Block]
     residency: Residency
     free_bytes: int
+    forward_only: bool = False  # no gradients follow: nothing is repeated, nor needs to be
     profiles: dict[Block, BlockProfile] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
     step_bytes: int = 0
@@ -112,11 +113,13 @@ class Pilot:
         meter, device, buffers = self.residency.meter, self.residency.device, list(self.model.buffers())
         values, versions = [b.clone() for b in buffers], versions_of(buffers)
         inputs = tensors_in((args, kwargs))
+        graphs = [(t, t.grad_fn) for t in inputs]
         before, hooked = meter.trial_bytes, any(map(user_hooks, self.model.modules()))
         weights = [(p, p.data) for p in self.model.parameters()]
         with meter.paused():
             arguments = Snapshot({"its arguments": (args, kwargs)})
             attributes = Snapshot.of_modules(self.model.named_modules())
+        graphs += [(t, t.grad_fn) for t in (*arguments.tensors, *attributes.tensors)]
         journal = meter.journal = Journal(self.model.parameters(), (*arguments.tensors, *attributes.tensors))
         try:
             with (
@@ -127,7 +130,8 @@ class Pilot:
             ):
                 meter.watch_outside()
                 try:
-                    with torch.enable_grad():
+                    with torch.set_grad_enabled(not self.forward_only):
+                        args, kwargs = map_tensors(_apart, (args, kwargs))
                         outputs = tensors_in(forward(*args, **kwargs))
                 except RuntimeError as error:  # as a GPU's of weights in host memory, or of what was made of them
                     self._hold(journal.read(on_device=True) or journal.read(on_device=False))
@@ -168,6 +172,8 @@ class Pilot:
                     buffer.copy_(value)
             # a graph may wait for its backward
             torch._C._autograd._unsafe_set_version_counter(tuple(buffers), tuple(versions))
+            for tensor, node in graphs:
+                _take_out(tensor, node)
         self._profile_uncalled()
 
     def _hold(self, read: Sequence[nn.Parameter]) -> None:
@@ -232,7 +238,8 @@ class Pilot:
             return False
         meter.outside_ends()
         try:
-            profile = self._profile(call)
+            alone = self.forward_only and not torch.is_grad_enabled()
+            profile = self._profile_forward(call) if alone else self._profile(call)
         except UncuttableError as error:
             self.findings.uncuttable[block] = str(error)
             return False
@@ -277,6 +284,30 @@ class Pilot:
             block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, forward_s, backward_s,
             visits=1 + any(t.requires_grad for t in (*call.tensors, *block.parameters)), reentrant=reentrant,
         )  # fmt: skip
+
+    def _profile_forward(self, call: BlockCall) -> BlockProfile:
+        """Of a call without gradients, which may change what it is given."""
+        block, copy = call.block, self.copy_of(call.block)
+        before = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
+        with self.residency.meter.paused():
+            given = Snapshot({"an object that it is given": call.objects})
+        with random_state_kept(self.residency.device.generators()):
+            try:
+                with self.residency.inside(block, copy), self._measured() as used:
+                    start = time.perf_counter()
+                    outputs = block.forward(*call.arguments(call.tensors))
+                    with self.residency.meter.paused():
+                        copy.refuse_changed_values(block)
+                        copy.changed_buffers(block)
+                    self.residency.device.synchronize()
+                    seconds = time.perf_counter() - start
+            except torch.OutOfMemoryError:
+                raise DoesNotFitError(block, self.free_bytes - block.weight_bytes) from None
+            finally:
+                copy.swap_buffers(block, before)
+                given.restore()
+        boundary = sum(map(storage_bytes, tensors_in(outputs)))
+        return BlockProfile(block.name, block.weight_bytes, used[0], 0, 0, boundary, seconds, visits=1)
 
     def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int]:
         with self.residency.inside(call.block, copy) as visit, self._measured() as used:
@@ -369,6 +400,27 @@ class Pilot:
         before = self.residency.meter.start_window()
         yield used
         used[0] = self.residency.meter.window_peak - before
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory; what a pilot writes there does not become part of the tensor's history."""
+    return tensor if tensor.requires_grad else tensor.detach()
+
+
+def _take_out(tensor: torch.Tensor, node: Any) -> None:
+    """Of a pilot's graph, which the model may have put it into by writing it in place; before it was in `node`'s.
+
+    Raises:
+        UncuttableError: it cannot be taken out.
+    """
+    if tensor.grad_fn is node:
+        return
+    if node is not None or tensor._is_view():
+        raise UncuttableError(
+            f"a model's first forward runs twice, but it writes in place a tensor of shape {tuple(tensor.shape)} that "
+            f"{'requires a gradient' if node is not None else 'is a view of another'}. Give it a copy (.clone())."
+        )
+    tensor.detach_()
 
 
 def free_remains(meter: TrialMeter, num_bytes: int) -> None:

@@ -119,13 +119,19 @@ class Residency:
             if name in module._parameters:
                 grad, tensor.grad = tensor.grad, None
                 tensor.data = self.device.hold(tensor.data)
-                tensor.grad = None if grad is None else self.device.hold(grad)
+                tensor.grad = self._hold_gradient(grad)
             else:
                 tensor = module._buffers[name] = self.device.hold(tensor)
         self._count("promoted_bytes", tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor])
         return tensor
+
+    def _hold_gradient(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """On the device; the same tensor where that is a virtual one: it may be a view of the user's."""
+        if grad is None or grad.device == self.device.torch_device:
+            return grad
+        return self.device.hold(grad)
 
     def bring_home(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move what is held on the device back to host memory."""
@@ -136,7 +142,9 @@ class Residency:
                 if parameter is not None:
                     grad, parameter.grad = parameter.grad, None
                     parameter.data = self._to_host(parameter.data)
-                    parameter.grad = None if grad is None else self._to_host(grad)
+                    if grad is not None:
+                        self.meter.disown(grad)
+                        parameter.grad = grad if grad.device.type == "cpu" else self._to_host(grad)
                 elif buffer is not None:
                     if id(buffer) not in moved:
                         moved[id(buffer)] = buffer, self._to_host(buffer)

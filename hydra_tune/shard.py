@@ -125,7 +125,7 @@ class TrialPlan:
     `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators
                   between blocks, the loss
     `cut`         where the model is cut otherwise than by size
-    `modes`       which modules were in training mode in the pilots that it comes from
+    `modes`       which modules were in training mode in the pilots with gradients that it comes from
     A resident plan has one shard without a slot: the root module, whose weights are all held.
     """
 

@@ -171,8 +171,8 @@ class DeviceCopy:
         leaf = self._leaves.get(id(parameter))
         if leaf is None:
             raise PrepareError(
-                "a prepared model keeps its Parameter objects, but one was replaced since. Call "
-                "hydra_tune.release(model), replace it, and prepare the model again."
+                "a prepared model keeps its Parameter objects, but one was replaced since, perhaps by "
+                "torch.func.functional_call. Call hydra_tune.release(model), replace it, and prepare the model again."
             )
         return leaf
 

@@ -242,6 +242,21 @@ class Trial:
             self._lease_backward(outputs, forward_pass)
         return outputs
 
+    def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A block that evaluation calls outside of its root's forward, as `generate` calls an encoder."""
+        if self.plan is None:  # its weights have not moved yet
+            return block.forward(args, kwargs)
+        with self.counted(), self.one_pass():
+            self.open_step(self.plan)
+            self.pool.invalidate(self)
+            try:
+                outputs = BlockCall(block, self, args, kwargs).run_without_graph(args, kwargs)
+                self.leave()
+            except BaseException:
+                self.leave_after_error()
+                raise
+        return outputs
+
     def _warn_of_second_forward(self) -> None:
         autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", self.device.torch_device.type))
         if autocast and not self._warned and any(not p.done for p in self._passes):
@@ -272,14 +287,19 @@ class Trial:
                 tensor.register_hook(take_lease)
 
     @property
+    def in_forward(self) -> bool:
+        """Whether blocks are called by their root, or by a checkpoint that repeats them in backward."""
+        return self._pass is not None or bool(self._backward_passes)
+
+    @property
     def forward_pass(self) -> ForwardPass:
         if self._pass is None and self._backward_passes:  # a checkpoint around blocks repeats their forward
             return next(iter(self._backward_passes))
         if self._pass is None:
             raise PrepareError(
                 "a prepared model is called as a whole: a block was called outside of its root's forward. "
-                "Call the model itself, or prepare the part that you call; where checkpoints around blocks repeat "
-                "them, give these use_reentrant=False."
+                "Call the model itself, prepare the part that you call, or call it under torch.no_grad(); where "
+                "checkpoints around blocks repeat them, give these use_reentrant=False."
             )
         return self._pass
 

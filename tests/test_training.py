@@ -306,3 +306,23 @@ def test_host_gradients_are_not_counted_as_the_devices(use):
         (trial,) = pool.report()["trials"]
     assert not trial["resident"]
     assert added[0] <= 4, "the gradient of `scale`"
+
+
+@both_budgets
+def test_gradients_may_be_views_of_one_tensor(budget):
+    """As flat clipping and bucketed communication have them."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        parameters = list(model.parameters())
+        flat = torch.zeros(sum(p.numel() for p in parameters))
+        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p)
+        for _ in range(3):
+            flat.zero_()
+            loss_on(model, *batch()).backward()
+            optimizer.step()
+        return flat, left_by(model, optimizer)
+
+    compare(scenario, budget)

@@ -1,0 +1,156 @@
+"""Forwards without gradients: they repeat nothing, so they may do what training may not."""
+
+import pytest
+import torch
+
+import hydra_tune
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
+
+transformers = pytest.importorskip("transformers")
+
+
+class Attends(Layer):
+    """With a cache of its own, a list that it fills."""
+
+    def forward(self, x, cache=None):
+        if cache is not None:
+            cache.append(x)
+            x = torch.stack(cache).mean(0)
+        return super().forward(x)
+
+
+class Decodes(Net):
+    def forward(self, x, caches=None):
+        for i, layer in enumerate(self.layers):
+            x = layer(x, None if caches is None else caches[i])
+        return self.head(x)
+
+
+@pytest.mark.parametrize("trains_first", [False, True], ids=["evaluates first", "trains first"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_cache_that_is_given_is_filled_in_evaluation(budget, trains_first):
+    class Evaluates(Script):
+        def model(self):
+            self.outputs = []
+            return Decodes(Attends)
+
+        def forward(self, model, x):
+            caches = [[] for _ in model.layers]
+            if trains_first:
+                model(x)
+            with torch.no_grad():
+                self.outputs += [model(x[:1], caches), model(x[1:2], caches)]
+            assert all(len(cache) == 2 for cache in caches)
+            return model(x) + self.outputs[-1].sum()
+
+    trains_as_in_plain_pytorch(Evaluates, budget)
+
+
+def test_a_cache_that_a_block_fills_in_training_after_the_first_batch_is_refused():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Decodes(Attends)
+        step(model, pool)
+        with pytest.raises(hydra_tune.PrepareError, match=r"but layers\.0 changed one"):
+            model(torch.randn(4, WIDTH), [[] for _ in model.layers])
+
+
+class WritesItsMemory(Script):
+    """Into a tensor that it is given; a view of another, in the second step."""
+
+    class Remembering(Net):
+        def forward(self, x, memory=None):
+            for i, layer in enumerate(self.layers):
+                x = layer(x if memory is None else x + memory[i])
+                if memory is not None:
+                    memory[i] = x
+            return self.head(x)
+
+    def model(self):
+        self.memory = torch.zeros(2, 6, 8, WIDTH)
+        return self.Remembering()
+
+    def forward(self, model, x):
+        with torch.no_grad():
+            model(x, self.memory[0])
+        assert not self.memory.requires_grad
+        self.memory = self.memory.flip(0)
+        return model(x + self.memory[0].mean(0))
+
+
+class CallsAPart(Script):
+    def forward(self, model, x):
+        with torch.no_grad():
+            features = model.layers[1](model.layers[0](x))
+        out = model(features)
+        with torch.no_grad():  # while the backward is still to come
+            head = model.head(features)
+        return out + head
+
+
+class EvaluatesMoreThanItTrains(Script):
+    """What fits the device as a whole in evaluation does not in training."""
+
+    def __init__(self):
+        self.first = True
+
+    def forward(self, model, x):
+        x = x.repeat(64, 1)
+        if self.first:
+            self.first = False
+            with torch.no_grad():
+                model(x)
+        return model(x)[:8]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("script", [WritesItsMemory, CallsAPart], ids=lambda script: script.__name__)
+def test_it_trains_as_in_plain_pytorch(script, budget):
+    trains_as_in_plain_pytorch(script, budget)
+
+
+def test_a_model_that_fits_in_evaluation_alone_is_spilled_in_training():
+    plain = EvaluatesMoreThanItTrains().run()
+    with hydra_tune.ShardPool(["cpu"], 2000 << 10) as pool:
+        prepared = EvaluatesMoreThanItTrains().run(pool)
+        assert [plan.resident for plan in pool.plans.values()] == [False]
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, prepared, strict=True))
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=64, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0,
+    ))  # fmt: skip
+
+
+def mamba():
+    return transformers.MambaForCausalLM(transformers.MambaConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=3, state_size=4, time_step_rank=4, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("times_weights", [2.5, 40], ids=["spilled", "resident"])
+@pytest.mark.parametrize("build", [t5, mamba])
+def test_models_generate_between_steps(build, times_weights):
+    def run(prepare):
+        torch.manual_seed(0)
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepare(model, optimizer)
+        left = []
+        for _ in range(2):
+            ids = torch.randint(3, 64, (2, 8))
+            model.train()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            left += [loss.detach(), model.generate(ids, max_new_tokens=4, do_sample=True)]
+        return left
+
+    plain = run(lambda *_: None)
+    num_bytes = sum(p.numel() * 4 for p in build().parameters())
+    with hydra_tune.ShardPool(["cpu"], int(num_bytes * times_weights)) as pool:
+        prepared = run(lambda *given: hydra_tune.prepare(*given, pool=pool))
+    assert all(map(torch.equal, plain, prepared))

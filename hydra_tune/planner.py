@@ -378,7 +378,8 @@ class Planner:
             may_be_resident=not trial.residency.spilled,
             cut=self._cut,
         )
-        return replace(plan, modes=(former.modes if former else frozenset()) | {self._mode()})
+        modes = former.modes if former else frozenset()
+        return replace(plan, modes=modes if pilot.forward_only else modes | {self._mode()})
 
     def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Weights, gradients and optimizer state."""
@@ -395,7 +396,8 @@ class Planner:
         trial, peak_bytes = self._trial, 0
         try:
             while True:
-                pilot = Pilot(trial.model, self.blocks, trial.residency, free_bytes)
+                forward_only = not torch.is_grad_enabled()
+                pilot = Pilot(trial.model, self.blocks, trial.residency, free_bytes, forward_only)
                 error = self._fly(pilot, root, args, kwargs)
                 peak_bytes = max(peak_bytes, pilot.peak_bytes)
                 if not pilot.findings:

@@ -19,7 +19,7 @@ from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
 from hydra_tune.surroundings import Surroundings, autocast_state, kept, refuse_modes
-from hydra_tune.tree import Structure, flatten, flatten_call, map_tensors, tensors_in, unflatten
+from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_tensors, tensors_in, unflatten
 from hydra_tune.visit import Visit
 
 
@@ -56,6 +56,7 @@ class BlockCall:
         self.trial = trial
         self.forward_pass = trial.forward_pass
         leaves, self._structure = flatten_call(args, kwargs)
+        self._may_change = not (all(map(is_fixed, args)) and all(map(is_fixed, kwargs.values())))
         places: dict[int, _Place] = {}
         self.tensors: list[torch.Tensor] = []
         for leaf in leaves:
@@ -184,7 +185,7 @@ class BlockCall:
             with unsaved():
                 outputs = block.forward(*arguments)
             block.refuse_changed_weights(visit.leaves, weight_versions)
-            if self._structure.plain is None:
+            if self._may_change:
                 self.refuse_changed_containers(given, arguments)
             made = self.made_by(outputs, given)
             del outputs, arguments

@@ -89,6 +89,11 @@ def _filled(value: Any, fields: Sequence[str], contents: Sequence[Any]) -> Any:
     return twin
 
 
+def is_fixed(value: Any) -> bool:
+    """Whether nothing can be put into it or taken out: a leaf, or a tuple of such."""
+    return type(value) in _PLAIN or (isinstance(value, tuple) and all(map(is_fixed, value)))
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 

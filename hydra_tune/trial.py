@@ -35,7 +35,7 @@ from hydra_tune.residency import Residency
 from hydra_tune.root import RootApply, RootForward, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.snapshot import Snapshot
-from hydra_tune.tree import map_tensors, tensors_in
+from hydra_tune.tree import tensors_in
 from hydra_tune.visit import Visit
 
 logger = logging.getLogger("hydra_tune")
@@ -194,7 +194,6 @@ class Trial:
             self.pool.check_usable()
         if torch.is_inference_mode_enabled():  # whose tensors could not be measured: without gradients instead
             with torch.inference_mode(False), torch.no_grad():
-                args, kwargs = map_tensors(torch.clone, (args, kwargs))
                 return self.run_root(root, args, kwargs)
         with self.counted():
             if self.meter.counting:

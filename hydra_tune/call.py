@@ -390,7 +390,7 @@ def _spelt(made: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
 
 
 def _padded(counts: Sequence[int], length: int, default: int) -> list[int]:
-    return [max(n, default) for n in counts[:length]] + [default] * (length - len(counts))
+    return [n if n > default else default for n in counts[:length]] + [default] * (length - len(counts))
 
 
 def _spread(parts: Sequence[torch.Tensor], num_edges: int) -> list[torch.Tensor | None]:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -51,9 +51,7 @@ class Surroundings:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._autocast = autocast_state()
-        self._device = _default_device()
-        self._flags = [read() for read, _ in _FLAGS]
+        self._process = _Process.now()
         self._attributes = _attributes_of(modules)
         self._versions = [
             (name, value, version_of(value))
@@ -61,10 +59,6 @@ class Surroundings:
             for name, value in own.items()
             if type(value) is torch.Tensor
         ]
-
-    @property
-    def _of_process(self) -> tuple[object, ...]:
-        return self._autocast, self._device, self._flags
 
     @contextmanager
     def restored(self, block: str) -> Iterator[None]:
@@ -80,35 +74,44 @@ class Surroundings:
                     f"forward, but {name!r} of block {block} was changed in place in between. Change it after "
                     f"backward, or assign a new tensor."
                 )
-        now = Surroundings(self._modules)
+        process, attributes = _Process.now(), _attributes_of(self._modules)
         try:
-            if not _are_same(now._attributes, self._attributes):
+            if not _are_same(attributes, self._attributes):
                 _set_attributes(self._modules, self._attributes)
-            with self._entered(now) if now._of_process != self._of_process else nullcontext():
+            with nullcontext() if process == self._process else self._process.entered(process):
                 yield
         finally:
-            if not _are_same(_attributes_of(self._modules), now._attributes):
-                _set_attributes(self._modules, now._attributes)
+            if not _are_same(_attributes_of(self._modules), attributes):
+                _set_attributes(self._modules, attributes)
+
+
+class _Process(NamedTuple):
+    """What is the same for all modules."""
+
+    autocast: list[tuple[str, bool, torch.dtype]]
+    device: torch.device
+    flags: list[Any]
+
+    @classmethod
+    def now(cls) -> _Process:
+        # in a tenth of the time where no mode may have set a device
+        device = torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+        return cls(autocast_state(), device, [read() for read, _ in _FLAGS])
 
     @contextmanager
-    def _entered(self, now: Surroundings) -> Iterator[None]:
-        """What is not an attribute, where it differs from what it is `now`."""
+    def entered(self, now: _Process) -> Iterator[None]:
+        """As it is here, where it differs from what it is `now`."""
         with ExitStack() as stack:
-            for (kind, enabled, dtype), (_, is_enabled, _) in zip(self._autocast, now._autocast, strict=True):
+            for (kind, enabled, dtype), (_, is_enabled, _) in zip(self.autocast, now.autocast, strict=True):
                 if enabled or is_enabled:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            if self._device != now._device:
-                stack.enter_context(self._device)
-            for (_, write), then, value in zip(_FLAGS, self._flags, now._flags, strict=True):
+            if self.device != now.device:
+                stack.enter_context(self.device)
+            for (_, write), then, value in zip(_FLAGS, self.flags, now.flags, strict=True):
                 if then != value:
                     stack.callback(write, value)
                     write(then)
             yield
-
-
-def _default_device() -> torch.device:
-    """As PyTorch tells it, in a tenth of the time where no mode may have set one."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
 
 
 def autocast_state() -> list[tuple[str, bool, torch.dtype]]:

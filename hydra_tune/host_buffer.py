@@ -8,9 +8,11 @@ particular a shard, is promoted by one copy. Every tensor has a storage of its o
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hydra_tune.config import align
 
@@ -36,6 +38,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """How often it was written in place; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def versions_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """To autograd, what is written into `tensors` inside is as if it had not been."""
+    with ExitStack() as stack:
+        for tensor in tensors:  # one by one: torch 2.6 takes no tuple
+            stack.enter_context(_unsafe_preserve_version_counter(tensor))
+        yield
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from hydra_tune.call import BlockCall, edges_for, versions_of
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import UncuttableError
 from hydra_tune.graph import ForgottenError, Uses, detached, forget_interrupted_backward, gradients_of, saved, unsaved
-from hydra_tune.host_buffer import same_values, storage_bytes
+from hydra_tune.host_buffer import same_values, storage_bytes, versions_kept
 from hydra_tune.journal import Journal
 from hydra_tune.meter import TrialMeter
 from hydra_tune.probe import (
@@ -95,23 +95,24 @@ class Pilot:
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Users' hooks do not fire, unless the model can't do without them."""
         before = self.residency.meter.trial_bytes
-        try:
-            self._run(forward, args, kwargs, fires_hooks=False)
-            return
-        except (DoesNotFitError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            if not any(map(user_hooks, self.model.modules())):
+        with versions_kept(self.model.buffers()):  # a graph may wait for its backward
+            try:
+                self._run(forward, args, kwargs, fires_hooks=False)
+                return
+            except (DoesNotFitError, torch.OutOfMemoryError):
                 raise
-        free_remains(self.residency.meter, before)
-        self.profiles, self.findings = {}, Findings()
-        self._run(forward, args, kwargs, fires_hooks=True)
+            except Exception:
+                if not any(map(user_hooks, self.model.modules())):
+                    raise
+            free_remains(self.residency.meter, before)
+            self.profiles, self.findings = {}, Findings()
+            self._run(forward, args, kwargs, fires_hooks=True)
 
     def _run(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, fires_hooks: bool
     ) -> None:
         meter, device, buffers = self.residency.meter, self.residency.device, list(self.model.buffers())
-        values, versions = [b.clone() for b in buffers], versions_of(buffers)
+        values = [b.clone() for b in buffers]
         inputs = tensors_in((args, kwargs))
         graphs = [(t, t.grad_fn) for t in inputs]
         before, hooked = meter.trial_bytes, any(map(user_hooks, self.model.modules()))
@@ -170,8 +171,6 @@ class Pilot:
             with torch.no_grad():
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
-            # a graph may wait for its backward
-            torch._C._autograd._unsafe_set_version_counter(tuple(buffers), tuple(versions))
             for tensor, node in graphs:
                 _take_out(tensor, node)
         self._profile_uncalled()

@@ -179,6 +179,8 @@ def test_modules_called_several_times(autocast, where, budget):
 @both_budgets
 def test_evaluation_and_training_in_one_autocast_context(budget):
     """A cast made without gradients must not serve the forward that needs them."""
+    if budget == "spilled" and torch.__version__ < (2, 11):
+        pytest.skip("in plain PyTorch it does, and its weight gets no gradient")
 
     def scenario(prepare):
         torch.manual_seed(0)

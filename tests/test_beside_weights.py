@@ -452,7 +452,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_weights_that_have_no_place_of_their_own_are_refused(change):
     model = Net()

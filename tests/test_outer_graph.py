@@ -169,7 +169,7 @@ TRANSFORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own
 @pytest.mark.parametrize("forward", TRANSFORMS, ids=lambda forward: forward.__name__)
 def test_transforms_of_the_whole_model_are_refused_and_it_trains_on(forward):
     with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:

@@ -275,7 +275,7 @@ COMPILES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, when it loads its compiler
+@pytest.mark.filterwarnings("ignore:.*script_method")  # torch's own, when it loads its compiler
 @pytest.mark.parametrize("what", COMPILES)
 def test_compiled_models_are_refused_by_name(what, pool):
     model = Net()

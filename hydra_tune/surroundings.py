@@ -94,8 +94,8 @@ class _Process(NamedTuple):
 
     @classmethod
     def now(cls) -> _Process:
-        # in a tenth of the time where no mode may have set a device
-        device = torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+        # a mode may have set a device; torch 2.6's get_default_device does not know of `with device`
+        device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU
         return cls(autocast_state(), device, [read() for read, _ in _FLAGS])
 
     @contextmanager

@@ -1,4 +1,5 @@
-"""Takes the tensors out of nested values and puts others in their place: PyTorch's pytrees, and dataclasses."""
+"""Takes the tensors out of nested values and puts others in their place: PyTorch's pytrees, dataclasses, and the
+subclasses of named tuples (a PackedSequence), which are no pytrees to torch 2.6."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, flo
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What is left of a value without its leaves; `nested` has the dataclasses among pytree's leaves. Of a call
+    """What is left of a value without its leaves; `nested` has what has fields among pytree's leaves. Of a call
     whose arguments are all leaves, `plain` has the number of the positional ones and the keywords of the others."""
 
     spec: TreeSpec
@@ -28,17 +29,17 @@ _TENSOR = Structure(tree_flatten(0)[1], {})
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """The leaves in order. A dataclass that holds no tensor is a leaf."""
+    """The leaves in order. What has fields, but no tensor in them, is a leaf."""
     if isinstance(value, torch.Tensor):
         return [value], _TENSOR
     outer, spec = tree_flatten(value)
     leaves: list[Any] = []
     nested = {}
     for i, leaf in enumerate(outer):
-        if isinstance(leaf, torch.Tensor) or not hasattr(type(leaf), "__dataclass_fields__"):
+        fields = _fields(leaf)
+        if not fields:
             leaves.append(leaf)
             continue
-        fields = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
         inner, structure = flatten([getattr(leaf, name) for name in fields])
         if any(isinstance(x, torch.Tensor) for x in inner):
             nested[i] = (_filled(leaf, fields, [None] * len(fields)), fields, structure, len(inner))
@@ -81,8 +82,18 @@ def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
     return tree_unflatten(outer, structure.spec)
 
 
+def _fields(leaf: Any) -> tuple[str, ...]:
+    if isinstance(leaf, tuple):
+        return getattr(leaf, "_fields", ())
+    if isinstance(leaf, torch.Tensor) or not hasattr(type(leaf), "__dataclass_fields__"):
+        return ()
+    return tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
+
+
 def _filled(value: Any, fields: Sequence[str], contents: Sequence[Any]) -> Any:
-    """A copy of a dataclass, frozen ones included, with other contents."""
+    """A copy of a dataclass, frozen ones included, or a named tuple with other contents."""
+    if isinstance(value, tuple):
+        return type(value)._make(contents)  # type: ignore[attr-defined]
     twin = copy.copy(value)
     for name, content in zip(fields, contents, strict=True):
         object.__setattr__(twin, name, content)

@@ -84,3 +84,12 @@ class Block:
                 f"a block's forward leaves its weights as they are, but {self.name} changed one in place "
                 "(nn.Embedding's max_norm does). Change it outside of forward, before the step."
             )
+
+    def refuse_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
+        """That a backward within a forward has left at the copies of weights."""
+        if any(leaf.grad is not None for leaf in leaves):
+            self.differentiates = True
+            raise UncuttableError(
+                f"a block's forward keeps nothing for a backward, but {self.name} runs one within its forward. Do so "
+                "from the first batch on, then it stays on the device as a whole."
+            )

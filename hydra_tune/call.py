@@ -211,6 +211,7 @@ class BlockCall:
             weight_versions = versions_of(visit.leaves)
             outputs = self.block.forward(args, kwargs)
             self.block.refuse_changed_weights(visit.leaves, weight_versions)
+            self.block.refuse_gradients(visit.leaves)
             made = tensors_in(outputs)
             if any(visit.copy.kept(x) is not x for x in made):
                 outputs = map_tensors(visit.copy.kept, outputs)

@@ -121,7 +121,9 @@ class Pilot:
             arguments = Snapshot({"its arguments": (args, kwargs)})
             attributes = Snapshot.of_modules(self.model.named_modules())
         graphs += [(t, t.grad_fn) for t in (*arguments.tensors, *attributes.tensors)]
-        journal = meter.journal = Journal(self.model.parameters(), (*arguments.tensors, *attributes.tensors))
+        grads = [(p, p.grad) for p in self.model.parameters()]  # a forward may run a backward
+        others = (*arguments.tensors, *attributes.tensors, *(grad for _, grad in grads if grad is not None))
+        journal = meter.journal = Journal(self.model.parameters(), others)
         try:
             with (
                 random_state_kept(device.generators()),
@@ -165,6 +167,9 @@ class Pilot:
             self._drop_copy()
             arguments.restore()
             attributes.restore()
+            for parameter, grad in grads:
+                if parameter.grad is not grad:
+                    parameter.grad = grad
             for parameter, data in weights:
                 if parameter.data_ptr() != data.data_ptr():
                     parameter.data = data
@@ -292,9 +297,10 @@ class Pilot:
             given = Snapshot({"an object that it is given": call.objects})
         with random_state_kept(self.residency.device.generators()):
             try:
-                with self.residency.inside(block, copy), self._measured() as used:
+                with self.residency.inside(block, copy) as visit, self._measured() as used:
                     start = time.perf_counter()
                     outputs = block.forward(*call.arguments(call.tensors))
+                    block.refuse_gradients(visit.leaves)
                     with self.residency.meter.paused():
                         copy.refuse_changed_values(block)
                         copy.changed_buffers(block)

@@ -89,6 +89,27 @@ class CallsAPart(Script):
         return out + head
 
 
+class AdaptsInEvaluation(Script):
+    """One layer runs a backward within its forward."""
+
+    class Adapting(Layer):
+        def forward(self, x):
+            if not self.training:
+                with torch.enable_grad():
+                    super().forward(x.detach()).square().mean().backward()
+            return super().forward(x)
+
+    def model(self):
+        model = Net()
+        model.layers[2] = self.Adapting()
+        return model
+
+    def forward(self, model, x):
+        with torch.no_grad():
+            target = model.eval()(x)
+        return model.train()(x) + target
+
+
 class EvaluatesMoreThanItTrains(Script):
     """What fits the device as a whole in evaluation does not in training."""
 
@@ -105,7 +126,9 @@ class EvaluatesMoreThanItTrains(Script):
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("script", [WritesItsMemory, CallsAPart], ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    "script", [WritesItsMemory, CallsAPart, AdaptsInEvaluation], ids=lambda script: script.__name__
+)
 def test_it_trains_as_in_plain_pytorch(script, budget):
     trains_as_in_plain_pytorch(script, budget)
 
@@ -116,6 +139,14 @@ def test_a_model_that_fits_in_evaluation_alone_is_spilled_in_training():
         prepared = EvaluatesMoreThanItTrains().run(pool)
         assert [plan.resident for plan in pool.plans.values()] == [False]
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, prepared, strict=True))
+
+
+def test_a_layer_that_adapts_in_evaluation_after_the_first_batch_only_is_refused():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        model = AdaptsInEvaluation().model()
+        step(model, pool)
+        with torch.no_grad(), pytest.raises(hydra_tune.PrepareError, match=r"layers\.2 runs one within its forward"):
+            model.eval()(torch.randn(4, WIDTH))
 
 
 def t5():

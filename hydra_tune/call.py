@@ -40,6 +40,10 @@ class Executor(Protocol):
 
     def probe(self, call: BlockCall) -> bool: ...
 
+    def measuring(self, call: BlockCall) -> AbstractContextManager[None]: ...
+
+    def finds(self, call: BlockCall, error: UncuttableError) -> bool: ...
+
     def enter_backward(self, forward_pass: ForwardPass) -> None: ...
 
 
@@ -84,6 +88,7 @@ class BlockCall:
         self.source_bytes: list[int] = []
         self.measured = False
         self.shares_memory = False
+        self.made: Sequence[torch.Tensor] = ()  # by a call without gradients
 
     # ---- arguments and outputs ----
 
@@ -207,12 +212,12 @@ class BlockCall:
     def run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block as it is called: no backward follows, so it may change what it is given."""
         self._buffer_versions = versions_of(self.block.buffers())
-        with self.trial.visit(self.block, Direction.FORWARD) as visit, torch.no_grad():
+        with self.trial.visit(self.block, Direction.FORWARD) as visit, torch.no_grad(), self.trial.measuring(self):
             weight_versions = versions_of(visit.leaves)
             outputs = self.block.forward(args, kwargs)
             self.block.refuse_changed_weights(visit.leaves, weight_versions)
             self.block.refuse_gradients(visit.leaves)
-            made = tensors_in(outputs)
+            self.made = made = tensors_in(outputs)
             if any(visit.copy.kept(x) is not x for x in made):
                 outputs = map_tensors(visit.copy.kept, outputs)
             changed = visit.copy.changed_buffers(self.block)

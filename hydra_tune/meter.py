@@ -246,7 +246,7 @@ class TrialMeter:
 class Paused:
     """A context manager, once; several are entered for each task."""
 
-    __slots__ = ("_counting", "_grad", "_meter", "_modes", "_outermost")
+    __slots__ = ("_counting", "_grad", "_inference", "_meter", "_modes", "_outermost")
 
     def __init__(self, meter: TrialMeter) -> None:
         self._meter = meter
@@ -254,6 +254,9 @@ class Paused:
     def __enter__(self) -> None:
         self._counting, self._meter.counting = self._meter.counting, False
         self._outermost = gate.enter()
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:  # copies outlive it
+            self._inference.__enter__()
         self._grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         self._modes = torch._C._DisableTorchDispatch()
@@ -262,6 +265,8 @@ class Paused:
     def __exit__(self, *error: object) -> None:
         self._modes.__exit__(*error)
         torch._C._set_grad_enabled(self._grad)
+        if self._inference is not None:
+            self._inference.__exit__(*error)
         if self._outermost:
             gate.leave()
         self._meter.counting = self._counting

@@ -13,14 +13,14 @@ input once for each of its uses in the block, so that sums are made in plain PyT
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, Executor
-from hydra_tune.errors import PrepareError
+from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.shard import Direction
 from hydra_tune.tree import map_tensors
 
@@ -41,14 +41,24 @@ class BlockForward:
             return self.trial.run_block(self.block, args, kwargs)
         call = BlockCall(self.block, self.trial, args, kwargs)
         if not self.trial.probe(call):
-            with self.trial.visit(self.block, Direction.FORWARD), torch.set_grad_enabled(self.block.differentiates):
-                return map_tensors(torch.detach, self.block.forward(args, kwargs))
+            return self._run_as_it_is(args, kwargs)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (*call.tensors, *self.block.parameters))):
-            return call.run_without_graph(args, kwargs)
+            try:
+                return call.run_without_graph(args, kwargs)
+            except UncuttableError as error:
+                if not self.trial.finds(call, error):
+                    raise
+            return self._run_as_it_is(args, kwargs)
         call.refuse_hidden_tensors()
         call.start_graph()
         made = call.run_forward()  # first: it tells which weights are used
         return call.outputs_of(BlockFunction.apply(call, made, *call.edges_in()))  # type: ignore[no-untyped-call]
+
+    def _run_as_it_is(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """In a pilot that has found that it can't be cut so."""
+        with self.trial.visit(self.block, Direction.FORWARD), torch.set_grad_enabled(self.block.differentiates):
+            outputs = self.block.forward(args, kwargs)
+            return map_tensors(torch.detach, outputs) if self.block.differentiates else outputs
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self.block.module, "forward")

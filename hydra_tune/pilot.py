@@ -240,24 +240,42 @@ class Pilot:
         block, meter = call.block, self.residency.meter
         if block in self.findings.uncuttable:
             return False
+        if self.forward_only and not torch.is_grad_enabled():
+            return True  # it is measured while it runs
         meter.outside_ends()
         try:
-            alone = self.forward_only and not torch.is_grad_enabled()
-            profile = self._profile_forward(call) if alone else self._profile(call)
+            profile = self._profile(call)
         except UncuttableError as error:
             self.findings.uncuttable[block] = str(error)
             return False
         finally:
             meter.outside_starts()
+        self._note(block, profile)
+        return True
+
+    @contextmanager
+    def measuring(self, call: BlockCall) -> Iterator[None]:
+        """Profile a call without gradients, in a visit, while it runs."""
+        block, start = call.block, time.perf_counter()
+        try:
+            with self._measured() as used:
+                yield
+        except torch.OutOfMemoryError:
+            raise DoesNotFitError(block, self.free_bytes - block.weight_bytes) from None
+        self.residency.device.synchronize()
+        seconds, boundary = time.perf_counter() - start, sum(map(storage_bytes, call.made))
+        self._note(block, BlockProfile(block.name, block.weight_bytes, used[0], 0, 0, boundary, seconds, visits=1))
+
+    def _note(self, block: Block, profile: BlockProfile) -> None:
         known = self.profiles.get(block)
         self.profiles[block] = profile
         if known is not None:  # resident, each call keeps its own
             saved_bytes = known.saved_bytes + profile.saved_bytes
             self.profiles[block] = replace(larger_of(known, profile), saved_bytes=saved_bytes)
-        self.peak_bytes = max(self.peak_bytes, block.weight_bytes + profile.work_bytes + meter.trial_bytes)
+        trial_bytes = self.residency.meter.trial_bytes
+        self.peak_bytes = max(self.peak_bytes, block.weight_bytes + profile.work_bytes + trial_bytes)
         if block.weight_bytes + profile.work_bytes > self.free_bytes:
             raise DoesNotFitError(block, profile.work_bytes, lacking=False)
-        return True
 
     def _profile(self, call: BlockCall) -> BlockProfile:
         block = call.block
@@ -288,31 +306,6 @@ class Pilot:
             block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, forward_s, backward_s,
             visits=1 + any(t.requires_grad for t in (*call.tensors, *block.parameters)), reentrant=reentrant,
         )  # fmt: skip
-
-    def _profile_forward(self, call: BlockCall) -> BlockProfile:
-        """Of a call without gradients, which may change what it is given."""
-        block, copy = call.block, self.copy_of(call.block)
-        before = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
-        with self.residency.meter.paused():
-            given = Snapshot({"an object that it is given": call.objects})
-        with random_state_kept(self.residency.device.generators()):
-            try:
-                with self.residency.inside(block, copy) as visit, self._measured() as used:
-                    start = time.perf_counter()
-                    outputs = block.forward(*call.arguments(call.tensors))
-                    block.refuse_gradients(visit.leaves)
-                    with self.residency.meter.paused():
-                        copy.refuse_changed_values(block)
-                        copy.changed_buffers(block)
-                    self.residency.device.synchronize()
-                    seconds = time.perf_counter() - start
-            except torch.OutOfMemoryError:
-                raise DoesNotFitError(block, self.free_bytes - block.weight_bytes) from None
-            finally:
-                copy.swap_buffers(block, before)
-                given.restore()
-        boundary = sum(map(storage_bytes, tensors_in(outputs)))
-        return BlockProfile(block.name, block.weight_bytes, used[0], 0, 0, boundary, seconds, visits=1)
 
     def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int]:
         with self.residency.inside(call.block, copy) as visit, self._measured() as used:

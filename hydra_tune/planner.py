@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from hydra_tune.call import BlockCall, Executor
 from hydra_tune.config import format_bytes
 from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
-from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
+from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
@@ -92,6 +92,7 @@ class Planner:
         self._parameters: list[tuple[str, int]] = []
         self._cut = self._hook_cut = Cut()
         self._hooked: list[int] = []
+        self._differentiating: dict[str, str] = {}  # blocks that run a backward within a forward, perhaps only in some
 
     def start(self) -> None:
         """Cut the model for the first time."""
@@ -171,6 +172,16 @@ class Planner:
             )
         return self._shard_of[block.name]
 
+    def measuring(self, call: BlockCall) -> AbstractContextManager[None]:
+        """Around a call without gradients."""
+        return self.pilot.measuring(call) if self.pilot is not None and self.pilot.forward_only else nullcontext()
+
+    def finds(self, call: BlockCall, error: UncuttableError) -> bool:
+        """Note in a pilot what a call without gradients has shown; False outside of one."""
+        if self.pilot is not None:
+            self.pilot.findings.uncuttable[call.block] = str(error)
+        return self.pilot is not None
+
     # ---- the plan for a forward ----
 
     def probe(self, call: BlockCall) -> bool:
@@ -212,8 +223,9 @@ class Planner:
         parameters = [(name, id(p)) for name, p in trial.model.named_parameters()]
         if self.plan is None or not self.plan.resident:
             refuse_global_hooks()
+        forward_only = not torch.is_grad_enabled() and not trial.in_step  # whose backward this plan would have to hold
         known = flags == self._flags and parameters == self._parameters and covers(self._signature, signature)
-        if self.plan is not None and known:
+        if self.plan is not None and known and (self.plan.modes or forward_only):
             shared = pool.plans[self._key]
             if shared is not self.plan and not trial.in_step:  # measured anew, by its first step or another trial
                 trial.residency.bring_home(trial.optimizer)
@@ -229,20 +241,21 @@ class Planner:
         if trial.in_step:
             trial.leave_step()
         former, former_key = self.plan, self._key
-        self._key = (plan_key(trial.model, trial.optimizer, (args, kwargs)), flags, trial.residency.spilled)
+        key = plan_key(trial.model, trial.optimizer, (args, kwargs))
+        self._key = (key, flags, trial.residency.spilled, forward_only)
         try:
             if former is not None:
                 trial.residency.bring_home(trial.optimizer)
             if self._key not in pool.plans:
-                self._adopt_cut(self._cut_of_hooks())
-                self._run_pilot(root, args, kwargs)
+                cut = self._cut_of_hooks()
+                self._adopt_cut(replace(cut, kept=(*cut.kept, *self._differentiating.items())))
+                self._run_pilot(root, args, kwargs, forward_only)
             plan = pool.plans[self._key]
             pool.admit(trial, plan)
         except BaseException as error:
             self._key = former_key
-            if former is not None and self._still_covers(former):
-                if isinstance(error, Exception):  # the script may go on with batches as before
-                    pool.admit(trial, former)
+            if former is not None and self._still_covers(former) and isinstance(error, Exception):
+                pool.admit(trial, former)  # the script may go on with batches as before
                 self._settle(former)
             else:
                 self.plan = None
@@ -272,12 +285,15 @@ class Planner:
         trial.residency.bring_home(trial.optimizer)
         try:
             self._adopt_cut(former.cut)
-            self._run_pilot(root, args, kwargs, former)
+            self._run_pilot(root, args, kwargs, not former.modes, former)
             plan = pool.plans[self._key]
             pool.admit(trial, plan)
-        except Exception:
-            pool.admit(trial, former)
-            self._settle(former)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                pool.admit(trial, former)
+                self._settle(former)
+            else:
+                self.plan = None
             raise
         self._settle(plan)
         return plan
@@ -331,7 +347,12 @@ class Planner:
         return self._trial.pool.budget_bytes
 
     def _run_pilot(
-        self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], former: TrialPlan | None = None
+        self,
+        root: RootForward,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        forward_only: bool,
+        former: TrialPlan | None = None,
     ) -> None:
         """Make the plan that all trials with this key share; one that covers `former` too."""
         trial, pool = self._trial, self._trial.pool
@@ -342,7 +363,7 @@ class Planner:
                 pool.end_pilot(trial, 0)
                 return
             try:
-                pilot = self._try_pilot(free_bytes, root, args, kwargs)
+                pilot = self._try_pilot(free_bytes, root, args, kwargs, forward_only)
                 pool.plans[self._key] = self._make_plan(pilot, former)
                 return
             except BlockTooLargeError as error:
@@ -387,7 +408,9 @@ class Planner:
         state = optimizer_state_bytes(self._trial.optimizer, parameters)
         return sum(map(storage_bytes, parameters)) + gradients + state
 
-    def _try_pilot(self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Pilot:
+    def _try_pilot(
+        self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], forward_only: bool
+    ) -> Pilot:
         """Pilots of ever better cuts, until nothing is found.
 
         Raises:
@@ -396,12 +419,13 @@ class Planner:
         trial, peak_bytes = self._trial, 0
         try:
             while True:
-                forward_only = not torch.is_grad_enabled()
                 pilot = Pilot(trial.model, self.blocks, trial.residency, free_bytes, forward_only)
                 error = self._fly(pilot, root, args, kwargs)
                 peak_bytes = max(peak_bytes, pilot.peak_bytes)
                 if not pilot.findings:
                     break
+                found = pilot.findings.uncuttable
+                self._differentiating |= {b.name: reason for b, reason in found.items() if b.differentiates}
                 self._adopt_cut(recut(trial.model, self._cut, pilot.findings))
         except BaseException:
             self.failed_pilot_bytes = peak_bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from hydra_tune.block import Block
 from hydra_tune.call import BlockCall
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
-from hydra_tune.errors import PrepareError
+from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.meter import TrialMeter
@@ -192,9 +192,6 @@ class Trial:
             )
         if self.mode is None:
             self.pool.check_usable()
-        if torch.is_inference_mode_enabled():  # whose tensors could not be measured: without gradients instead
-            with torch.inference_mode(False), torch.no_grad():
-                return self.run_root(root, args, kwargs)
         with self.counted():
             if self.meter.counting:
                 self.meter.adopt(tensors_in((args, kwargs)))
@@ -332,6 +329,12 @@ class Trial:
 
     def probe(self, call: BlockCall) -> bool:
         return self.planner.probe(call)
+
+    def measuring(self, call: BlockCall) -> AbstractContextManager[None]:
+        return self.planner.measuring(call)
+
+    def finds(self, call: BlockCall, error: UncuttableError) -> bool:
+        return self.planner.finds(call, error)
 
     @contextmanager
     def visit(self, block: Block, direction: Direction) -> Iterator[Visit]:

@@ -30,9 +30,11 @@ def fingerprint_of(model: nn.Module) -> Hashable:
 
 def _of_module(module: nn.Module, known: dict[int, Hashable]) -> Hashable:
     own = {k: v for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k}
+    buffers = module._buffers
     if type(module).__module__.startswith("torch.nn."):
         own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
-    return tuple((k, _of(v, known, 0)) for k, v in (*own.items(), *module._buffers.items()))
+        buffers = {}  # they decide nothing (a count of batches)
+    return tuple((k, _of(v, known, 0)) for k, v in (*own.items(), *buffers.items()))
 
 
 def _of(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:

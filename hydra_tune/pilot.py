@@ -118,8 +118,8 @@ class Pilot:
         before, hooked = meter.trial_bytes, any(map(user_hooks, self.model.modules()))
         weights = [(p, p.data) for p in self.model.parameters()]
         with meter.paused():
-            arguments = Snapshot({"its arguments": (args, kwargs)})
-            attributes = Snapshot.of_modules(self.model.named_modules())
+            arguments = Snapshot({"its arguments": (args, kwargs)}, self.model)
+            attributes = Snapshot.of_modules(self.model.named_modules(), self.model)
         graphs += [(t, t.grad_fn) for t in (*arguments.tensors, *attributes.tensors)]
         grads = [(p, p.grad) for p in self.model.parameters()]  # a forward may run a backward
         others = (*arguments.tensors, *attributes.tensors, *(grad for _, grad in grads if grad is not None))
@@ -284,14 +284,14 @@ class Pilot:
         with random_state_kept(self.residency.device.generators()):
             now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
             with self.residency.meter.paused():
-                given = Snapshot({"an object that it is given": call.objects})
+                given = Snapshot({"an object that it is given": call.objects}, self.model)
             try:
                 with random_state_kept(self.residency.device.generators()):
                     forward_s, forward_work, boundary = self._forward(call, copy)
                 with self.residency.meter.paused():
                     changes = list(given.changes())
                     given.restore()
-                    attributes = Snapshot.of_modules(block.module.named_modules())
+                    attributes = Snapshot.of_modules(block.module.named_modules(), self.model)
                 copy.swap_buffers(block, now)
                 backward_s, backward_work, saved_bytes, leaves, reentrant = self._backward(call, copy)
             except torch.OutOfMemoryError:

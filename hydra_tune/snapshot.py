@@ -2,11 +2,13 @@
 
 A model keeps state beside its weights: counters, lists, caches, generators of its own, objects that are passed
 from layer to layer. Followed are containers and the attributes of objects; not what is in modules (they are
-given one by one), classes, and what belongs to PyTorch or to Python itself.
+given one by one; one that the model does not know, a teacher in a list, is), classes, and what belongs to PyTorch
+or to Python itself.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import types
@@ -17,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_tune.host_buffer import same_values, version_of
+from hydra_tune.host_buffer import same_bits, same_values, version_of
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
 _MOST_ITEMS = 10_000  # of one container or array: a data set is not a state
 _IMMUTABLE = (int, float, complex, str, bytes, type, type(None))
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _FOREIGN = frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names
 _TENSORS_AND_CHILDREN = ("_parameters", "_modules", "forward", "_apply")
 
@@ -32,9 +35,10 @@ class Snapshot:
     `tensors` are not copied: what is written into them is undone by a pilot's journal, which sees it happen.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], model: nn.Module | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._ids: set[int] = set()  # of all objects found; they live as long as this
+        self._ids = set(map(id, model.modules() if model is not None else ()))  # of what is found, or not followed
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # of modules that the model does not know
         self._saved: list[tuple[str, Any, Any]] = []  # name, object, what it held
         self._follow(values)
 
@@ -47,15 +51,17 @@ class Snapshot:
             self._ids.add(id(value))
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
+            if isinstance(value, nn.Module):
+                self._buffers += [(b, b.detach().clone()) for b in value._buffers.values() if b is not None]
             held = _held_by(value)
             if held is not None:
                 self._saved.append((name, value, held))
             pending.extend((name, child) for child in _children(value, held) if not isinstance(child, _IMMUTABLE))
 
     @classmethod
-    def of_modules(cls, modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
-        """Of the attributes of modules, without their weights and children; buffers by identity."""
-        found = cls({})
+    def of_modules(cls, modules: Iterable[tuple[str, nn.Module]], model: nn.Module) -> Snapshot:
+        """Of the attributes of these modules of a model, without their weights and children; buffers by identity."""
+        found = cls({}, model)
         for prefix, module in modules:
             own = {k: v for k, v in vars(module).items() if k not in _TENSORS_AND_CHILDREN}
             found._saved.append((prefix, _Attributes(module), own))
@@ -68,6 +74,10 @@ class Snapshot:
         for _, value, held in self._saved:
             if not _is_same(value, held):
                 _restore(value, held)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                if not same_bits(buffer, value):
+                    buffer.copy_(value)
 
     def changes(self) -> Iterator[str]:
         """Names of what holds other values now; equal ones in new objects are no change."""
@@ -109,12 +119,35 @@ def _held_by(value: Any) -> Any:
         return value.copy() if getattr(value, "size", _MOST_ITEMS + 1) <= _MOST_ITEMS else None
     if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
         return value.bit_generator.state
-    if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] in _FOREIGN:
+    if isinstance(value, nn.Module):  # hidden from the model, a teacher in a list
+        return dict(vars(value))
+    if isinstance(value, (*_CODE, functools.partial)) or (
+        type(value).__module__.partition(".")[0] in _FOREIGN and not isinstance(value, types.SimpleNamespace)
+    ):
         return None
-    return dict(vars(value)) if hasattr(value, "__dict__") and not callable(value) else None
+    return _fields(value) if hasattr(value, "__dict__") or hasattr(value, "__slots__") else None
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots included."""
+    slots = (name for kind in type(value).__mro__ for name in _listed(kind.__dict__.get("__slots__", ())))
+    return {
+        **{
+            name: getattr(value, name)
+            for name in slots
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name)
+        },
+        **getattr(value, "__dict__", {}),
+    }
+
+
+def _listed(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def _children(value: Any, held: Any) -> Iterable[Any]:
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.FunctionType):
         return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
     if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
@@ -167,8 +200,10 @@ def _restore(value: Any, held: Any) -> None:
     elif hasattr(value, "bit_generator"):
         value.bit_generator.state = held
     else:
-        vars(value).clear()
-        vars(value).update(held)
+        for name in [name for name in _fields(value) if name not in held]:
+            object.__delattr__(value, name)
+        for name, content in held.items():
+            object.__setattr__(value, name, content)
 
 
 def equal(a: Any, b: Any) -> bool:

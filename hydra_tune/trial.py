@@ -200,8 +200,8 @@ class Trial:
             while self.planner.unmeasured:  # which this forward may call, or not
                 generators = self.device.generators()
                 random_states, buffers = generator_states(generators), [b.clone() for b in self.model.buffers()]
-                attributes = Snapshot.of_modules(self.model.named_modules())
-                arguments = Snapshot({"its arguments": (args, kwargs)})
+                attributes = Snapshot.of_modules(self.model.named_modules(), self.model)
+                arguments = Snapshot({"its arguments": (args, kwargs)}, self.model)
                 try:
                     return self._run_step(root, plan, args, kwargs)
                 except UnmeasuredBlock:

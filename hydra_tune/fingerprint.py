@@ -28,6 +28,20 @@ def fingerprint_of(model: nn.Module) -> Hashable:
     return tuple((name, type(module), _of_module(module, known)) for name, module in model.named_modules())
 
 
+def switches_of(model: nn.Module) -> Hashable:
+    """What is on or off in its modules, and in their configs: truth values, names, and what is absent. A look at
+    each forward: these decide what it computes more often than numbers do."""
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            if hasattr(owner, "__dict__"):
+                owners[id(owner)] = owner
+    return tuple(
+        tuple((k, v) for k, v in vars(owner).items() if (v is None or type(v) in (bool, str)) and k != "training")
+        for owner in owners.values()
+    )
+
+
 def _of_module(module: nn.Module, known: dict[int, Hashable]) -> Hashable:
     own = {k: v for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k}
     buffers = module._buffers

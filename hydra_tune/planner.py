@@ -23,6 +23,7 @@ from hydra_tune.config import format_bytes
 from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError, UncuttableError
+from hydra_tune.fingerprint import switches_of
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
@@ -46,7 +47,7 @@ from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 from hydra_tune.tree import flatten
 
 logger = logging.getLogger("hydra_tune")
-MOST_MODES = 8  # which modules train may be drawn anew in each step
+MOST_MODES = 8  # which modules train, or what is switched on, may be drawn anew in each step
 
 
 class Planned(Executor, Client, Protocol):
@@ -92,6 +93,7 @@ class Planner:
         self._parameters: list[tuple[str, int]] = []
         self._cut = self._hook_cut = Cut()
         self._hooked: list[int] = []
+        self._seen: set[Hashable] = set()  # switches of the model
         self._differentiating: dict[str, str] = {}  # blocks that run a backward within a forward, perhaps only in some
 
     def start(self) -> None:
@@ -217,8 +219,8 @@ class Planner:
         trial, pool = self._trial, self._trial.pool
         buffers = tuple((name, tuple(b.shape), b.dtype) for name, b in trial.model.named_buffers())
         flags = (
-            gradient_flags(trial.model, (args, kwargs)), switches((args, kwargs)), self._cut_of_hooks(),
-            bool(self._hooked), buffers,
+            gradient_flags(trial.model, (args, kwargs)), switches((args, kwargs)), self._switches(),
+            self._cut_of_hooks(), bool(self._hooked), buffers,
         )  # fmt: skip
         parameters = [(name, id(p)) for name, p in trial.model.named_parameters()]
         if self.plan is None or not self.plan.resident:
@@ -264,6 +266,13 @@ class Planner:
         self._settle(plan)
         logger.info("%s", self._spell_plan(plan))
         return plan
+
+    def _switches(self) -> Hashable:
+        """Of the model; nothing more where they change all the time."""
+        now = switches_of(self._trial.model)
+        if len(self._seen) < MOST_MODES:
+            self._seen.add(now)
+        return now if now in self._seen else None
 
     def _still_covers(self, plan: TrialPlan) -> bool:
         """Whether the model, which may have grown, still has the plan's blocks."""

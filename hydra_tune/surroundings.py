@@ -28,7 +28,9 @@ _PLAIN = frozenset((
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.FunctionType,
     types.BuiltinFunctionType,
 ))  # fmt: skip
-_KEPT = _PLAIN | {torch.Tensor}  # attributes
+_STRUCTURE = frozenset((  # not what a module is set to
+    "_parameters", "_buffers", "_modules", "forward", "_apply", "_flat_weights", "_flat_weight_refs",
+))  # fmt: skip
 _CPU = torch.device("cpu")
 _HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on saved tensors, and change no value
 _top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
@@ -46,8 +48,8 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (  # of the
 
 
 class Surroundings:
-    """As they are now: autocast, the default device, the choice of kernels, and the plain attributes of `modules`
-    (training mode, flags, numbers, names, tensors that are no buffers)."""
+    """As they are now: autocast, the default device, the choice of kernels, and what the attributes of `modules`
+    are set to (training mode, flags, numbers, objects, tensors that are no buffers)."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -119,7 +121,12 @@ def autocast_state() -> list[tuple[str, bool, torch.dtype]]:
 
 
 def _attributes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in vars(m).items() if type(v) in _KEPT} for m in modules]
+    return [{k: v for k, v in vars(m).items() if _is_setting(k, v)} for m in modules]
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """Not an activation, which would keep its graph."""
+    return name not in _STRUCTURE and not (type(value) is torch.Tensor and value.grad_fn is not None)
 
 
 def _are_same(attributes: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
@@ -132,7 +139,7 @@ def _are_same(attributes: Sequence[dict[str, Any]], others: Sequence[dict[str, A
 def _set_attributes(modules: Sequence[nn.Module], attributes: Sequence[dict[str, Any]]) -> None:
     for module, values in zip(modules, attributes, strict=True):
         own = vars(module)
-        for name in [k for k, v in own.items() if type(v) in _KEPT and k not in values]:
+        for name in [k for k, v in own.items() if k not in values and _is_setting(k, v)]:
             del own[name]
         own.update(values)
 

@@ -3,6 +3,7 @@
 Plain PyTorch computes a forward once. Here each block's is repeated in backward, and must see what the first saw.
 """
 
+import enum
 import itertools
 
 import pytest
@@ -108,6 +109,35 @@ class TensorAttributes(Script):
             layer.calls += 1
 
 
+class Kind(enum.Enum):
+    ONE, TWO = 1, 2
+
+
+class Rate:
+    def __init__(self, value):
+        self.value = value
+
+
+class AssignsBeforeBackward(Script):
+    class Layer(Layer):
+        def set_up(self):
+            self.kind, self.shifts, self.rate, self.activation = Kind.ONE, [0.1, 0.2], Rate(0.5), self.sigmoid
+
+        def sigmoid(self, x):
+            return x.sigmoid()
+
+        def tanh(self, x):
+            return x.tanh()
+
+        def forward(self, x):
+            x = x * (2 if self.kind is Kind.ONE else 3) + sum(self.shifts) + self.rate.value
+            return super().forward(self.activation(x))
+
+    def between(self, model):
+        for layer in model.layers:
+            layer.kind, layer.shifts, layer.rate, layer.activation = Kind.TWO, [0.3], Rate(0.7), layer.tanh
+
+
 class FreezesBeforeBackward(Script):
     def between(self, model):
         model.layers[2].requires_grad_(False)
@@ -137,7 +167,8 @@ class AutocastWithinABlock(Script):
 
 SCRIPTS = [
     EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
-    AnAttributeForEachCall, TensorAttributes, FreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
+    AnAttributeForEachCall, TensorAttributes, AssignsBeforeBackward, FreezesBeforeBackward,
+    OtherKernels, AutocastWithinABlock,
 ]  # fmt: skip
 
 

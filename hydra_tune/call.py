@@ -13,13 +13,13 @@ import torch
 from hydra_tune.block import Block
 from hydra_tune.errors import UncuttableError
 from hydra_tune.forward_pass import ForwardPass
-from hydra_tune.graph import Uses, detached, gradients_of, leaf_of, nodes_of, unsaved
+from hydra_tune.graph import Uses, alias_of, detached, gradients_of, leaf_of, nodes_of, unsaved
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
 from hydra_tune.surroundings import Surroundings, autocast_state, kept, refuse_modes
-from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_tensors, tensors_in, unflatten
+from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_in_place, map_tensors, tensors_in, unflatten
 from hydra_tune.visit import Visit
 
 
@@ -197,7 +197,7 @@ class BlockCall:
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if not self.measured and any(map(_has_hooks, block.parameters)):
                 self._cut_unused_edges(made, visit.leaves)
-            plain = [visit.copy.kept(x.detach()) for x in made]
+            plain = [visit.copy.kept(alias_of(x)) for x in made]
             changed = visit.copy.changed_buffers(block)
             del made, given
         self.refuse_changed_inputs(tensors, versions)
@@ -220,6 +220,8 @@ class BlockCall:
             self.made = made = tensors_in(outputs)
             if any(visit.copy.kept(x) is not x for x in made):
                 outputs = map_tensors(visit.copy.kept, outputs)
+            if self._may_change:
+                map_in_place(visit.copy.kept, [*args, *kwargs.values()])
             changed = visit.copy.changed_buffers(self.block)
         self._write_back(changed)
         self._watch([*self.tensors, *made])
@@ -280,7 +282,7 @@ class BlockCall:
             now = visit.copy.swap_buffers(self.block, buffers)
             try:
                 set_generator_states(generators, self._random_states)
-                inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
+                inputs = [alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
                 with torch.enable_grad(), self._surroundings.restored(self.block.name):
                     made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
             finally:

@@ -189,7 +189,15 @@ def _forgotten(_: Any) -> torch.Tensor:
 
 def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Leaves of a graph of their own, which require a gradient where the given ones do."""
-    return [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    return [alias_of(t).requires_grad_(t.requires_grad) for t in tensors]
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Without its graph, but with the attributes that the user has put on it."""
+    alias = tensor.detach()
+    if tensor.__dict__:
+        alias.__dict__.update(tensor.__dict__)
+    return alias
 
 
 class Cast(torch.autograd.Function):

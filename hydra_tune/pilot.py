@@ -260,6 +260,7 @@ class Pilot:
         try:
             with self._measured() as used:
                 yield
+            self.copy_of(block).refuse_kept_weights(block)
         except torch.OutOfMemoryError:
             raise DoesNotFitError(block, self.free_bytes - block.weight_bytes) from None
         self.residency.device.synchronize()
@@ -294,6 +295,7 @@ class Pilot:
                     attributes = Snapshot.of_modules(block.module.named_modules(), self.model)
                 copy.swap_buffers(block, now)
                 backward_s, backward_work, saved_bytes, leaves, reentrant = self._backward(call, copy)
+                copy.refuse_kept_weights(block)
             except torch.OutOfMemoryError:
                 raise DoesNotFitError(block, self.free_bytes - block.weight_bytes) from None
             finally:

@@ -151,16 +151,26 @@ def set_generator_states(generators: Sequence[torch.Generator], states: Sequence
         (generator if state is None else state.stand_in(generator)).set_state(value)
 
 
-@contextmanager
-def random_state_kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Whatever is drawn inside is as if it had not been: torch's state, Python's and NumPy's."""
+def random_state_now(generators: Sequence[torch.Generator]) -> Callable[[], None]:
+    """Puts back what it is now when called: torch's state, Python's and NumPy's."""
     states, python_state = generator_states(generators), random.getstate()
     numpy_random = sys.modules.get("numpy.random")
     numpy_state = numpy_random.get_state() if numpy_random else None
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         set_generator_states(generators, states)
         random.setstate(python_state)
         if numpy_random:
             numpy_random.set_state(numpy_state)
+
+    return put_back
+
+
+@contextmanager
+def random_state_kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Whatever is drawn inside is as if it had not been."""
+    put_back = random_state_now(generators)
+    try:
+        yield
+    finally:
+        put_back()

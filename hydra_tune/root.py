@@ -119,7 +119,9 @@ def refuse_unsupported(model: nn.Module) -> None:
         id(value): (f"{name}.{key}".lstrip("."), value)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and f"{key}_orig" not in module._parameters  # torch.nn.utils.spectral_norm computes it anew in each forward
     }
     _refuse_shared_memory(tensors.values(), [x for key, x in attributes.items() if key not in tensors])
 

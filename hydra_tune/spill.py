@@ -17,6 +17,7 @@ from hydra_tune.block import Block, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.host_buffer import HostBuffer, is_dense, same_bits, same_values, storage_bytes, version_of
+from hydra_tune.tree import tensors_in
 
 
 class HostWeights:
@@ -163,9 +164,28 @@ class DeviceCopy:
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it if it lies in the slot, which will be another shard's."""
+        return tensor.clone() if self._has(tensor) else tensor
+
+    def _has(self, tensor: torch.Tensor) -> bool:
         start = self.slot.data_ptr()
-        inside = tensor.numel() > 0 and start <= tensor.data_ptr() < start + self.slot.numel()
-        return tensor.clone() if inside else tensor
+        strided = tensor.layout is torch.strided and tensor.numel() > 0
+        return strided and start <= tensor.data_ptr() < start + self.slot.numel()
+
+    def refuse_kept_weights(self, block: Block) -> None:
+        """In attributes, beyond the visit: the slot will be another shard's.
+
+        Raises:
+            UncuttableError: the block keeps a view of its weights or buffers so.
+        """
+        for module in block.modules:
+            for name, value in vars(module).items():
+                if name not in ("_parameters", "_buffers", "_modules", "_flat_weights") and any(
+                    map(self._has, tensors_in(value))
+                ):
+                    raise UncuttableError(
+                        f"a block's weights move, but {block.name} keeps a view of one in its attribute {name!r}. "
+                        "Keep a copy (.clone())."
+                    )
 
     def leaf(self, parameter: nn.Parameter | None) -> nn.Parameter:
         leaf = self._leaves.get(id(parameter))

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -112,3 +113,18 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     leaves, structure = flatten(value)
     return unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
+
+
+def map_in_place(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The same lists and dicts, with other tensors in them."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, list):
+        value[:] = [map_in_place(function, item) for item in value]
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = map_in_place(function, item)
+    elif type(value) is tuple:
+        items = [map_in_place(function, item) for item in value]
+        return value if all(map(is_, items, value)) else tuple(items)
+    return value

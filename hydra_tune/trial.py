@@ -26,11 +26,12 @@ from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.hf_config import use_cache_again, use_no_cache
+from hydra_tune.host_buffer import same_bits
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import Counted, TrialMode
 from hydra_tune.planner import Planner, UnmeasuredBlock
 from hydra_tune.pool import ShardPool
-from hydra_tune.random_state import generator_states, set_generator_states
+from hydra_tune.random_state import random_state_now
 from hydra_tune.residency import Residency
 from hydra_tune.root import RootApply, RootForward, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
@@ -198,21 +199,24 @@ class Trial:
             self.boundary()
             plan = self.planner.plan_for(root, args, kwargs)
             while self.planner.unmeasured:  # which this forward may call, or not
-                generators = self.device.generators()
-                random_states, buffers = generator_states(generators), [b.clone() for b in self.model.buffers()]
+                put_random_state_back = random_state_now(self.device.generators())
                 attributes = Snapshot.of_modules(self.model.named_modules(), self.model)
                 arguments = Snapshot({"its arguments": (args, kwargs)}, self.model)
+                written = (*self.model.buffers(), *arguments.tensors, *attributes.tensors)
+                with self.meter.paused():
+                    values = [(t, t.clone()) for t in written if t.layout is torch.strided]
                 try:
                     return self._run_step(root, plan, args, kwargs)
                 except UnmeasuredBlock:
                     self.leave()
                     self.leave_step()
-                    set_generator_states(generators, random_states)
+                    put_random_state_back()
                     arguments.restore()
                     attributes.restore()
-                    with torch.no_grad():
-                        for buffer, value in zip(self.model.buffers(), buffers, strict=True):
-                            buffer.copy_(value)
+                    with self.meter.paused():
+                        for tensor, value in values:
+                            if not same_bits(tensor, value):
+                                tensor.copy_(value)
                     plan = self.planner.extend_plan(root, args, kwargs)
             return self._run_step(root, plan, args, kwargs)
 
@@ -310,7 +314,7 @@ class Trial:
             self._backward_passes = set()
             keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph))
-            if not self.in_step:
+            if not self.in_step and self.planner.pilot is None:
                 assert self.plan is not None
                 self.open_step(self.plan)
         self._saw_backward = True

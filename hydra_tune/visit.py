@@ -27,8 +27,10 @@ class Visit:
         self._residency = residency
 
     def __enter__(self) -> Visit:
-        self._outer, self._residency.in_visit = self._residency.in_visit, True
         block, copy = self.block, self.copy
+        if any(n not in m._parameters for m, n in block.parameter_sites):
+            copy.leaf(None)  # raises
+        self._outer, self._residency.in_visit = self._residency.in_visit, True
         self._parameters = [m._parameters[n] for m, n in block.parameter_sites]
         self._buffers = [m._buffers[n] for m, n in block.buffer_sites]
         self._caches_casts = torch.is_autocast_cache_enabled()

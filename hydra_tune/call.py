@@ -13,7 +13,7 @@ import torch
 from hydra_tune.block import Block
 from hydra_tune.errors import UncuttableError
 from hydra_tune.forward_pass import ForwardPass
-from hydra_tune.graph import Uses, alias_of, detached, gradients_of, leaf_of, nodes_of, unsaved
+from hydra_tune.graph import Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of, unsaved
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
@@ -283,12 +283,15 @@ class BlockCall:
             try:
                 set_generator_states(generators, self._random_states)
                 inputs = [alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
+                first_node = torch._C._autograd._get_sequence_nr()
                 with torch.enable_grad(), self._surroundings.restored(self.block.name):
                     made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
             finally:
                 set_generator_states(generators, drawn)
                 visit.copy.swap_buffers(self.block, now)
             self._refuse_other_outputs(made)
+            if self._surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
+                borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
             grads = self._local_backward(inputs, made, wanted, grad_outputs, visit)
             if now:  # by a checkpoint within the block, which repeats its forward in plain PyTorch too
                 self.trial.residency.write_back(visit.copy.changed_buffers(self.block))

@@ -23,6 +23,10 @@ class UncuttableError(PrepareError):
     training has begun it ends the trial."""
 
 
+class SecondGradientError(PrepareError):
+    """A gradient was taken of a gradient, through blocks that repeat their forward."""
+
+
 class BudgetError(HydraTuneError, ValueError):
     """Something needs more bytes than the device's budget, however it is cut or ordered."""
 

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hydra_tune.errors import PrepareError
+from hydra_tune.errors import PrepareError, UncuttableError
 
 REENTRANT = "CheckpointFunctionBackward"
 CAST = "ToCopyBackward0"  # what autocast makes of a float32 weight
@@ -143,6 +144,35 @@ def gradients_of(
         for leaf, grad in zip(leaves, before, strict=True):
             leaf.grad = grad
     return [sums.get(i) if n else None for i, n in enumerate(needed)]
+
+
+def borrowed_by(
+    name: str, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], first_node: int
+) -> list[nn.Parameter]:
+    """Weights that the forward of the block with this name reaches, but not through its own modules and arguments.
+
+    `first_node` is autograd's sequence number when the block's forward began.
+
+    Raises:
+        UncuttableError: it reaches an activation so.
+    """
+    known = {id(leaf) for leaf in leaves}
+    found: dict[int, nn.Parameter] = {}
+    for node in nodes_of(outputs):
+        leaf = leaf_of(node)
+        if leaf is None and node._sequence_nr() < first_node:
+            raise UncuttableError(
+                f"a block reaches activations through its arguments, but {name} uses one that another module "
+                "has made. Pass it as an argument."
+            )
+        if leaf is not None and id(leaf) not in known:
+            if not isinstance(leaf, nn.Parameter):
+                raise UncuttableError(
+                    f"a block reaches tensors through its own modules and arguments, but {name} uses one of "
+                    f"shape {tuple(leaf.shape)} beside them that requires a gradient. Pass it as an argument."
+                )
+            found[id(leaf)] = leaf
+    return list(found.values())
 
 
 # ---- what a forward keeps for its backward ------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, Executor
-from hydra_tune.errors import PrepareError, UncuttableError
+from hydra_tune.errors import PrepareError, SecondGradientError, UncuttableError
 from hydra_tune.shard import Direction
 from hydra_tune.tree import map_tensors
 
@@ -84,7 +84,7 @@ class BlockFunction(torch.autograd.Function):
         if call is None:  # let go of below: PyTorch's own error for a second backward
             raise RuntimeError(f"Trying to backward through the graph a second time: {ctx.saved_tensors}")
         if torch.is_grad_enabled():
-            raise PrepareError(
+            raise SecondGradientError(
                 "gradients of gradients are not available in a prepared model: backward was called with "
                 "create_graph=True. Call hydra_tune.release(model) first."
             )

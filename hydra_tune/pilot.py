@@ -22,15 +22,23 @@ from torch import nn
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, edges_for, versions_of
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import UncuttableError
-from hydra_tune.graph import ForgottenError, Uses, detached, forget_interrupted_backward, gradients_of, saved, unsaved
+from hydra_tune.errors import SecondGradientError, UncuttableError
+from hydra_tune.graph import (
+    ForgottenError,
+    Uses,
+    borrowed_by,
+    detached,
+    forget_interrupted_backward,
+    gradients_of,
+    saved,
+    unsaved,
+)
 from hydra_tune.host_buffer import same_values, storage_bytes, versions_kept
 from hydra_tune.journal import Journal
 from hydra_tune.meter import TrialMeter
 from hydra_tune.probe import (
     OuterGraph,
     TensorHooksOff,
-    borrowed_by,
     draws_of_others,
     parametrizations_uncached,
     refuse_changes,
@@ -136,6 +144,11 @@ class Pilot:
                     with torch.set_grad_enabled(not self.forward_only):
                         args, kwargs = map_tensors(_apart, (args, kwargs))
                         outputs = tensors_in(forward(*args, **kwargs))
+                except SecondGradientError as error:  # within the forward, which no cut would allow
+                    for block in self.blocks:
+                        block.differentiates = True
+                        self.findings.uncuttable[block] = str(error)
+                    return
                 except RuntimeError as error:  # as a GPU's of weights in host memory, or of what was made of them
                     self._hold(journal.read(on_device=True) or journal.read(on_device=False))
                     if isinstance(error, torch.OutOfMemoryError) or not self.findings.held:
@@ -371,7 +384,7 @@ class Pilot:
             call.shares_memory = shares_memory(made, inputs)
             differentiable = [x for x in made if x.requires_grad]
             del made
-            borrowed = borrowed_by(block, differentiable, leaves, first_node)
+            borrowed = borrowed_by(block.name, differentiable, leaves, first_node)
             if borrowed:
                 self.findings.borrowed[block] = borrowed
             weights = range(len(inputs), len(leaves)) if casts else ()

@@ -93,35 +93,6 @@ class TensorHooksOff(TorchFunctionMode):
 # ---- one block's own graph ---------------------------------------------------------------------------
 
 
-def borrowed_by(
-    block: Block, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], first_node: int
-) -> list[nn.Parameter]:
-    """Weights that a block's forward reaches, but not through its own modules and arguments.
-
-    `first_node` is autograd's sequence number when the block's forward began.
-
-    Raises:
-        UncuttableError: it reaches an activation so.
-    """
-    known = {id(leaf) for leaf in leaves}
-    found: dict[int, nn.Parameter] = {}
-    for node in nodes_of(outputs):
-        leaf = leaf_of(node)
-        if leaf is None and node._sequence_nr() < first_node:
-            raise UncuttableError(
-                f"a block reaches activations through its arguments, but {block.name} uses one that another module "
-                "has made. Pass it as an argument."
-            )
-        if leaf is not None and id(leaf) not in known:
-            if not isinstance(leaf, nn.Parameter):
-                raise UncuttableError(
-                    f"a block reaches tensors through its own modules and arguments, but {block.name} uses one of "
-                    f"shape {tuple(leaf.shape)} beside them that requires a gradient. Pass it as an argument."
-                )
-            found[id(leaf)] = leaf
-    return list(found.values())
-
-
 def draws_of_others() -> tuple[object, ...]:
     """The state of Python's and NumPy's random numbers; equal to another one if nothing was drawn between."""
     numpy_random = sys.modules.get("numpy.random")

@@ -52,9 +52,9 @@ class Residency:
         self._count("promoted_bytes", copy.promoted_bytes)
         return copy
 
-    def refresh(self, copy: DeviceCopy, block: Block, *, weights: bool) -> None:
+    def refresh(self, copy: DeviceCopy, block: Block, *, forward: bool) -> None:
         """Copy anew what has changed on the host since it was copied."""
-        stale = copy.stale(block, weights=weights)
+        stale = copy.stale(block, forward=forward)
         if stale:
             with self.meter.paused():
                 self.device.promote(stale)

@@ -108,13 +108,14 @@ class DeviceCopy:
         self._leaves[id(parameter)] = leaf_like(parameter, data)
         self._copied[id(parameter)] = _state_of(parameter)
 
-    def stale(self, block: Block, *, weights: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def stale(self, block: Block, *, forward: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) of what has changed on the host since it was copied, and is to be copied anew: a forward
-        may write weights between two blocks, and a buffer may be another block's too."""
+        may write weights between two blocks, a script may lend them others' (`p.data = ...`) for an evaluation,
+        and a buffer may be another block's too."""
         stale: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for parameter in block.slot_parameters if weights else ():
+        for parameter in block.slot_parameters:
             state = _state_of(parameter)
-            if block.rewritten or self._copied.get(id(parameter)) != state:
+            if (block.rewritten and forward) or self._copied.get(id(parameter)) != state:
                 stale.append((self.leaf(parameter).data, parameter.data))
                 self._copied[id(parameter)] = state
         for module, name in block.buffer_sites:

@@ -55,6 +55,9 @@ class Surroundings:
         self._modules = modules
         self._process = _Process.now()
         self._attributes = _attributes_of(modules)
+        self.have_gradients = any(
+            type(v) is torch.Tensor and v.requires_grad for module in modules for v in vars(module).values()
+        )
         self._versions = [
             (name, value, version_of(value))
             for own in self._attributes

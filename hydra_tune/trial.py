@@ -350,7 +350,7 @@ class Trial:
             copy = self._go_to(self.planner.shard_of(block), direction)
         self.meter.outside_ends()
         try:
-            self.residency.refresh(copy, block, weights=direction is Direction.FORWARD)
+            self.residency.refresh(copy, block, forward=direction is Direction.FORWARD)
             with self.counted(), self.residency.inside(block, copy) as visit:
                 yield visit
         except BaseException:

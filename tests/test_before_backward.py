@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,6 +109,19 @@ class TensorAttributes(Script):
             layer.calls += 1
 
 
+class LendsAnAverage(Script):
+    """For an evaluation while the backward is still to come."""
+
+    def between(self, model):
+        own = [p.data for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.data = 0.5 * p.data
+            model(torch.ones(8, WIDTH))
+            for p, data in zip(model.parameters(), own, strict=True):
+                p.data = data
+
+
 class Kind(enum.Enum):
     ONE, TWO = 1, 2
 
@@ -166,6 +179,7 @@ class AutocastWithinABlock(Script):
 
 
 SCRIPTS = [
+    LendsAnAverage,
     EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
     AnAttributeForEachCall, TensorAttributes, AssignsBeforeBackward, FreezesBeforeBackward,
     OtherKernels, AutocastWithinABlock,
@@ -303,3 +317,12 @@ def test_a_block_that_makes_something_else_when_repeated_is_refused():
         out = model(torch.randn(4, WIDTH)).sum()
         with pytest.raises(RuntimeError, match="at first and"):
             out.backward()
+
+
+def test_a_weight_that_is_replaced_between_forward_and_backward_is_refused():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Net()
+        out = step(model, pool)
+        prune.l1_unstructured(model.layers[2].up, "weight", 0.3)
+        with pytest.raises(hydra_tune.PrepareError, match="keeps its Parameter objects"):
+            out.sum().backward()

@@ -1,8 +1,10 @@
 """What a model keeps beside its weights, and who writes these: a pilot and repeated forwards leave nothing behind."""
 
 import copy
+import functools
 import gc
 import random
+import types
 import weakref
 
 import numpy
@@ -58,6 +60,69 @@ class KeptInObjects(Script):
             self.nested["n"].append(1)
             self.array += 1
             return super().forward(x / (self.stats.calls + len(self.nested["n"]) + self.array.item()))
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+
+class Schedule:
+    """An object to call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, state):
+        self.calls += 1
+        state.calls += 1
+        return 1 + 0.1 * self.calls + 0.01 * state.calls
+
+
+class KeptInOtherObjects(Script):
+    class Layer(Layer):
+        def set_up(self):
+            self.names, self.schedule = types.SimpleNamespace(calls=0), functools.partial(Schedule(), Slotted())
+
+        def forward(self, x):
+            self.names.calls += 1
+            return super().forward(x * self.schedule() + self.names.calls)
+
+
+class HidesATeacher(Script):
+    """In a list, where it is no child, and follows the model."""
+
+    class Taught(Net):
+        def set_up(self):
+            self.teacher = [nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8)).requires_grad_(False)]
+
+        def forward(self, x):
+            (teacher,) = self.teacher
+            teacher[0].weight.mul_(0.9).add_(0.1 * self.head.weight.detach().cpu())
+            return super().forward(x) + teacher(x)
+
+    def model(self):
+        model = self.Taught()
+        model.register_buffer("at_the_end", torch.zeros(()))
+        return model
+
+    def after(self, model, optimizer):
+        (teacher,) = model.teacher
+        model.at_the_end.copy_(teacher[1].running_mean.sum() + teacher[0].weight.sum())
+
+
+class NotesOnActivations(Script):
+    class Layer(Layer):
+        def forward(self, x):
+            y = super().forward(x * getattr(x, "scale", 1.0))
+            y.scale = 1.5
+            return y
+
+    def forward(self, model, x):
+        x.scale = 0.5
+        return model(x)
 
 
 class KeptInATensor(Script):
@@ -334,7 +399,8 @@ class TeacherByData(Script):
 
 
 SCRIPTS = [
-    OwnGenerator, GeneratorsOfOthers, ForkedRandomState, KeptInObjects, KeptInATensor, ReadsWhatItKept,
+    OwnGenerator, GeneratorsOfOthers, ForkedRandomState, KeptInObjects, KeptInOtherObjects, HidesATeacher,
+    NotesOnActivations, KeptInATensor, ReadsWhatItKept,
     CountsFromALaterStep, KeepsFromTraining, SharesATable, RebindsABuffer, FillsABufferLater, RoundsToNegativeZeros,
     FillsAQueue,
     SharesABuffer, GivesAnObject, HooksItsActivations, PatchesAForward, NotesOnWeights, SwapsInAnAverage,

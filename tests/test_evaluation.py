@@ -1,5 +1,7 @@
 """Forwards without gradients: they repeat nothing, so they may do what training may not."""
 
+import random
+
 import pytest
 import torch
 
@@ -110,6 +112,125 @@ class AdaptsInEvaluation(Script):
         return model.train()(x) + target
 
 
+class CountsItsPositions(Script):
+    """In a tensor of a cache, which says where the next entry goes."""
+
+    class Cached(Net):
+        def forward(self, x, cache=None):
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if cache is not None:
+                    x = self.remember(cache, i, x)
+            return self.head(x)
+
+        def remember(self, cache, i, x):
+            cache["entries"].index_copy_(0, cache["next"], x[None])
+            cache["next"] += 1
+            return x + cache["entries"][: cache["next"].item()].mean(0)
+
+    def model(self):
+        return self.Cached()
+
+    def forward(self, model, x):
+        with torch.inference_mode():
+            cache = {"entries": torch.zeros(12, 8, WIDTH), "next": torch.zeros(1, dtype=torch.long)}
+            first, second = model(x + 0, cache).sum().item(), model(x + 1, cache).sum().item()
+        return model(x) + first + second
+
+
+class HandsOnAView(Script):
+    """Of a buffer, in a dict that goes from layer to layer."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.register_buffer("table", torch.randn(2 * WIDTH))
+
+        def forward(self, x, shared=None):
+            if shared is not None and "table" not in shared:
+                shared["table"] = self.table[:WIDTH]
+            return super().forward(x if shared is None else x * shared["table"])
+
+    class Handing(Net):
+        def forward(self, x, shares=False):
+            shared = {} if shares else None
+            for layer in self.layers:
+                x = layer(x, shared)
+            return self.head(x)
+
+    def model(self):
+        return self.Handing(self.Layer)
+
+    def forward(self, model, x):
+        with torch.no_grad():
+            value = model(x, True)
+        return model(x) + value
+
+
+class TeachesItself(Script):
+    """By a part, in inference mode within the forward."""
+
+    class Teaching(Net):
+        def forward(self, x):
+            with torch.inference_mode():
+                target = self.layers[0](x)
+            return super().forward(x) + target.mean().item()
+
+    def model(self):
+        return self.Teaching()
+
+
+class SeesALayerInEvaluationFirst(Script):
+    """One that draws from Python's random numbers."""
+
+    class Noisy(Layer):
+        def forward(self, x):
+            return super().forward(x * (1 + random.random()))
+
+    class Dropping(Net):
+        steps = 0
+
+        def set_up(self):
+            self.layers[3] = SeesALayerInEvaluationFirst.Noisy()
+
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                if i != 3 or self.steps > 1 or not self.training:
+                    x = layer(x)
+            return self.head(x)
+
+    def model(self):
+        return self.Dropping()
+
+    def forward(self, model, x):
+        with torch.no_grad():
+            model.eval()(x)
+        return model.train()(x)
+
+    def after(self, model, optimizer):
+        model.steps += 1
+
+
+class TakesForces(Script):
+    """Gradients by the input, within a forward without gradients."""
+
+    class Field(Net):
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                return super().forward(x)
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                (force,) = torch.autograd.grad(super().forward(x).sum(), x)
+            return force[:, :8]
+
+    def model(self):
+        return self.Field()
+
+    def forward(self, model, x):
+        with torch.no_grad():
+            force = model(x)
+        return model(x) + force
+
+
 class EvaluatesMoreThanItTrains(Script):
     """What fits the device as a whole in evaluation does not in training."""
 
@@ -125,10 +246,14 @@ class EvaluatesMoreThanItTrains(Script):
         return model(x)[:8]
 
 
+SCRIPTS = [
+    WritesItsMemory, CallsAPart, AdaptsInEvaluation, CountsItsPositions, HandsOnAView, TeachesItself,
+    SeesALayerInEvaluationFirst, TakesForces,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize(
-    "script", [WritesItsMemory, CallsAPart, AdaptsInEvaluation], ids=lambda script: script.__name__
-)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_it_trains_as_in_plain_pytorch(script, budget):
     trains_as_in_plain_pytorch(script, budget)
 
@@ -147,6 +272,44 @@ def test_a_layer_that_adapts_in_evaluation_after_the_first_batch_only_is_refused
         step(model, pool)
         with torch.no_grad(), pytest.raises(hydra_tune.PrepareError, match=r"layers\.2 runs one within its forward"):
             model.eval()(torch.randn(4, WIDTH))
+
+
+def test_batches_that_grow_up_to_those_of_an_evaluation_are_measured_in_training():
+    def run(pool=None):
+        torch.manual_seed(0)
+        model = Net()
+        if pool is not None:
+            hydra_tune.prepare(model, pool=pool)
+        with torch.no_grad():
+            model(torch.randn(64, WIDTH))
+        for rows in (4, 48):
+            model(torch.randn(rows, WIDTH)).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = run()
+    with hydra_tune.ShardPool(["cpu"], 180 << 10) as pool:
+        assert all(map(torch.equal, plain, run(pool)))
+
+
+class Interrupted(Net):
+    stops = 0
+
+    def forward(self, x):
+        if self.stops:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_a_user_who_interrupts_a_later_pilot_may_go_on():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Interrupted()
+        step(model, pool).sum().backward()
+        model.stops = 1
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(6, WIDTH))
+        model.stops = 0
+        model(torch.randn(4, WIDTH)).sum().backward()
+        hydra_tune.release(model)
 
 
 def t5():

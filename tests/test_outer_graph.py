@@ -121,6 +121,65 @@ class GivesWhatTheLossUses(LossOnFeatures):
             self.before.grad = None
 
 
+class FeaturesFromALaterStep(LossOnFeatures):
+    """A flag says so."""
+
+    class Keeping(Net):
+        keeps = False
+
+        def set_up(self):
+            self.kept = []
+
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if i == 2 and self.keeps:
+                    self.kept.append(x)
+            return self.head(x)
+
+    def model(self):
+        model = self.Keeping(self.Layer)
+        model.keeps = False
+        self.kept = model.kept
+        return model
+
+    def forward(self, model, x):
+        self.kept.clear()
+        out = model(x)
+        return out + sum(kept.square().mean(-1, keepdim=True) for kept in self.kept)
+
+    def after(self, model, optimizer):
+        model.keeps = True
+
+
+class ContextFromALaterStep(Script):
+    """Set on the layers as an attribute, with its gradient."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.context = None
+
+        def forward(self, x):
+            return super().forward(x if self.context is None else x * self.context)
+
+    class Encoding(Net):
+        def set_up(self):
+            self.encoder, self.encodes = nn.Linear(WIDTH, WIDTH), False
+
+        def forward(self, x):
+            context = self.encoder(x)
+            for layer in self.layers:
+                layer.context = context if self.encodes else None
+                x = layer(x)
+            return self.head(x + context)
+
+    def model(self):
+        return self.Encoding(self.Layer)
+
+    def after(self, model, optimizer):
+        model.encodes = True
+
+
 class ThroughItself(Script):
     class Square(Net):
         def set_up(self):
@@ -135,7 +194,7 @@ class ThroughItself(Script):
 
 SCRIPTS = [
     GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures, KeepsFeatures, GivesWhatTheLossUses,
-    ThroughItself,
+    FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
 ]  # fmt: skip
 
 
@@ -199,3 +258,34 @@ def test_a_block_that_takes_gradients_in_its_forward_is_kept_whole():
         (trial,) = pool.report()["trials"]
     assert "runs one within its forward" in trial["cut"]["kept"]["layers.2"] and not trial["resident"]
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, prepared, strict=True))
+
+
+class Forces(Net):
+    """Trained on gradients by its input."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return force[:, :8]
+
+
+def test_a_model_that_is_trained_on_its_gradients_stays_on_the_device():
+    script = Script()
+    script.model = Forces
+    plain = script.run()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["resident"]) as pool:
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, script.run(pool), strict=True))
+    refused = pytest.raises(hydra_tune.BudgetError, match="gradients of gradients")
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool, refused:
+        script.run(pool)
+
+
+def test_a_context_that_nobody_announces_is_refused():
+    """Neither a flag nor a name has changed when the layers are first given it."""
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = ContextFromALaterStep().model()
+        model.encodes = 0
+        step(model, pool).sum().backward()
+        model.encodes = 1
+        with pytest.raises(hydra_tune.PrepareError, match="uses one that another module has made"):
+            model(torch.randn(4, WIDTH)).sum().backward()

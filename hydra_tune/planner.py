@@ -294,7 +294,8 @@ class Planner:
         trial.residency.bring_home(trial.optimizer)
         try:
             self._adopt_cut(former.cut)
-            self._run_pilot(root, args, kwargs, not former.modes, former)
+            forward_only = not former.modes and not torch.is_grad_enabled()
+            self._run_pilot(root, args, kwargs, forward_only, former)
             plan = pool.plans[self._key]
             pool.admit(trial, plan)
         except BaseException as error:

@@ -256,16 +256,22 @@ class Planner:
             pool.admit(trial, plan)
         except BaseException as error:
             self._key = former_key
-            if former is not None and self._still_covers(former) and isinstance(error, Exception):
-                pool.admit(trial, former)  # the script may go on with batches as before
-                self._settle(former)
-            else:
-                self.plan = None
+            self._fall_back(former, error)
             raise
         self._signature, self._flags, self._parameters = signature, flags, parameters
         self._settle(plan)
         logger.info("%s", self._spell_plan(plan))
         return plan
+
+    def _fall_back(self, former: TrialPlan | None, error: BaseException) -> None:
+        """After a pilot that failed: the script may go on with batches as before, under the plan that it had; the
+        next forward looks for one where the trial cannot be admitted now."""
+        waits = not isinstance(error, Exception) or self.failed_pilot_bytes is not None
+        if former is None or waits or not self._still_covers(former):
+            self.plan = None
+            return
+        self._trial.pool.admit(self._trial, former)
+        self._settle(former)
 
     def _switches(self) -> Hashable:
         """Of the model; nothing more where they change all the time."""
@@ -299,11 +305,7 @@ class Planner:
             plan = pool.plans[self._key]
             pool.admit(trial, plan)
         except BaseException as error:
-            if isinstance(error, Exception):
-                pool.admit(trial, former)
-                self._settle(former)
-            else:
-                self.plan = None
+            self._fall_back(former, error)
             raise
         self._settle(plan)
         return plan

@@ -315,7 +315,11 @@ class Trial:
             keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph))
             if not self.in_step and self.planner.pilot is None:
-                assert self.plan is not None
+                if self.plan is None:
+                    raise PrepareError(
+                        "a backward comes after a later forward has failed in its pilot, and the model has no plan "
+                        "now. Call backward before the next forward, or repeat the forward."
+                    )
                 self.open_step(self.plan)
         self._saw_backward = True
         self._backward_passes.add(forward_pass)

@@ -30,7 +30,7 @@ FAILING_STEP = 2
 WITHOUT_PLAN = ("prepared", "pilot", "too large")
 WAYS = [
     "return", *WITHOUT_PLAN, "forward", "module hook", "between", "backward", "tensor hook", "weight hook", "step",
-    "loader", "prune", "stop", "nan",
+    "loader", "later pilot", "prune", "stop", "nan",
 ]  # fmt: skip
 
 
@@ -56,7 +56,7 @@ class Batches(Dataset):
 
 
 class Layer(nn.Module):
-    failing = False
+    failing = 0  # no switch, which would bring a new pilot
 
     def __init__(self, width, way):
         super().__init__()
@@ -64,7 +64,7 @@ class Layer(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        if self.way == "pilot" or (self.failing and self.way == "forward"):
+        if self.way == "pilot" or (self.failing and self.way in ("forward", "later pilot")):
             raise End
         if self.failing and self.way == "backward" and y.requires_grad:
             y.register_hook(fail)
@@ -94,7 +94,9 @@ def build(way, width):
 
 def arm(way, middle, optimizer):
     """What must be set for this step to fail; what undoes it."""
-    middle.failing, optimizer.failing = True, way == "step"
+    middle.failing, optimizer.failing = 1, way == "step"
+    if way == "later pilot":
+        middle.switched = True
     if way == "module hook":
         return middle.register_forward_hook(fail).remove
     if way == "weight hook":
@@ -167,7 +169,7 @@ def test_a_trial_leaves_nothing_behind(way, where):
             study, lambda _: train(way, WIDTHS[where], seen), n_trials=2, catch=(Exception,)
         )
         assert [t.state.name for t in study.trials] == [expected_state(way)] * 2
-        if way not in WITHOUT_PLAN:
+        if way not in (*WITHOUT_PLAN, "later pilot"):
             assert [t["resident"] for t in pool.report()["trials"]] == [where == "resident"] * 2
         assert bytes_of(pool) == before
         assert len(seen["weights"]) == 2 * 20
@@ -267,14 +269,16 @@ def go_on(way, width, pool):
             optimizer.step()
             losses.append(loss.item())
         except End:
-            middle.failing = optimizer.failing = False
+            middle.failing, optimizer.failing = 0, False
             disarm()
         optimizer.zero_grad()
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("where", WIDTHS)
-@pytest.mark.parametrize("way", ["forward", "module hook", "between", "backward", "tensor hook", "weight hook", "step"])
+@pytest.mark.parametrize(
+    "way", ["forward", "later pilot", "module hook", "between", "backward", "tensor hook", "weight hook", "step"]
+)
 @pytest.mark.parametrize("script", [True, False], ids=["script", "objective"])
 def test_a_loop_that_catches_its_exception_goes_on_as_in_plain_pytorch(way, where, script):
     plain = go_on(way, WIDTHS[where], None)

@@ -9,7 +9,7 @@ from torch import nn
 import hydra_tune
 
 WIDTH = 32
-BUDGETS = {"spilled": 130 << 10, "three shards": 190 << 10, "resident": 8 << 20}
+BUDGETS = {"few blocks": 60 << 10, "spilled": 130 << 10, "three shards": 190 << 10, "resident": 8 << 20}
 
 
 class Layer(nn.Module):

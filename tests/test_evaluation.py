@@ -143,7 +143,7 @@ class HandsOnAView(Script):
 
     class Layer(Layer):
         def set_up(self):
-            self.register_buffer("table", torch.randn(2 * WIDTH))
+            self.register_buffer("table", torch.randn(64 * WIDTH))
 
         def forward(self, x, shared=None):
             if shared is not None and "table" not in shared:

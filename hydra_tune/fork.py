@@ -24,6 +24,8 @@ class ForkGate:
         self._inside: set[int] = set()
         self._users = 0  # trials whose operators pass here
         self._lock = threading.Lock()  # of the count, and of the one thread that forks
+        # Held by who starts a loader's workers: libraries (filelock) refuse a fork while another one waits here.
+        self.one_at_a_time = threading.RLock()
 
     def join(self) -> None:
         with self._lock:
@@ -62,6 +64,7 @@ class ForkGate:
 
     def open_in_child(self) -> None:
         self._inside.clear()
+        self.one_at_a_time = threading.RLock()
         self._users = 0
         self.open()
 

@@ -12,6 +12,7 @@ from torch import nn
 from hydra_tune.context import current_context
 from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
+from hydra_tune.fork import gate
 from hydra_tune.pool import ShardPool, default_pool
 from hydra_tune.root import RootForward
 from hydra_tune.trial import Trial
@@ -116,7 +117,9 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._trial.boundary()
-        for batch in self._loader:
+        with gate.one_at_a_time:
+            batches = iter(self._loader)
+        for batch in batches:
             yield self._trial.residency.to_device(batch)
             if not self._trial.ended:
                 self._trial.boundary()

@@ -2,9 +2,11 @@
 
 import os
 import threading
+import time
 
 import torch
 
+import hydra_tune
 from hydra_tune.fork import ForkGate
 from hydra_tune.meter import Meter, TrialMeter
 from hydra_tune.mode import TrialMode
@@ -74,3 +76,37 @@ def test_a_forked_child_is_in_no_trial():
     assert meter.meter.live_bytes == kept.nbytes
     os.close(read)
     os.close(write)
+
+
+class Loader(list):
+    """Notes how many threads are starting its kind's workers."""
+
+    starting, most = 0, 0
+
+    def __iter__(self):
+        kind = type(self)
+        kind.starting += 1
+        kind.most = max(kind.most, kind.starting)
+        time.sleep(0.02)
+        kind.starting -= 1
+        return super().__iter__()
+
+
+def test_loaders_start_their_workers_one_after_another():
+    """filelock refuses a fork while another thread's waits for operators."""
+    together = threading.Barrier(3)
+
+    def loop():
+        with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+            model, _, loader = hydra_tune.prepare(torch.nn.Linear(2, 2), None, Loader([torch.ones(1, 2)]), pool=pool)
+            together.wait(10)
+            for x in loader:
+                model(x)
+            hydra_tune.release(model)
+
+    threads = [threading.Thread(target=loop) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert Loader.most == 1 and not any(thread.is_alive() for thread in threads)

@@ -119,61 +119,69 @@ class Pilot:
     def _run(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, fires_hooks: bool
     ) -> None:
-        meter, device, buffers = self.residency.meter, self.residency.device, list(self.model.buffers())
+        meter, device = self.residency.meter, self.residency.device
+        inputs, hooked = tensors_in((args, kwargs)), any(map(user_hooks, self.model.modules()))
+        with (
+            self._put_back(args, kwargs) as journal,
+            random_state_kept(device.generators()),
+            nullcontext() if fires_hooks else user_hooks_removed(self.model),
+            TensorHooksOff(),
+            parametrizations_uncached(),
+        ):
+            before = meter.trial_bytes
+            meter.watch_outside()
+            try:
+                with torch.set_grad_enabled(not self.forward_only):
+                    args, kwargs = map_tensors(_apart, (args, kwargs))
+                    outputs = tensors_in(forward(*args, **kwargs))
+            except SecondGradientError as error:  # within the forward, which no cut would allow
+                for block in self.blocks:
+                    block.differentiates = True
+                    self.findings.uncuttable[block] = str(error)
+                return
+            except RuntimeError as error:  # as a GPU's of weights in host memory, or of what was made of them
+                self._hold(journal.read(on_device=True) or journal.read(on_device=False))
+                if isinstance(error, torch.OutOfMemoryError) or not self.findings.held:
+                    raise
+                return
+            self._hold(journal.read(on_device=True))
+            self._drop_copy()
+            self._note_rewritten(journal.written)
+            for block in self.blocks:
+                if block.name in journal.changed_shared:
+                    self.findings.uncuttable[block] = (
+                        "a block's outputs have memory of their own where they are changed in place, but one of "
+                        f"{block.name} shares its with an input or with another output"
+                    )
+            forward_peak, held = meter.outside_peak(), meter.trial_bytes - before
+            output_bytes = sum(map(storage_bytes, outputs))
+            self.kept_bytes = 2 * sum(map(storage_bytes, inputs)) + output_bytes
+            boundaries = [p.boundary_bytes for p in self.profiles.values()]
+            saved_between = max(0, held - sum(boundaries))
+            loss_bytes = max(OUTPUT_COPIES * output_bytes, saved_between)
+            self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
+            graph = None if self.findings else OuterGraph(outputs, self.blocks)
+            del outputs
+            if graph is not None:
+                self._read(graph, hooked=hooked)
+        self._profile_uncalled()
+
+    @contextmanager
+    def _put_back(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Journal]:
+        """Afterwards weights, gradients, buffers, arguments and attributes are what they were."""
+        meter, buffers = self.residency.meter, list(self.model.buffers())
         values = [b.clone() for b in buffers]
-        inputs = tensors_in((args, kwargs))
-        graphs = [(t, t.grad_fn) for t in inputs]
-        before, hooked = meter.trial_bytes, any(map(user_hooks, self.model.modules()))
         weights = [(p, p.data) for p in self.model.parameters()]
+        grads = [(p, p.grad) for p in self.model.parameters()]  # a forward may run a backward
         with meter.paused():
             arguments = Snapshot({"its arguments": (args, kwargs)}, self.model)
             attributes = Snapshot.of_modules(self.model.named_modules(), self.model)
-        graphs += [(t, t.grad_fn) for t in (*arguments.tensors, *attributes.tensors)]
-        grads = [(p, p.grad) for p in self.model.parameters()]  # a forward may run a backward
-        others = (*arguments.tensors, *attributes.tensors, *(grad for _, grad in grads if grad is not None))
-        journal = meter.journal = Journal(self.model.parameters(), others)
+        tensors = (*arguments.tensors, *attributes.tensors)
+        graphs = [(t, t.grad_fn) for t in (*tensors_in((args, kwargs)), *tensors)]
+        written = (*tensors, *(grad for _, grad in grads if grad is not None))
+        journal = meter.journal = Journal(self.model.parameters(), written)
         try:
-            with (
-                random_state_kept(device.generators()),
-                nullcontext() if fires_hooks else user_hooks_removed(self.model),
-                TensorHooksOff(),
-                parametrizations_uncached(),
-            ):
-                meter.watch_outside()
-                try:
-                    with torch.set_grad_enabled(not self.forward_only):
-                        args, kwargs = map_tensors(_apart, (args, kwargs))
-                        outputs = tensors_in(forward(*args, **kwargs))
-                except SecondGradientError as error:  # within the forward, which no cut would allow
-                    for block in self.blocks:
-                        block.differentiates = True
-                        self.findings.uncuttable[block] = str(error)
-                    return
-                except RuntimeError as error:  # as a GPU's of weights in host memory, or of what was made of them
-                    self._hold(journal.read(on_device=True) or journal.read(on_device=False))
-                    if isinstance(error, torch.OutOfMemoryError) or not self.findings.held:
-                        raise
-                    return
-                self._hold(journal.read(on_device=True))
-                self._drop_copy()
-                self._note_rewritten(journal.written)
-                for block in self.blocks:
-                    if block.name in journal.changed_shared:
-                        self.findings.uncuttable[block] = (
-                            "a block's outputs have memory of their own where they are changed in place, but one of "
-                            f"{block.name} shares its with an input or with another output"
-                        )
-                forward_peak, held = meter.outside_peak(), meter.trial_bytes - before
-                output_bytes = sum(map(storage_bytes, outputs))
-                self.kept_bytes = 2 * sum(map(storage_bytes, inputs)) + output_bytes
-                boundaries = [p.boundary_bytes for p in self.profiles.values()]
-                saved_between = max(0, held - sum(boundaries))
-                loss_bytes = max(OUTPUT_COPIES * output_bytes, saved_between)
-                self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
-                graph = None if self.findings else OuterGraph(outputs, self.blocks)
-                del outputs
-                if graph is not None:
-                    self._read(graph, hooked=hooked)
+            yield journal
         finally:
             meter.journal = None
             journal.undo()
@@ -191,7 +199,6 @@ class Pilot:
                     buffer.copy_(value)
             for tensor, node in graphs:
                 _take_out(tensor, node)
-        self._profile_uncalled()
 
     def _hold(self, read: Sequence[nn.Parameter]) -> None:
         """Weights of blocks that operators were given as they are: in a visit a block has copies of its own."""

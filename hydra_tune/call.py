@@ -13,7 +13,7 @@ import torch
 from hydra_tune.block import Block
 from hydra_tune.errors import UncuttableError
 from hydra_tune.forward_pass import ForwardPass
-from hydra_tune.graph import Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of, unsaved
+from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
@@ -55,6 +55,31 @@ class BlockCall:
     made; one that it was given is handed on as it is.
     """
 
+    # what a backward must restore, or compare with
+    num_edges: Sequence[int] = ()
+    nondifferentiable: Sequence[int] = ()
+    _casts: Sequence[torch.Tensor] = ()  # in the outer graph, of the parameters numbered in `_recast`
+    _recast: Sequence[int] = ()
+    _again: Sequence[Any] = ()  # the leaves as they are given to the repeated forward
+    _random_states: Sequence[torch.Tensor] = ()
+    _buffers_before: Sequence[tuple[int, torch.Tensor]] = ()
+    _buffer_versions: Sequence[int] = ()
+    _versions: Sequence[int] = ()
+    _rewritten: Sequence[torch.Tensor] = ()  # values of weights that are written without raising a version
+    _surroundings: Surroundings | None = None
+    _made_like: Sequence[tuple[torch.Size, torch.dtype]] = ()
+    _output_leaves: Sequence[Any] = ()
+    _output_structure: Structure | None = None
+    made: Sequence[torch.Tensor] = ()  # by a call without gradients
+
+    # what a pilot finds
+    measured = False
+    shares_memory = False
+    tensor_uses: Sequence[tuple[int, int]] = ()  # in the block's own graph, direct and by a cast
+    parameter_uses: Sequence[tuple[int, int]] = ()
+    sources: Sequence[weakref.ref[torch.Tensor]] = ()  # of each tensor
+    source_bytes: Sequence[int] = ()
+
     def __init__(self, block: Block, trial: Executor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.block = block
         self.trial = trial
@@ -68,27 +93,6 @@ class BlockCall:
                 places[id(leaf)] = _Place(len(self.tensors))
                 self.tensors.append(leaf)
         self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
-        self.num_edges: list[int] = []
-        self._casts: list[torch.Tensor] = []  # in the outer graph, of the parameters numbered in `_recast`
-        self._recast: list[int] = []
-        self._again: list[Any] = []  # the leaves as they are given to the repeated forward
-        self._random_states: list[torch.Tensor] = []
-        self._buffers_before: list[tuple[int, torch.Tensor]] = []
-        self._buffer_versions: list[int] = []
-        self._versions: list[int] = []
-        self._rewritten: list[torch.Tensor] = []  # values of weights that are written without raising a version
-        self._surroundings: Surroundings | None = None
-        self._made_like: list[tuple[torch.Size, torch.dtype]] = []
-        self._output_leaves: list[Any] = []
-        self._output_structure: Structure | None = None
-        self.nondifferentiable: list[int] = []
-        self.tensor_uses: list[tuple[int, int]] = []  # in the block's own graph, direct and by a cast; the
-        self.parameter_uses: list[tuple[int, int]] = []  # pilot's findings
-        self.sources: list[weakref.ref[torch.Tensor]] = []  # of each tensor
-        self.source_bytes: list[int] = []
-        self.measured = False
-        self.shares_memory = False
-        self.made: Sequence[torch.Tensor] = ()  # by a call without gradients
 
     # ---- arguments and outputs ----
 
@@ -166,11 +170,13 @@ class BlockCall:
         ]
         dtype = _casts_to() if any(edges.casts) else None
         if dtype is not None:
-            for i, (parameter, count) in enumerate(zip(block.parameters, edges.casts, strict=False)):
-                if count and parameter.requires_grad and parameter.dtype is torch.float32:
-                    self._casts.append(self.forward_pass.cast(parameter, dtype))
-                    self._recast.append(i)
-                    self.num_edges.append(count)
+            self._recast = [
+                i
+                for i, (parameter, count) in enumerate(zip(block.parameters, edges.casts, strict=False))
+                if count and parameter.requires_grad and parameter.dtype is torch.float32
+            ]
+            self._casts = [self.forward_pass.cast(block.parameters[i], dtype) for i in self._recast]
+            self.num_edges += [edges.casts[i] for i in self._recast]
 
     def edges_in(self) -> list[torch.Tensor]:
         """Every source as many times as it has edges."""
@@ -187,7 +193,7 @@ class BlockCall:
             weight_versions = versions_of(visit.leaves)
             given = detached(tensors)
             arguments = self.arguments(given)
-            with unsaved():
+            with Unsaved():
                 outputs = block.forward(*arguments)
             block.refuse_changed_weights(visit.leaves, weight_versions)
             if self._may_change:
@@ -246,12 +252,8 @@ class BlockCall:
         """A weight that this call does not use has no edge: its hooks would fire, without a gradient."""
         used = {id(leaf_of(node)) for node in nodes_of(made)}
         unused = {i for i, leaf in enumerate(leaves) if id(leaf) not in used}
-        first = len(self.tensors)
-        for i in unused:
-            self.num_edges[first + i] = 0
-        for n, i in enumerate(self._recast):
-            if i in unused:
-                self.num_edges[first + len(leaves) + n] = 0
+        has_edge = [True] * len(self.tensors) + [i not in unused for i in (*range(len(leaves)), *self._recast)]
+        self.num_edges = [n if has else 0 for n, has in zip(self.num_edges, has_edge, strict=True)]
 
     # ---- backward ----
 
@@ -388,7 +390,7 @@ def _contents(leaf: object) -> Iterator[object]:
 
 def _casts_to() -> torch.dtype | None:
     """What autocast makes of weights here, if it is on and remembers its casts."""
-    enabled = [dtype for _, on, dtype in autocast_state() if on]
+    enabled = [dtype for on, dtype in map(autocast_state, ("cpu", "cuda")) if on]
     return enabled[0] if enabled and torch.is_autocast_cache_enabled() else None
 
 

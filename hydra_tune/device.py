@@ -33,6 +33,7 @@ class Device(ABC):
     """One device with an enforced budget. Slots are one-dimensional uint8 tensors."""
 
     foreach_by_default = False  # does torch.optim choose `foreach` here by itself?
+    slots_stay = False  # is a slot at the same offset the same memory?
 
     def __init__(self, name: str, torch_device: torch.device, budget_bytes: int, *, enforce: bool) -> None:
         self.name = name
@@ -46,7 +47,7 @@ class Device(ABC):
 
     @abstractmethod
     def free_slot(self, offset: int, num_bytes: int) -> None:
-        """Called once no tensor of ours refers to the slot any more."""
+        """Called once no tensor of ours is read or written there any more."""
 
     @abstractmethod
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -82,6 +83,8 @@ class Device(ABC):
 
 class CpuDevice(Device):
     """A virtual device in host memory. Freed slots are poisoned under ``HYDRA_TUNE_CHECKS=1``."""
+
+    slots_stay = True
 
     def __init__(self, index: int, budget_bytes: int) -> None:
         super().__init__(f"cpu:{index} (virtual)", torch.device("cpu"), budget_bytes, enforce=True)

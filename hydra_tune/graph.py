@@ -8,7 +8,7 @@ one, or the last bit may differ: (a + b) + c is not a + (b + c).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -178,14 +178,22 @@ def borrowed_by(
 # ---- what a forward keeps for its backward ------------------------------------------------------------
 
 
-@contextmanager
-def unsaved() -> Iterator[None]:
-    """Run by the operators that training uses, but keep nothing for a backward.
+class Unsaved:
+    """A context manager, once. Run by the operators that training uses, but keep nothing for a backward.
 
     Some operators compute otherwise, in the last bit, where no gradient is asked for (oneDNN's LSTM).
     """
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
-        yield
+
+    __slots__ = ("_grad",)
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        _FORGETTING.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        _FORGETTING.__exit__(*error)
+        torch._C._set_grad_enabled(self._grad)
 
 
 def saved() -> AbstractContextManager[None]:
@@ -215,6 +223,9 @@ def _forgotten(_: Any) -> torch.Tensor:
         "beside them (by a hook, an attribute, a list or a cache), and not in the first step. Do so from the first "
         "step on."
     )
+
+
+_FORGETTING = torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten)
 
 
 def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

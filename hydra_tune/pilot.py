@@ -25,13 +25,13 @@ from hydra_tune.config import format_bytes
 from hydra_tune.errors import SecondGradientError, UncuttableError
 from hydra_tune.graph import (
     ForgottenError,
+    Unsaved,
     Uses,
     borrowed_by,
     detached,
     forget_interrupted_backward,
     gradients_of,
     saved,
-    unsaved,
 )
 from hydra_tune.host_buffer import same_values, storage_bytes, versions_kept
 from hydra_tune.journal import Journal
@@ -336,7 +336,7 @@ class Pilot:
             given, draws = detached(call.tensors), draws_of_others()
             arguments = call.arguments(given)
             try:
-                with unsaved():
+                with Unsaved():
                     outputs = call.block.forward(*arguments)
             except ForgottenError as error:
                 call.block.differentiates = True

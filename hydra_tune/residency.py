@@ -26,6 +26,7 @@ class Residency:
         self.device = device
         self.meter = meter
         self.copies: dict[int, DeviceCopy] = {}  # by shard
+        self._former: dict[int, tuple[tuple[int, int], DeviceCopy]] = {}  # by shard, with the place it was made for
         self._weights: HostWeights | None = None
         self._held: list[tuple[nn.Module, str]] = []
         self._count = count
@@ -43,14 +44,35 @@ class Residency:
         return Visit(self, block, copy)
 
     def promote(self, blocks: Sequence[Block], offset: int, num_bytes: int) -> DeviceCopy:
-        counting = self.meter.counting
         with self.meter.paused():
-            slot = self.device.slot(offset, num_bytes)
-            if counting:
-                self.device.meter.add(SLOT_OWNER, [slot])
-            copy = DeviceCopy(self.device, slot, blocks, self._weights)
-        self._count("promoted_bytes", copy.promoted_bytes)
+            copy = DeviceCopy(self.device, self.device.slot(offset, num_bytes), blocks, self._weights)
+        self._fill(copy)
         return copy
+
+    def promote_shard(self, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
+        """Into `copies`; where slots stay in place, the copy that was there before is filled again."""
+        before = self._former.get(shard)
+        if before is not None and before[0] == (offset, num_bytes) and before[1].is_of(blocks):
+            copy = before[1]
+            self._fill(copy)
+        else:
+            copy = self.promote(blocks, offset, num_bytes)
+            if self.device.slots_stay:
+                self._former[shard] = (offset, num_bytes), copy
+        self.copies[shard] = copy
+
+    def _fill(self, copy: DeviceCopy) -> None:
+        copy.counted = self.meter.counting
+        if copy.counted:
+            self.device.meter.add(SLOT_OWNER, [copy.slot])
+        with self.meter.paused():
+            copy.fill()
+        self._count("promoted_bytes", copy.num_bytes)
+
+    def drop_shard(self, shard: int) -> None:
+        copy = self.copies.pop(shard, None)
+        if copy is not None and copy.counted:
+            self.device.meter.remove(copy.slot)
 
     def refresh(self, copy: DeviceCopy, block: Block, *, forward: bool) -> None:
         """Copy anew what has changed on the host since it was copied."""
@@ -135,6 +157,7 @@ class Residency:
 
     def bring_home(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move what is held on the device back to host memory."""
+        self._former.clear()
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         with self.meter.paused():
             for module, name in self._held:
@@ -162,6 +185,7 @@ class Residency:
 
     def close(self) -> None:
         self.copies.clear()
+        self._former.clear()
         if self._weights is not None:
             self._weights.close()
 

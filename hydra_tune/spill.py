@@ -7,7 +7,7 @@ slot                    | block 1 | tied | buffers |     one copy for the run, o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -16,7 +16,15 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from hydra_tune.block import Block, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError, UncuttableError
-from hydra_tune.host_buffer import HostBuffer, is_dense, same_bits, same_values, storage_bytes, version_of
+from hydra_tune.host_buffer import (
+    HostBuffer,
+    is_dense,
+    same_bits,
+    same_values,
+    storage_bytes,
+    tensor_bytes,
+    version_of,
+)
 from hydra_tune.tree import tensors_in
 
 
@@ -70,31 +78,32 @@ class HostWeights:
 
 
 class DeviceCopy:
-    """The weights of some blocks in one slot: leaves of the local graph, and buffers."""
+    """The weights of some blocks in one slot: leaves of the local graph, and buffers. `fill` copies the values."""
 
     def __init__(self, device: Device, slot: torch.Tensor, blocks: Sequence[Block], host: HostWeights | None) -> None:
         self._device = device
         self.slot = slot
+        self.blocks = blocks
+        self.counted = False  # by the device's meter
         self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
-        self._copied: dict[Hashable, tuple[int, int]] = {}  # of each parameter and buffer: its version, its address
+        self._copied: dict[int, tuple[int, int]] = {}  # by id of host tensor: version and address when it was copied
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the slot, seen with a dtype
         self._runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
         self._end = 0
         for block in blocks:
             for parameter in block.slot_parameters:
                 if id(parameter) not in self._leaves:
                     self._add_parameter(parameter, host)
         for block in blocks:
-            for (module, name), buffer in zip(block.buffer_sites, block.buffers(), strict=True):
-                self._buffers[module, name] = (self._add(buffer), buffer)
-                self._copied[module, name] = _state_of(buffer)
+            for site, buffer in zip(block.buffer_sites, block.buffers(), strict=True):
+                self._buffers[site] = (self._add(buffer), buffer)
         if host is not None:
             self._copies += [(slot[to : to + size], host.piece(place, size)) for place, to, size in self._runs]
-        device.promote(self._copies)
-        self.promoted_bytes = sum(host.numel() * host.element_size() for _, host in self._copies)
-        self._copies.clear()
+        self._hosts = [t for block in blocks for t in _tensors_of(block)]
+        self._made_of = [(t.data_ptr(), t.size(), t.stride(), t.dtype, t.requires_grad) for t in self._hosts]
+        self.num_bytes = sum(map(tensor_bytes, (host for _, host in self._copies)))
 
     def _add_parameter(self, parameter: nn.Parameter, host: HostWeights | None) -> None:
         place = host.offset(parameter) if host is not None and host.has(parameter) else None
@@ -106,24 +115,44 @@ class DeviceCopy:
             self._add_run(place, size)
             self._end += size
         self._leaves[id(parameter)] = leaf_like(parameter, data)
-        self._copied[id(parameter)] = _state_of(parameter)
+
+    def fill(self) -> None:
+        """Copy what the host has now."""
+        self._device.promote(self._copies)
+        for tensor in self._hosts:
+            self._copied[id(tensor)] = version_of(tensor), tensor.data_ptr()
+
+    def is_of(self, blocks: Sequence[Block]) -> bool:
+        """Whether it may be filled again for these blocks: the host's tensors are where and what they were, and
+        nothing was put on a leaf."""
+        tensors = [t for block in blocks for t in _tensors_of(block)]
+        if self.blocks != blocks or len(tensors) != len(self._hosts):
+            return False
+        for tensor, host, made_of in zip(tensors, self._hosts, self._made_of, strict=True):
+            if tensor is not host or tensor.__dict__:
+                return False
+            if made_of != (tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad):
+                return False
+        return not any(map(_is_marked, self._leaves.values()))
 
     def stale(self, block: Block, *, forward: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) of what has changed on the host since it was copied, and is to be copied anew: a forward
         may write weights between two blocks, a script may lend them others' (`p.data = ...`) for an evaluation,
         and a buffer may be another block's too."""
-        stale: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in block.slot_parameters:
-            state = _state_of(parameter)
-            if (block.rewritten and forward) or self._copied.get(id(parameter)) != state:
-                stale.append((self.leaf(parameter).data, parameter.data))
-                self._copied[id(parameter)] = state
-        for module, name in block.buffer_sites:
-            slot, host = self._buffers[module, name]
-            if self._copied[module, name] != _state_of(host):
-                stale.append((slot, host))
-                self._copied[module, name] = _state_of(host)
-        return stale
+            if self._is_stale(parameter) or (block.rewritten and forward):
+                pairs.append((self.leaf(parameter).data, parameter.data))
+        for site in block.buffer_sites:
+            if self._is_stale(self._buffers[site][1]):
+                pairs.append(self._buffers[site])
+        return pairs
+
+    def _is_stale(self, host: torch.Tensor) -> bool:
+        """The first time after it has changed."""
+        before = self._copied.get(id(host))
+        now = self._copied[id(host)] = version_of(host), host.data_ptr()
+        return now != before
 
     def refuse_changed_values(self, block: Block) -> None:
         """As `Block.refuse_changed_weights`, for what is written without raising a version (`.data`)."""
@@ -230,5 +259,10 @@ class DeviceCopy:
         return before
 
 
-def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    return version_of(tensor), tensor.data_ptr()
+def _tensors_of(block: Block) -> list[torch.Tensor]:
+    """Those that its slot has a copy of."""
+    return [*block.slot_parameters, *block.buffers()]
+
+
+def _is_marked(leaf: nn.Parameter) -> bool:
+    return bool(leaf.__dict__ or leaf._backward_hooks or leaf._post_accumulate_grad_hooks or leaf.grad is not None)

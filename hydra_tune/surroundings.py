@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ _PLAIN = frozenset((
 _STRUCTURE = frozenset((  # not what a module is set to
     "_parameters", "_buffers", "_modules", "forward", "_apply", "_flat_weights", "_flat_weight_refs",
 ))  # fmt: skip
+_State: TypeAlias = tuple[Any, ...]
 _CPU = torch.device("cpu")
 _HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on saved tensors, and change no value
 _top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
@@ -53,20 +54,19 @@ class Surroundings:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._process = _Process.now()
-        self._attributes = _attributes_of(modules)
-        self.have_gradients = any(
-            type(v) is torch.Tensor and v.requires_grad for module in modules for v in vars(module).values()
-        )
-        self._versions = [
-            (name, value, version_of(value))
-            for own in self._attributes
-            for name, value in own.items()
-            if type(value) is torch.Tensor
-        ]
+        self._process = _process_now()
+        self._attributes = [dict(vars(module)) for module in modules]
+        self.have_gradients = False
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        for own in self._attributes:
+            for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
+                self.have_gradients |= value.requires_grad
+                if value.grad_fn is None:
+                    self._versions.append((name, value, version_of(value)))
+                else:  # an activation, which would keep its graph
+                    del own[name]
 
-    @contextmanager
-    def restored(self, block: str) -> Iterator[None]:
+    def restored(self, block: str) -> _Restored:
         """Within, all is as it was; afterwards as it is now.
 
         Raises:
@@ -79,72 +79,83 @@ class Surroundings:
                     f"forward, but {name!r} of block {block} was changed in place in between. Change it after "
                     f"backward, or assign a new tensor."
                 )
-        process, attributes = _Process.now(), _attributes_of(self._modules)
-        try:
-            if not _are_same(attributes, self._attributes):
-                _set_attributes(self._modules, self._attributes)
-            with nullcontext() if process == self._process else self._process.entered(process):
-                yield
-        finally:
-            if not _are_same(_attributes_of(self._modules), attributes):
-                _set_attributes(self._modules, attributes)
+        return _Restored(self._modules, self._process, self._attributes)
 
 
-class _Process(NamedTuple):
-    """What is the same for all modules."""
+class _Restored:
+    """A context manager, once: the process and the attributes of modules as they were then; afterwards as now."""
 
-    autocast: list[tuple[str, bool, torch.dtype]]
-    device: torch.device
-    flags: list[Any]
+    __slots__ = ("_attributes", "_entered", "_modules", "_process")
 
-    @classmethod
-    def now(cls) -> _Process:
-        # a mode may have set a device; torch 2.6's get_default_device does not know of `with device`
-        device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU
-        return cls(autocast_state(), device, [read() for read, _ in _FLAGS])
+    def __init__(self, modules: Sequence[nn.Module], process: _State, attributes: list[dict[str, Any]]) -> None:
+        self._modules = modules
+        self._process = process
+        self._attributes = attributes
 
-    @contextmanager
-    def entered(self, now: _Process) -> Iterator[None]:
-        """As it is here, where it differs from what it is `now`."""
-        with ExitStack() as stack:
-            for (kind, enabled, dtype), (_, is_enabled, _) in zip(self.autocast, now.autocast, strict=True):
-                if enabled or is_enabled:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            if self.device != now.device:
-                stack.enter_context(self.device)
-            for (_, write), then, value in zip(_FLAGS, self.flags, now.flags, strict=True):
-                if then != value:
-                    stack.callback(write, value)
-                    write(then)
-            yield
+    def __enter__(self) -> None:
+        then = self._attributes
+        if not _are_set(self._modules, then):
+            self._attributes = [dict(vars(module)) for module in self._modules]
+            _set_attributes(self._modules, then)
+        now = _process_now()
+        self._entered = None if now == self._process else _process_as(self._process, now)
+        if self._entered is not None:
+            self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(*error)
+        if not _are_set(self._modules, self._attributes):
+            _set_attributes(self._modules, self._attributes)
 
 
-def autocast_state() -> list[tuple[str, bool, torch.dtype]]:
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+def _process_now() -> _State:
+    """What is the same for all modules: autocast for two kinds of device, the default device, the flags."""
+    # a mode may have set a device; torch 2.6's get_default_device does not know of `with device`
+    device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU
+    return (*autocast_state("cpu"), *autocast_state("cuda"), device, *[read() for read, _ in _FLAGS])
 
 
-def _attributes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in vars(m).items() if _is_setting(k, v)} for m in modules]
+@contextmanager
+def _process_as(then: _State, now: _State) -> Iterator[None]:
+    """As it was then, where it is different now."""
+    with ExitStack() as stack:
+        for kind, i in ("cpu", 0), ("cuda", 2):
+            enabled, dtype = then[i : i + 2]
+            if enabled or now[i]:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        if then[4] != now[4]:
+            stack.enter_context(then[4])
+        for (_, write), value, other in zip(_FLAGS, then[5:], now[5:], strict=True):
+            if value != other:
+                stack.callback(write, other)
+                write(value)
+        yield
 
 
-def _is_setting(name: str, value: Any) -> bool:
-    """Not an activation, which would keep its graph."""
-    return name not in _STRUCTURE and not (type(value) is torch.Tensor and value.grad_fn is not None)
+def autocast_state(kind: str) -> tuple[bool, torch.dtype]:
+    """Whether it is on for this kind of device, and what it casts to."""
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
-def _are_same(attributes: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
+def _are_set(modules: Sequence[nn.Module], attributes: Sequence[dict[str, Any]]) -> bool:
     """By identity: an equal number in a new object is put back for nothing."""
     return all(
-        a.keys() == b.keys() and all(map(is_, a.values(), b.values())) for a, b in zip(attributes, others, strict=True)
+        own.keys() == values.keys() and all(map(is_, own.values(), values.values()))
+        for own, values in zip(map(vars, modules), attributes, strict=True)
     )
 
 
 def _set_attributes(modules: Sequence[nn.Module], attributes: Sequence[dict[str, Any]]) -> None:
     for module, values in zip(modules, attributes, strict=True):
         own = vars(module)
-        for name in [k for k, v in own.items() if k not in values and _is_setting(k, v)]:
+        for name in [k for k, v in own.items() if k not in values and k not in _STRUCTURE and not _is_activation(v)]:
             del own[name]
-        own.update(values)
+        own.update((k, v) for k, v in values.items() if k not in _STRUCTURE)
+
+
+def _is_activation(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.grad_fn is not None
 
 
 def refuse_modes(block: str) -> None:

@@ -394,11 +394,11 @@ class Trial:
         """Carry out the scheduler's `Promote`, in this trial's thread."""
         assert self.plan is not None
         blocks = [self.planner.blocks[i] for i in self.plan.shards[shard].blocks]
-        self.residency.copies[shard] = self.residency.promote(blocks, offset, num_bytes)
+        self.residency.promote_shard(shard, blocks, offset, num_bytes)
 
     def drop_shard(self, shard: int) -> None:
         """Carry out the scheduler's `Drop`, in any thread."""
-        self.residency.copies.pop(shard, None)
+        self.residency.drop_shard(shard)
 
     def counted(self) -> Counted:
         """Count operators on the device, where anything counts them: in pilots and under checks."""

@@ -88,7 +88,7 @@ class CpuDevice(Device):
 
     def __init__(self, index: int, budget_bytes: int) -> None:
         super().__init__(f"cpu:{index} (virtual)", torch.device("cpu"), budget_bytes, enforce=True)
-        self._arena = mmap.mmap(-1, budget_bytes)
+        self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)
         self._poison = checks_enabled()
 
     def slot(self, offset: int, num_bytes: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ class HostBuffer:
             self.offsets.append(end)
             end += storage_bytes(tensor)
         self.num_bytes = max(end, 1)
-        self._mapping = mmap.mmap(-1, self.num_bytes)
+        self._mapping = mmap.mmap(-1, self.num_bytes, access=mmap.ACCESS_COPY)  # a forked child gets its own
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.views = [self._view(t, offset) for t, offset in zip(tensors, self.offsets, strict=True)]
 

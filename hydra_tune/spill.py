@@ -51,10 +51,11 @@ class HostWeights:
         return all(self.has(p) for block in blocks for p in block.slot_parameters)
 
     def offset(self, parameter: nn.Parameter) -> int | None:
-        """Where the parameter lies; None if the user has given it other storage since (`p.data = ...`), in which it
-        stays: what was here may still be someone's."""
+        """Where the parameter lies; None if the user has given it other storage since (`p.data = ...`,
+        `share_memory()`), in which it stays: what was here may still be someone's."""
         offset, view = self._place[id(parameter)]
-        if parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():
+        here = parameter.data_ptr() == self.buffer.bytes.data_ptr() + offset or parameter.numel() == 0
+        if here and parameter.stride() == view.stride():
             return offset
         same = parameter.shape == view.shape and parameter.dtype == view.dtype and not parameter.is_meta
         if not same or not is_dense(parameter):

@@ -1,6 +1,7 @@
 """The model as an object while it trains: copies, evaluation, what is saved and loaded, and changes to it."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -184,6 +185,38 @@ def test_weights_written_in_place_are_what_runs(budget):
         nn.init.zeros_(model.layers[3].down.bias)
         losses.append(loss_on(model.eval(), *batch()).item())
         return losses, train(model.train(), optimizer), left_by(model, optimizer)
+
+    compare(scenario, budget)
+
+
+@both_budgets
+def test_weights_that_are_shared_with_other_processes_train_on(budget):
+    """torch.multiprocessing gives their storages new memory where they are, also when it pickles them."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        losses = train(model, optimizer, 1)
+        model.share_memory()
+        return losses, train(model, optimizer), left_by(model, optimizer)
+
+    compare(scenario, budget)
+
+
+@both_budgets
+def test_a_forked_child_has_weights_of_its_own(budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        losses = train(model, optimizer, 1)
+        pid = os.fork()
+        if pid == 0:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return losses, train(model, optimizer), left_by(model, optimizer)
 
     compare(scenario, budget)
 

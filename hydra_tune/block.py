@@ -70,7 +70,18 @@ class Block:
         return sum(map(storage_bytes, self.slot_parameters)) + sum(storage_bytes(b) for b in self.buffers())
 
     def buffers(self) -> list[torch.Tensor]:
-        return [b for b in (m._buffers[n] for m, n in self.buffer_sites) if b is not None]
+        """As in `buffer_sites`.
+
+        Raises:
+            UncuttableError: one was taken away since.
+        """
+        buffers = [b for b in (m._buffers.get(n) for m, n in self.buffer_sites) if b is not None]
+        if len(buffers) < len(self.buffer_sites):
+            raise UncuttableError(
+                f"a block's buffers are there from one step to the next, but one of {self.name} was taken away (set to "
+                "None or deleted) during a forward. Fill it with zeros instead."
+            )
+        return buffers
 
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The module's own forward, whatever stands in its place; one set on the instance goes before its class's."""

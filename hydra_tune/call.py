@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import Context, copy_context
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 
 from hydra_tune.block import Block
-from hydra_tune.errors import UncuttableError
+from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of
 from hydra_tune.host_buffer import same_values, version_of
@@ -29,6 +30,9 @@ class Executor(Protocol):
     residency: Residency
 
     @property
+    def has_model(self) -> bool: ...
+
+    @property
     def forward_pass(self) -> ForwardPass: ...
 
     @property
@@ -42,7 +46,11 @@ class Executor(Protocol):
 
     def measuring(self, call: BlockCall) -> AbstractContextManager[None]: ...
 
-    def finds(self, call: BlockCall, error: UncuttableError) -> bool: ...
+    def finds(self, block: Block, error: PrepareError) -> bool: ...
+
+    def end_forward(self, error: Exception) -> None: ...
+
+    def end(self) -> None: ...
 
     def enter_backward(self, forward_pass: ForwardPass) -> None: ...
 
@@ -67,6 +75,7 @@ class BlockCall:
     _versions: Sequence[int] = ()
     _rewritten: Sequence[torch.Tensor] = ()  # values of weights that are written without raising a version
     _surroundings: Surroundings | None = None
+    _context: Context  # of Python's context variables
     _made_like: Sequence[tuple[torch.Size, torch.dtype]] = ()
     _output_leaves: Sequence[Any] = ()
     _output_structure: Structure | None = None
@@ -113,10 +122,13 @@ class BlockCall:
 
     def refuse_changed_inputs(self, tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         if list(versions) != versions_of(tensors):
-            raise UncuttableError(
-                f"a block leaves its inputs as they are, but {self.block.name} changed one in place. "
-                "Make its first operator out of place (inplace=False), or give it a copy."
-            )
+            raise self._changed_input()
+
+    def _changed_input(self) -> UncuttableError:
+        return UncuttableError(
+            f"a block leaves its inputs as they are, but {self.block.name} changed one in place. "
+            "Make its first operator out of place (inplace=False), or give it a copy."
+        )
 
     def refuse_changed_containers(self, tensors: Sequence[torch.Tensor], arguments: tuple[Any, Any]) -> None:
         leaves, structure = flatten(arguments)
@@ -183,18 +195,27 @@ class BlockCall:
         sources = [*self.tensors, *self.block.parameters, *self._casts]
         return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
 
+    def forward_unsaved(self, arguments: tuple[Sequence[Any], dict[str, Any]]) -> Any:
+        try:
+            with Unsaved():
+                return self.block.forward(*arguments)
+        except RuntimeError as error:  # in the local graph inputs are leaves
+            if "leaf Variable that requires grad" in str(error):
+                raise self._changed_input() from error
+            raise
+
     def run_forward(self) -> tuple[torch.Tensor, ...]:
         """The block on its promoted weights, keeping no graph; notes what `run_backward` must restore."""
         block, tensors = self.block, self.tensors
         self._buffer_versions, versions = versions_of(block.buffers()), versions_of(tensors)
         self._random_states = generator_states(self.trial.residency.device.generators())
         self._surroundings = Surroundings(block.modules)
+        self._context = copy_context()
         with self.trial.visit(block, Direction.FORWARD) as visit:
             weight_versions = versions_of(visit.leaves)
             given = detached(tensors)
             arguments = self.arguments(given)
-            with Unsaved():
-                outputs = block.forward(*arguments)
+            outputs = self.forward_unsaved(arguments)
             block.refuse_changed_weights(visit.leaves, weight_versions)
             if self._may_change:
                 self.refuse_changed_containers(given, arguments)
@@ -287,7 +308,9 @@ class BlockCall:
                 inputs = [alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
                 first_node = torch._C._autograd._get_sequence_nr()
                 with torch.enable_grad(), self._surroundings.restored(self.block.name):
-                    made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
+                    outputs = self._context.copy().run(self.block.forward, *self.arguments(inputs, self._again))
+                    made = self.made_by(outputs, inputs)
+                    del outputs
             finally:
                 set_generator_states(generators, drawn)
                 visit.copy.swap_buffers(self.block, now)

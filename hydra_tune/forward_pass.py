@@ -9,11 +9,19 @@ import torch
 from hydra_tune.graph import Cast
 
 
+class AbandonedForward(Exception):
+    """Ends a forward that is to be started anew, or to be given up."""
+
+
 @dataclass(eq=False)
 class ForwardPass:
-    """Lives as long as the graph of one forward of the root module; done once that graph was used up."""
+    """Lives as long as the graph of one forward of the root module; done once that graph was used up.
+
+    `ended_by` is what a block raised to end it. A model may catch all exceptions, and would go on without the block.
+    """
 
     done: bool = False
+    ended_by: Exception | None = None
     _casts: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

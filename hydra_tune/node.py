@@ -17,10 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, Executor
-from hydra_tune.errors import PrepareError, SecondGradientError, UncuttableError
+from hydra_tune.errors import HydraTuneError, PrepareError, SecondGradientError, UncuttableError
+from hydra_tune.forward_pass import AbandonedForward
+from hydra_tune.root import transform_around
 from hydra_tune.shard import Direction
 from hydra_tune.tree import map_tensors
 
@@ -37,6 +40,24 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.trial.residency.in_visit:  # a block within a block
             return self.block.forward(args, kwargs)
+        try:
+            return self._run(args, kwargs)
+        except (HydraTuneError, AbandonedForward) as error:
+            self.trial.end_forward(error)
+            raise
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not self.trial.has_model:
+            self.trial.end()
+            return self.block.forward(args, kwargs)
+        transform = transform_around()
+        if transform is not None:
+            error = UncuttableError(
+                f"a block runs operator by operator, but {self.block.name} is called within {transform}. Call the "
+                "block outside of it, or hydra_tune.release(model) first."
+            )
+            self.trial.finds(self.block, error)
+            raise error
         if not torch.is_grad_enabled() and not self.trial.in_forward:
             return self.trial.run_block(self.block, args, kwargs)
         call = BlockCall(self.block, self.trial, args, kwargs)
@@ -46,7 +67,7 @@ class BlockForward:
             try:
                 return call.run_without_graph(args, kwargs)
             except UncuttableError as error:
-                if not self.trial.finds(call, error):
+                if not self.trial.finds(self.block, error):
                     raise
             return self._run_as_it_is(args, kwargs)
         call.refuse_hidden_tensors()
@@ -62,6 +83,14 @@ class BlockForward:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self.block.module, "forward")
+
+
+def end_orphans(model: nn.Module) -> None:
+    """End the trials whose own model was collected, while this part of it lives on."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, BlockForward) and not forward.trial.has_model:
+            forward.trial.end()
 
 
 class BlockFunction(torch.autograd.Function):

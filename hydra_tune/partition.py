@@ -100,7 +100,7 @@ def make_plan(
         raise BudgetError(
             f"the model has no block that could be spilled and needs {format_bytes(resident.need_bytes)}, but the "
             f"budget is {format_bytes(budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, or split "
-            "the model into child modules."
+            f"the model into child modules.{cut.spell_kept()}"
         )
     for p in profiles:
         need = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes

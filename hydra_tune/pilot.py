@@ -22,10 +22,10 @@ from torch import nn
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, edges_for, versions_of
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import SecondGradientError, UncuttableError
+from hydra_tune.errors import HydraTuneError, SecondGradientError, UncuttableError
+from hydra_tune.forward_pass import AbandonedForward
 from hydra_tune.graph import (
     ForgottenError,
-    Unsaved,
     Uses,
     borrowed_by,
     detached,
@@ -48,7 +48,7 @@ from hydra_tune.probe import (
     user_hooks,
     user_hooks_removed,
 )
-from hydra_tune.random_state import random_state_kept
+from hydra_tune.random_state import random_state_kept, random_state_now
 from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.snapshot import Snapshot
@@ -58,7 +58,7 @@ from hydra_tune.tree import map_tensors, tensors_in
 OUTPUT_COPIES = 3  # what a loss makes of the model's outputs: log-probabilities, their gradient, one more
 
 
-class DoesNotFitError(Exception):
+class DoesNotFitError(AbandonedForward):
     """The pilot has less free memory than a block needs; `work_bytes` is what it needs to compute, or `lacking` says
     that it needs more than these."""
 
@@ -107,10 +107,8 @@ class Pilot:
             try:
                 self._run(forward, args, kwargs, fires_hooks=False)
                 return
-            except (DoesNotFitError, torch.OutOfMemoryError):
-                raise
-            except Exception:
-                if not any(map(user_hooks, self.model.modules())):
+            except Exception as error:
+                if _is_of_pilots(error) or self.findings or not self._has_hooks:
                     raise
             free_remains(self.residency.meter, before)
             self.profiles, self.findings = {}, Findings()
@@ -119,11 +117,10 @@ class Pilot:
     def _run(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, fires_hooks: bool
     ) -> None:
-        meter, device = self.residency.meter, self.residency.device
-        inputs, hooked = tensors_in((args, kwargs)), any(map(user_hooks, self.model.modules()))
+        meter = self.residency.meter
+        inputs, hooked = tensors_in((args, kwargs)), self._has_hooks
         with (
-            self._put_back(args, kwargs) as journal,
-            random_state_kept(device.generators()),
+            self._put_back(args, kwargs, last=fires_hooks or not hooked) as journal,
             nullcontext() if fires_hooks else user_hooks_removed(self.model),
             TensorHooksOff(),
             parametrizations_uncached(),
@@ -131,7 +128,8 @@ class Pilot:
             before = meter.trial_bytes
             meter.watch_outside()
             try:
-                with torch.set_grad_enabled(not self.forward_only):
+                inference = self.forward_only and torch.is_inference_mode_enabled()
+                with torch.inference_mode(inference), torch.set_grad_enabled(not self.forward_only):
                     args, kwargs = map_tensors(_apart, (args, kwargs))
                     outputs = tensors_in(forward(*args, **kwargs))
             except SecondGradientError as error:  # within the forward, which no cut would allow
@@ -167,8 +165,9 @@ class Pilot:
         self._profile_uncalled()
 
     @contextmanager
-    def _put_back(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Journal]:
-        """Afterwards weights, gradients, buffers, arguments and attributes are what they were."""
+    def _put_back(self, args: Sequence[Any], kwargs: dict[str, Any], *, last: bool) -> Iterator[Journal]:
+        """Afterwards random state, weights, gradients, buffers, arguments and attributes are what they were; not if
+        the `last` pilot is ended by the model's own exception, as this forward has run as far as in plain PyTorch."""
         meter, buffers = self.residency.meter, list(self.model.buffers())
         values = [b.clone() for b in buffers]
         weights = [(p, p.data) for p in self.model.parameters()]
@@ -179,26 +178,37 @@ class Pilot:
         tensors = (*arguments.tensors, *attributes.tensors)
         graphs = [(t, t.grad_fn) for t in (*tensors_in((args, kwargs)), *tensors)]
         written = (*tensors, *(grad for _, grad in grads if grad is not None))
+        put_random_state_back = random_state_now(self.residency.device.generators())
         journal = meter.journal = Journal(self.model.parameters(), written)
+        is_of_model = False
         try:
             yield journal
+        except Exception as error:
+            is_of_model = last and not self.findings and not _is_of_pilots(error)
+            raise
         finally:
             meter.journal = None
-            journal.undo()
             self._drop_copy()
-            arguments.restore()
-            attributes.restore()
-            for parameter, grad in grads:
-                if parameter.grad is not grad:
-                    parameter.grad = grad
-            for parameter, data in weights:
-                if parameter.data_ptr() != data.data_ptr():
-                    parameter.data = data
-            with torch.no_grad():
-                for buffer, value in zip(buffers, values, strict=True):
-                    buffer.copy_(value)
-            for tensor, node in graphs:
-                _take_out(tensor, node)
+            if not is_of_model:
+                journal.undo()
+                put_random_state_back()
+                arguments.restore()
+                attributes.restore()
+                for parameter, grad in grads:
+                    if parameter.grad is not grad:
+                        parameter.grad = grad
+                for parameter, data in weights:
+                    if parameter.data_ptr() != data.data_ptr():
+                        parameter.data = data
+                with torch.no_grad():
+                    for buffer, value in zip(buffers, values, strict=True):
+                        buffer.resize_(value.shape).copy_(value)
+                for tensor, node in graphs:
+                    _take_out(tensor, node)
+
+    @property
+    def _has_hooks(self) -> bool:
+        return any(map(user_hooks, self.model.modules()))
 
     def _hold(self, read: Sequence[nn.Parameter]) -> None:
         """Weights of blocks that operators were given as they are: in a visit a block has copies of its own."""
@@ -268,6 +278,12 @@ class Pilot:
         except UncuttableError as error:
             self.findings.uncuttable[block] = str(error)
             return False
+        except Exception as error:
+            if _is_of_pilots(error):
+                raise
+            raised = type(error).__name__
+            self.findings.uncuttable[block] = f"a block is run apart, but the forward of {block.name} raised {raised}."
+            return False
         finally:
             meter.outside_starts()
         self._note(block, profile)
@@ -336,17 +352,12 @@ class Pilot:
             given, draws = detached(call.tensors), draws_of_others()
             arguments = call.arguments(given)
             try:
-                with Unsaved():
-                    outputs = call.block.forward(*arguments)
+                outputs = call.forward_unsaved(arguments)
             except ForgottenError as error:
                 call.block.differentiates = True
                 raise UncuttableError(
                     f"a block's forward keeps nothing for a backward, but {call.block.name} runs one within its forward"
                 ) from error
-            except RuntimeError as error:
-                if not isinstance(error, torch.OutOfMemoryError):
-                    self._refuse_in_place(call)  # autograd's own refusal does not name the block
-                raise
             refuse_draws_of_others(call.block, draws)
             call.block.refuse_changed_weights(visit.leaves, weight_versions)
             with self.residency.meter.paused():
@@ -361,13 +372,6 @@ class Pilot:
             with self.residency.meter.paused():
                 self._made = [x.detach().to("cpu", copy=True) for x in made]
         return seconds, used[0], boundary
-
-    def _refuse_in_place(self, call: BlockCall) -> None:
-        copies = [t.clone() for t in call.tensors]
-        versions = versions_of(copies)
-        with torch.no_grad():
-            call.block.forward(*call.arguments(copies))
-        call.refuse_changed_inputs(copies, versions)
 
     def _backward(
         self, call: BlockCall, copy: DeviceCopy
@@ -422,8 +426,16 @@ class Pilot:
         used[0] = self.residency.meter.window_peak - before
 
 
+def _is_of_pilots(error: Exception) -> bool:
+    """Not of the model: its own code did not fail."""
+    return isinstance(error, (HydraTuneError, AbandonedForward, torch.OutOfMemoryError))
+
+
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory; what a pilot writes there does not become part of the tensor's history."""
+    """The same memory; what a pilot writes there does not become part of the tensor's history. An inference tensor
+    can't be in one."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return tensor.clone()
     return tensor if tensor.requires_grad else tensor.detach()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -22,9 +23,9 @@ from hydra_tune.call import BlockCall, Executor
 from hydra_tune.config import format_bytes
 from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
-from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError, UncuttableError
+from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.fingerprint import switches_of
-from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.forward_pass import AbandonedForward, ForwardPass
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.node import BlockForward
@@ -72,7 +73,7 @@ class Planned(Executor, Client, Protocol):
     def one_pass(self) -> AbstractContextManager[ForwardPass]: ...
 
 
-class UnmeasuredBlock(Exception):
+class UnmeasuredBlock(AbandonedForward):
     """A block is called that no pilot has seen called."""
 
 
@@ -178,10 +179,10 @@ class Planner:
         """Around a call without gradients."""
         return self.pilot.measuring(call) if self.pilot is not None and self.pilot.forward_only else nullcontext()
 
-    def finds(self, call: BlockCall, error: UncuttableError) -> bool:
-        """Note in a pilot what a call without gradients has shown; False outside of one."""
+    def finds(self, block: Block, error: PrepareError) -> bool:
+        """Note in a pilot that this block can't be cut so; False outside of one."""
         if self.pilot is not None:
-            self.pilot.findings.uncuttable[call.block] = str(error)
+            self.pilot.findings.uncuttable[block] = str(error)
         return self.pilot is not None
 
     # ---- the plan for a forward ----
@@ -432,7 +433,7 @@ class Planner:
         try:
             while True:
                 pilot = Pilot(trial.model, self.blocks, trial.residency, free_bytes, forward_only)
-                error = self._fly(pilot, root, args, kwargs)
+                error = copy_context().run(self._fly, pilot, root, args, kwargs)
                 peak_bytes = max(peak_bytes, pilot.peak_bytes)
                 if not pilot.findings:
                     break
@@ -467,6 +468,9 @@ class Planner:
             )
         except torch.OutOfMemoryError as lack:
             error = BudgetError(f"{trial.name} does not fit even one block at a time: {lack}{self._cut.spell_kept()}")
+        except Exception:
+            if not pilot.findings:  # cut anew, it may not come to this
+                raise
         finally:
             trial.meter.counting = counting
             self.pilot = None

@@ -87,6 +87,8 @@ class TensorHooksOff(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.register_hook:
             return RemovableHandle(OrderedDict())
+        if func is torch.Tensor.retain_grad:
+            return None
         return func(*args, **(kwargs or {}))
 
 

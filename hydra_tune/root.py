@@ -168,17 +168,21 @@ def refuse_global_hooks() -> None:
             )
 
 
-def refuse_transforms() -> None:
-    """What changes the meaning of operators reaches neither a block's weights nor its repetition."""
+def transform_around() -> str | None:
+    """What changes the meaning of operators here, and reaches neither a block's weights nor its repetition."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        what, way = "a transform of torch.func (grad, vmap, jvp)", "use it inside of a block"
-    elif torch.autograd.forward_ad._current_level >= 0:
-        what, way = "forward-mode automatic differentiation", "use backward"
-    elif (compiler := sys.modules.get("torch._C._dynamo.eval_frame")) and compiler.get_eval_frame_callback():
-        what, way = "torch.compile", "call the model itself"
-    else:
-        return
-    raise PrepareError(
-        f"a prepared model runs operator by operator, but it was called within {what}. Call "
-        f"hydra_tune.release(model) first, or {way}."
-    )
+        return "a transform of torch.func (grad, vmap, jvp)"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode automatic differentiation"
+    if (compiler := sys.modules.get("torch._C._dynamo.eval_frame")) and compiler.get_eval_frame_callback():
+        return "torch.compile"
+    return None
+
+
+def refuse_transforms() -> None:
+    transform = transform_around()
+    if transform is not None:
+        raise PrepareError(
+            f"a prepared model runs operator by operator, but it was called within {transform}. Call "
+            "hydra_tune.release(model) first, or use that inside of a module's forward."
+        )

@@ -7,7 +7,7 @@ slot                    | block 1 | tied | buffers |     one copy for the run, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import nn
@@ -88,7 +88,7 @@ class DeviceCopy:
         self.counted = False  # by the device's meter
         self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
-        self._copied: dict[int, tuple[int, int]] = {}  # by id of host tensor: version and address when it was copied
+        self._copied: dict[Hashable, tuple[int, int]] = {}  # of each parameter and buffer: its version, its address
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the slot, seen with a dtype
         self._runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
@@ -120,8 +120,11 @@ class DeviceCopy:
     def fill(self) -> None:
         """Copy what the host has now."""
         self._device.promote(self._copies)
-        for tensor in self._hosts:
-            self._copied[id(tensor)] = version_of(tensor), tensor.data_ptr()
+        for block in self.blocks:
+            for parameter in block.slot_parameters:
+                self._copied[id(parameter)] = _state_of(parameter)
+        for site, (_, host) in self._buffers.items():
+            self._copied[site] = _state_of(host)
 
     def is_of(self, blocks: Sequence[Block]) -> bool:
         """Whether it may be filled again for these blocks: the host's tensors are where and what they were, and
@@ -142,17 +145,17 @@ class DeviceCopy:
         and a buffer may be another block's too."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in block.slot_parameters:
-            if self._is_stale(parameter) or (block.rewritten and forward):
+            if self._is_stale(id(parameter), parameter) or (block.rewritten and forward):
                 pairs.append((self.leaf(parameter).data, parameter.data))
         for site in block.buffer_sites:
-            if self._is_stale(self._buffers[site][1]):
+            if self._is_stale(site, self._buffers[site][1]):
                 pairs.append(self._buffers[site])
         return pairs
 
-    def _is_stale(self, host: torch.Tensor) -> bool:
+    def _is_stale(self, key: Hashable, host: torch.Tensor) -> bool:
         """The first time after it has changed."""
-        before = self._copied.get(id(host))
-        now = self._copied[id(host)] = version_of(host), host.data_ptr()
+        before = self._copied.get(key)
+        now = self._copied[key] = _state_of(host)
         return now != before
 
     def refuse_changed_values(self, block: Block) -> None:
@@ -221,7 +224,7 @@ class DeviceCopy:
     def leaf(self, parameter: nn.Parameter | None) -> nn.Parameter:
         leaf = self._leaves.get(id(parameter))
         if leaf is None:
-            raise PrepareError(
+            raise UncuttableError(
                 "a prepared model keeps its Parameter objects, but one was replaced since, perhaps by "
                 "torch.func.functional_call. Call hydra_tune.release(model), replace it, and prepare the model again."
             )
@@ -263,6 +266,10 @@ class DeviceCopy:
 def _tensors_of(block: Block) -> list[torch.Tensor]:
     """Those that its slot has a copy of."""
     return [*block.slot_parameters, *block.buffers()]
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return version_of(tensor), tensor.data_ptr()
 
 
 def _is_marked(leaf: nn.Parameter) -> bool:

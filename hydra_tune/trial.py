@@ -23,7 +23,7 @@ from hydra_tune.block import Block
 from hydra_tune.call import BlockCall
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
-from hydra_tune.errors import PrepareError, UncuttableError
+from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import same_bits
@@ -124,8 +124,8 @@ class Trial:
         if model is not None:
             model.__dict__.pop("forward", None)
             model.__dict__.pop("_apply", None)
-            self.planner.unwrap()
-            self.residency.bring_home(self.optimizer)
+        self.planner.unwrap()  # parts of a model may live longer
+        self.residency.bring_home(self.optimizer)
         self.residency.close()
         use_cache_again(self._configs)
 
@@ -271,11 +271,18 @@ class Trial:
     @contextmanager
     def one_pass(self) -> Iterator[ForwardPass]:
         """The forward that blocks are called in."""
-        self._pass = ForwardPass()
+        self._pass = forward_pass = ForwardPass()
         try:
-            yield self._pass
+            yield forward_pass
+            if forward_pass.ended_by is not None:
+                raise forward_pass.ended_by
         finally:
             self._pass = None
+
+    def end_forward(self, error: Exception) -> None:
+        """The forward under way has failed, whatever the model does with this error of ours."""
+        if self._pass is not None and self._pass.ended_by is None:
+            self._pass.ended_by = error
 
     def _lease_backward(self, outputs: Any, forward_pass: ForwardPass) -> None:
         def take_lease(grad: torch.Tensor) -> None:
@@ -341,8 +348,8 @@ class Trial:
     def measuring(self, call: BlockCall) -> AbstractContextManager[None]:
         return self.planner.measuring(call)
 
-    def finds(self, call: BlockCall, error: UncuttableError) -> bool:
-        return self.planner.finds(call, error)
+    def finds(self, block: Block, error: PrepareError) -> bool:
+        return self.planner.finds(block, error)
 
     @contextmanager
     def visit(self, block: Block, direction: Direction) -> Iterator[Visit]:

@@ -119,8 +119,16 @@ class Penalised(Layer):
 
 
 class InPlaceLayer(Layer):
-    def forward(self, x):
-        return super().forward(x.mul_(2))
+    def forward(self, x, gain):
+        return super().forward(x * gain.mul_(0.5).clone())
+
+
+class Fading(Model):
+    def forward(self, tokens):
+        x, gain = self.embedding(tokens), torch.ones(WIDTH)
+        for layer in self.layers:
+            x = layer(x, gain)
+        return self.head(x)
 
 
 class Borrowing(Layer):
@@ -287,7 +295,7 @@ PITFALLS = {
     ),
     "3 order of sums": (lambda: Skipping(*(Layer() for _ in range(4))), [(probe.OuterGraph, "edges", one_edge_each)]),
     "4 inputs changed in place": (
-        lambda: Model(Layer(), InPlaceLayer(), InPlaceLayer(), Layer()),
+        lambda: Fading(*(InPlaceLayer() for _ in range(4))),
         [(call.BlockCall, "refuse_changed_inputs", always(nothing))],
     ),
     "5 caches": (

@@ -1,0 +1,266 @@
+"""What a model's own forward does with blocks: catches their exceptions, calls them in transforms, lends weights."""
+
+import contextvars
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, jvp, vmap
+
+import hydra_tune
+import scripts
+from scripts import BUDGETS, WIDTH, Net, Script, step, trains_as_in_plain_pytorch
+
+
+class Caught(Script):
+    """A block fails on some of the batches, the first one too, and the model goes on without it."""
+
+    class Layer(scripts.Layer):
+        calls = 0
+
+        def forward(self, x):
+            y = super().forward(nn.functional.dropout(x, 0.1))
+            if x.mean() < 0:
+                raise ValueError("a mean below zero")
+            return y
+
+    def model(self):
+        return CatchesErrors(self.Layer)
+
+
+class CatchesErrors(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except ValueError:
+                x = x.abs()
+        return self.head(x)
+
+
+class CatchesEverything(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except Exception:
+                x = 2 * x
+        return self.head(x)
+
+
+class CatchesWhatIsNotItsOwn(Script):
+    """Blocks that no pilot has met, or that do not fit, end a forward by an exception of ours."""
+
+    def model(self):
+        return CatchesEverything(self.Layer)
+
+
+class PassesOverAndCatches(Script):
+    def model(self):
+        return OtherLayersEachTime(self.Layer)
+
+
+class OtherLayersEachTime(CatchesEverything):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        layers = list(self.layers)
+        self.layers = self.layers[: 1 + self.calls]
+        try:
+            return super().forward(x)
+        finally:
+            self.layers = nn.ModuleList(layers)
+
+
+class FailsAtFirst(Script):
+    """What a forward has drawn and counted before its exception stays drawn and counted."""
+
+    def model(self):
+        return CountsAndFails(self.Layer)
+
+    def forward(self, model, x):
+        try:
+            return model(x)
+        except ValueError:
+            return model(-x)
+
+
+class CountsAndFails(Net):
+    def set_up(self):
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.failed = False
+
+    def forward(self, x):
+        x = nn.functional.dropout(self.norm(x), 0.3)
+        for layer in self.layers:
+            x = layer(x)
+        if not self.failed:
+            self.failed = True
+            raise ValueError("at first")
+        return self.head(x)
+
+
+class InTransforms(Script):
+    """Within a block that is not one of the smallest, and around one of these."""
+
+    class Layer(scripts.Layer):
+        def forward(self, x):
+            x = x + vmap(self.up)(x)[:, :WIDTH] + jvp(self.up, (x,), (x,))[1][:, :WIDTH]
+            return x + self.down(torch.tanh(self.up(x)))
+
+
+class GradientsInForward(Script):
+    class Layer(scripts.Layer):
+        def forward(self, x):
+            return super().forward(x) + grad(lambda z: torch.tanh(z).square().sum())(x)
+
+    def model(self):
+        return Net(self.Layer, depth=4)
+
+
+class FastWeights(Script):
+    """A part is called with other weights than its own, which follow from them."""
+
+    def model(self):
+        return HalvesItsHead(self.Layer)
+
+
+class HalvesItsHead(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return functional_call(self.head, {name: p * 0.5 for name, p in self.head.named_parameters()}, (x,))
+
+
+class RetainsAGradient(Script):
+    """As Grad-CAM does."""
+
+    class Layer(scripts.Layer):
+        def forward(self, x):
+            self.activation = torch.tanh(self.up(x))
+            self.activation.retain_grad()
+            return x + self.down(self.activation)
+
+    def after(self, model, optimizer):
+        with torch.no_grad():
+            model.head.bias += model.layers[0].activation.grad.sum()
+
+
+class ResizesABuffer(Script):
+    class Layer(scripts.Layer):
+        def set_up(self):
+            self.register_buffer("mean", torch.empty(0))
+            self.register_buffer("steps", torch.zeros(1))
+
+        def forward(self, x):
+            if self.mean.numel() == 0:
+                self.mean.resize_(WIDTH).copy_(x.detach().mean(0))
+            self.steps.resize_(self.steps.numel() + 1).fill_(1.0)
+            return super().forward(x - self.mean) * self.steps.mean()
+
+
+class Membranes(Script):
+    """Buffers that are taken away before a forward, and filled by each call."""
+
+    class Layer(scripts.Layer):
+        def set_up(self):
+            self.register_buffer("potential", None, persistent=False)
+
+        def forward(self, x):
+            x = super().forward(x)
+            self.potential = x if self.potential is None else 0.9 * self.potential + x
+            return torch.tanh(self.potential)
+
+    def model(self):
+        return Spiking(self.Layer, depth=4)
+
+
+class Spiking(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            layer.potential = None
+        total = 0
+        for _ in range(3):
+            y = x
+            for layer in self.layers:
+                y = layer(y)
+            total = total + y
+        return self.head(total)
+
+
+SCALE = contextvars.ContextVar("scale", default=1.0)
+
+
+class ScaledByItsContext(Script):
+    """Two forwards, each in a context of its own, then one backward."""
+
+    class Layer(scripts.Layer):
+        def forward(self, x):
+            return super().forward(x) * SCALE.get()
+
+    def forward(self, model, x):
+        total = 0
+        for scale in 1.0, 0.3:
+            token = SCALE.set(scale)
+            total = total + model(x)
+            SCALE.reset(token)
+        return total
+
+
+class EvaluatesLargerBeforeBackward(Script):
+    def between(self, model):
+        model.eval()
+        with torch.inference_mode():
+            assert model(torch.randn(16, WIDTH)).is_inference()
+        model.train()
+
+
+SCRIPTS = (
+    Caught, CatchesWhatIsNotItsOwn, PassesOverAndCatches, FailsAtFirst, InTransforms, GradientsInForward, FastWeights,
+    RetainsAGradient, ResizesABuffer, Membranes, ScaledByItsContext, EvaluatesLargerBeforeBackward,
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, in jvp
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_it_trains_as_in_plain_pytorch(script, budget):
+    trains_as_in_plain_pytorch(script, budget)
+
+
+def test_a_model_that_catches_everything_does_not_train_without_a_block_that_fits_no_budget():
+    with (
+        hydra_tune.ShardPool(["cpu"], 16_000) as pool,
+        pytest.raises(hydra_tune.BudgetError, match=r"block layers\.0\.\w+ needs"),
+    ):
+        step(CatchesEverything(), pool)
+
+
+def test_a_model_that_catches_everything_does_not_train_without_a_block_that_is_refused():
+    class Doubles(scripts.Layer):
+        def set_up(self):
+            self.doubling = 0  # no truth value: those bring a pilot
+
+        def forward(self, x):
+            return super().forward(x.mul_(2) if self.doubling else x)
+
+    model = CatchesEverything(Doubles)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        step(model, pool)
+        model.layers[2].doubling = 1
+        with pytest.raises(hydra_tune.PrepareError, match=r"leaves its inputs as they are, but layers\.2"):
+            model(torch.randn(4, WIDTH))
+
+
+def test_a_part_that_outlives_its_model_is_plain_again():
+    torch.manual_seed(0)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = Net()
+        part = model.layers
+        step(model, pool).sum().backward()
+        del model
+        gc.collect()
+        part[0](torch.randn(4, WIDTH)).sum().backward()
+        assert "forward" not in vars(part[0]) and pool.devices[0].used_bytes == 0

@@ -459,7 +459,8 @@ def free_remains(meter: TrialMeter, num_bytes: int) -> None:
     """Free what a pilot that has failed keeps on the device, until the trial has no more than these bytes."""
     for free in (forget_interrupted_backward, partial(gc.collect, 1), gc.collect):  # frames are in cycles
         if meter.trial_bytes > num_bytes:
-            free()
+            with meter.paused():
+                free()
 
 
 def _kind(block: Block) -> tuple[Any, ...]:

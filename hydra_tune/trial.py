@@ -277,7 +277,7 @@ class Trial:
             if forward_pass.ended_by is not None:
                 raise forward_pass.ended_by
         finally:
-            self._pass = None
+            self._pass = forward_pass.ended_by = None  # its frames refer to the pass
 
     def end_forward(self, error: Exception) -> None:
         """The forward under way has failed, whatever the model does with this error of ours."""

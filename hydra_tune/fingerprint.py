@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, to
 
 def fingerprint_of(model: nn.Module) -> Hashable:
     """Of PyTorch's own modules numbers count as zero or not (dropout keeps a mask or it doesn't)."""
-    known: dict[int, Hashable] = {}
+    known: dict[int, tuple[Any, Hashable]] = {}
     return tuple((name, type(module), _of_module(module, known)) for name, module in model.named_modules())
 
 
@@ -46,7 +46,7 @@ def _switches(name: str, value: Any) -> bool:
     return name != "training" and (value is None or type(value) in (bool, str, torch.Tensor))
 
 
-def _of_module(module: nn.Module, known: dict[int, Hashable]) -> Hashable:
+def _of_module(module: nn.Module, known: dict[int, tuple[Any, Hashable]]) -> Hashable:
     own = {k: v for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k}
     buffers = module._buffers
     if type(module).__module__.startswith("torch.nn."):
@@ -55,18 +55,18 @@ def _of_module(module: nn.Module, known: dict[int, Hashable]) -> Hashable:
     return tuple((k, _of(v, known, 0)) for k, v in (*own.items(), *buffers.items()))
 
 
-def _of(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:
+def _of(value: Any, known: dict[int, tuple[Any, Hashable]], depth: int) -> Hashable:
     if isinstance(value, _PLAIN):
         return type(value), repr(value) if isinstance(value, (float, complex)) else value
     if depth > _DEEPEST:
         return (type(value),)
-    if id(value) not in known:
-        known[id(value)] = (type(value),)  # met again within itself
-        known[id(value)] = _of_object(value, known, depth + 1)
-    return known[id(value)]
+    if id(value) not in known:  # values are kept there: the next one may get the id of one that is collected
+        known[id(value)] = value, (type(value),)  # met again within itself
+        known[id(value)] = value, _of_object(value, known, depth + 1)
+    return known[id(value)][1]
 
 
-def _of_object(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:
+def _of_object(value: Any, known: dict[int, tuple[Any, Hashable]], depth: int) -> Hashable:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         few = value.layout is torch.strided and not value.is_meta and value.numel() <= _FEW

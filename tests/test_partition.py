@@ -1,5 +1,6 @@
 """Cutting a model into blocks, and blocks into shards."""
 
+import types
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -315,6 +316,18 @@ def test_a_plan_is_not_shared_by_models_that_may_behave_otherwise(where):
     keys = [plan_key(Configured(rate, where), None, torch.zeros(1)) for rate in (0.1, 0.1, 0.4, 0.0)]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
+
+
+@pytest.mark.parametrize("where", ["object", "dict"])
+def test_a_plan_is_not_shared_whichever_setting_differs(where):
+    """An item of a dict took the id of one before it, and counted as that: from the third on all were equal."""
+    keys = []
+    for odd_one in range(8):
+        model = nn.Linear(4, 4)
+        rates = {f"rate_{i}": float(i == odd_one) for i in range(8)}
+        model.config = rates if where == "dict" else types.SimpleNamespace(**rates)
+        keys.append(plan_key(model, None, torch.zeros(1)))
+    assert len(set(keys)) == 8
 
 
 def test_a_pilot_on_a_batch_covers_smaller_ones():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ def prepare(
 
     Call it on a model in host memory, after the optimizer was made from its parameters. The first batch
     is measured, then the model is cut. Model and optimizer come back as the same objects; loaders come
-    back wrapped, their batches on the trial's device, their attributes forwarded. In the calling thread
+    back wrapped, their batches on the trial's device, all else as it was. In the calling thread
     autograd's device threads are turned off: a backward runs in the thread that called it.
 
     Args:
@@ -72,7 +73,7 @@ def prepare(
         raise
     context.register(trial)
     torch.autograd.set_multithreading_enabled(False)
-    wrapped = [PreparedLoader(loader, trial) for loader in loaders]
+    wrapped = [PreparedLoader.standing_for(loader, trial) for loader in loaders]
     return (model, optimizer, *wrapped) if optimizer is not None or loaders else model
 
 
@@ -109,23 +110,76 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 class PreparedLoader:
-    """Forwards everything to the loader; its batches arrive on the trial's device."""
+    """Stands for the loader in everything; its batches arrive on the trial's device. A copy is one of the plain loader.
+
+    Attributes are read from the loader and set on it. Special methods Python looks up on the class; `standing_for`
+    makes one with those that the loader has.
+    """
+
+    __slots__ = ("__weakref__", "_prepared_loader", "_prepared_trial")
+    _prepared_loader: Any
+    _prepared_trial: Trial
 
     def __init__(self, loader: Any, trial: Trial) -> None:
-        self._loader = loader
-        self._trial = trial
+        object.__setattr__(self, "_prepared_loader", loader)
+        object.__setattr__(self, "_prepared_trial", trial)
 
-    def __iter__(self) -> Iterator[Any]:
-        self._trial.boundary()
-        with gate.one_at_a_time:
-            batches = iter(self._loader)
-        for batch in batches:
-            yield self._trial.residency.to_device(batch)
-            if not self._trial.ended:
-                self._trial.boundary()
+    @classmethod
+    def standing_for(cls, loader: Any, trial: Trial) -> PreparedLoader:
+        if isinstance(loader, PreparedLoader):  # for an earlier model
+            loader = loader._prepared_loader
+        special = (*_GIVE_BATCHES, *_GIVE_OTHERS)
+        return _with_methods(tuple(name for name in special if hasattr(type(loader), name)))(loader, trial)
 
-    def __len__(self) -> int:
-        return len(self._loader)
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._prepared_loader)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
+        return getattr(self._prepared_loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._prepared_loader, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._prepared_loader, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._prepared_loader.__reduce_ex__(protocol)
+
+    def __iter__(self) -> Iterator[Any]:
+        _between_tasks(self._prepared_trial)
+        with gate.one_at_a_time:
+            batches = iter(self._prepared_loader)  # now, not at the first batch: it may draw a seed
+        return _on_device(batches, self._prepared_trial)
+
+
+_GIVE_BATCHES = ("__next__", "__getitem__")
+_GIVE_OTHERS = ("__len__", "__bool__", "__contains__", "__setitem__", "__delitem__", "__call__")
+
+
+@functools.cache
+def _with_methods(names: tuple[str, ...]) -> type[PreparedLoader]:
+    return type("PreparedLoader", (PreparedLoader,), {"__slots__": (), **{name: _method(name) for name in names}})
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(self: PreparedLoader, *args: Any, **kwargs: Any) -> Any:
+        loader, trial = self._prepared_loader, self._prepared_trial
+        if name == "__next__":
+            _between_tasks(trial)
+        result = getattr(type(loader), name)(loader, *args, **kwargs)
+        return trial.residency.to_device(result) if name in _GIVE_BATCHES else result
+
+    return method
+
+
+def _on_device(batches: Iterator[Any], trial: Trial) -> Iterator[Any]:
+    for batch in batches:
+        yield trial.residency.to_device(batch)
+        _between_tasks(trial)
+
+
+def _between_tasks(trial: Trial) -> None:
+    if not trial.ended:
+        trial.boundary()

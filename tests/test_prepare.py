@@ -299,6 +299,84 @@ def test_a_plan_does_not_depend_on_the_checks(monkeypatch):
     assert min(work for _, work in plans[0]) > 0
 
 
+# ---- loaders ----
+
+
+class Curriculum:
+    """Batches that depend on its epoch."""
+
+    epoch = 0
+
+    def __iter__(self):
+        return (torch.full((2, 4), float(self.epoch)) for _ in range(2))
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        return list(self)[i]
+
+
+def loaders_of(pool, *loaders):
+    return hydra_tune.prepare(nn.Linear(4, 4), None, *loaders, pool=pool)[2:]
+
+
+def test_what_is_set_on_a_prepared_loader_reaches_the_loader(pool):
+    """An epoch stayed on the wrapper: each epoch had the batches of the first, without a word."""
+    loader = Curriculum()
+    (prepared,) = loaders_of(pool, loader)
+    prepared.epoch = 3
+    assert loader.epoch == 3 and vars(prepared) == {"epoch": 3}
+    assert [x[0, 0].item() for x in prepared] == [3, 3]
+    del prepared.epoch
+    assert [x[0, 0].item() for x in prepared] == [0, 0]
+    (again,) = hydra_tune.prepare(nn.Linear(4, 4), None, prepared, pool=hydra_tune.ShardPool(["cpu"], "1MiB"))[2:]
+    again.epoch = 4
+    assert again[1][0, 0] == loader.epoch == 4
+
+
+def test_a_prepared_loader_is_used_as_the_plain_one(pool):
+    data = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
+    batches = (torch.full((1, 4), float(i)) for i in range(3))
+    prepared, stream, curriculum, empty = loaders_of(pool, data, batches, Curriculum(), [])
+    assert isinstance(prepared, DataLoader) and not isinstance(stream, DataLoader)
+    with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+        prepared.batch_size = 3
+    assert bool(prepared) and bool(stream) and not empty
+    assert next(stream)[0, 0] == 0 and [x[0, 0].item() for x in stream] == [1, 2]
+    assert curriculum[0].shape == (2, 4)
+    for without, what in ((stream, len), (prepared, next), (prepared, lambda x: x[0])):
+        with pytest.raises(TypeError):
+            what(without)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "deepcopy", "pickle"]
+)
+def test_a_copy_of_a_prepared_loader_is_a_plain_one_and_its_own(duplicate, pool):
+    data = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
+    prepared, curriculum, listed = loaders_of(pool, data, Curriculum(), [torch.ones(2)])
+    twin = duplicate(prepared)
+    assert type(twin) is DataLoader and [x.tolist() for (x,) in twin] == [[0, 1], [2, 3], [4, 5]]
+    twin = duplicate(curriculum)
+    twin.epoch = 5
+    assert type(twin) is Curriculum and curriculum.epoch == 0
+    assert type(duplicate(listed)) is list and torch.equal(duplicate(listed)[0], listed[0])
+
+
+def test_a_loader_draws_its_seed_when_it_is_asked_for_an_iterator(pool):
+    """It did at the first batch, so that what was drawn in between was otherwise."""
+
+    def drawn(loader):
+        torch.manual_seed(0)
+        batches = iter(loader)
+        return torch.rand(2).tolist(), [x.tolist() for (x,) in batches], torch.rand(2).tolist()
+
+    data = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2, shuffle=True)
+    (prepared,) = loaders_of(pool, data)
+    assert drawn(prepared) == drawn(data)
+
+
 # ---- refusals, each by its words ----
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -65,12 +67,15 @@ def prepare(
     def make(number: int, home: int, device: Device) -> Trial:
         return Trial(number, home, pool=chosen, device=device, name=name or context.name)
 
-    trial = chosen.add_trial(make)
-    try:
-        trial.bind(model, optimizer)
-    except BaseException:
-        trial.end()
-        raise
+    with _binding:
+        _refuse_shared(model)
+        trial = chosen.add_trial(make)
+        try:
+            trial.bind(model, optimizer)
+        except BaseException:
+            trial.end()
+            raise
+        _bound[id(model)] = model
     context.register(trial)
     torch.autograd.set_multithreading_enabled(False)
     wrapped = [PreparedLoader.standing_for(loader, trial) for loader in loaders]
@@ -107,6 +112,23 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
             "the optimizer steps the model's parameters, but this one holds none of them. Make it from "
             "model.parameters(), before prepare and after any change of the model."
         )
+
+
+_bound: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # in any pool, by id
+_binding = threading.Lock()
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    names = {id(p): name for name, p in model.named_parameters()}
+    for ref in _bound.valuerefs():
+        other = ref()
+        if other is None or not isinstance(other.__dict__.get("forward"), RootForward):
+            continue
+        for name in [names[id(p)] for p in other.parameters() if id(p) in names][:1]:
+            raise PrepareError(
+                f"a weight is in one prepared model, but {name} is in a {type(other).__name__} that is prepared "
+                "already. Call hydra_tune.release on that model first, or give this one a copy."
+            )
 
 
 class PreparedLoader:

@@ -401,6 +401,25 @@ def test_misuse_is_refused_with_a_way_out(pool):
         hydra_tune.prepare(other, pool=pool)
 
 
+@pytest.mark.parametrize("budget", [100_000, "1MiB"], ids=["spilled", "resident"])
+@pytest.mark.parametrize("shared", ["the model", "a block of it", "within a block"])
+def test_a_weight_is_in_one_prepared_model(shared, budget):
+    """In another pool a model around a prepared one was accepted; then neither could be called or released."""
+    inner = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64)) for _ in range(4)])
+    parts = {"the model": inner, "a block of it": inner[0], "within a block": inner[0][0]}
+    outer = nn.Sequential(nn.Linear(64, 64), parts[shared])
+    pool = hydra_tune.ShardPool(["cpu"], budget)
+    hydra_tune.prepare(inner, pool=pool)
+    for called in (False, True):
+        if called:
+            inner(torch.ones(2, 64)).sum().backward()
+        with pytest.raises(hydra_tune.PrepareError, match=r"is in a Sequential that is prepared already.*release"):
+            hydra_tune.prepare(outer, pool=hydra_tune.ShardPool(["cpu"], "1MiB"))
+    assert pool.report()["trials"][0]["resident"] == (budget == "1MiB")
+    hydra_tune.release(inner)
+    hydra_tune.release(hydra_tune.prepare(outer, pool=pool))
+
+
 def test_what_cannot_be_exact_in_backward_says_so(pool):
     model, _ = trained(pool)
     loss = loss_of(model, *bytes_batch())

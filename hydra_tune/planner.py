@@ -23,7 +23,7 @@ from hydra_tune.call import BlockCall, Executor
 from hydra_tune.config import format_bytes
 from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
-from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
+from hydra_tune.errors import BlockTooLargeError, BudgetError, PoolClosedError, PrepareError
 from hydra_tune.fingerprint import switches_of
 from hydra_tune.forward_pass import AbandonedForward, ForwardPass
 from hydra_tune.host_buffer import storage_bytes
@@ -267,8 +267,8 @@ class Planner:
     def _fall_back(self, former: TrialPlan | None, error: BaseException) -> None:
         """After a pilot that failed: the script may go on with batches as before, under the plan that it had; the
         next forward looks for one where the trial cannot be admitted now."""
-        waits = not isinstance(error, Exception) or self.failed_pilot_bytes is not None
-        if former is None or waits or not self._still_covers(former):
+        stops = isinstance(error, PoolClosedError) or not isinstance(error, Exception)
+        if former is None or stops or self.failed_pilot_bytes is not None or not self._still_covers(former):
             self.plan = None
             return
         self._trial.pool.admit(self._trial, former)

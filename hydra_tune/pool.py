@@ -19,6 +19,7 @@ from hydra_tune import schedule as s
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Device, open_devices
 from hydra_tune.errors import ConfigError, PoolClosedError, TrialStopped
+from hydra_tune.mode import TrialMode
 from hydra_tune.random_state import RandomState
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.trace import Span, Trace
@@ -32,6 +33,7 @@ class Client(Protocol):
 
     id: int
     home: int
+    mode: TrialMode | None
 
     def promote_shard(self, shard: int, offset: int, num_bytes: int) -> None: ...
 
@@ -206,7 +208,7 @@ class ShardPool:
 
     def acquire(self, task: Task) -> float:
         """Wait for the lease, promote the shard unless it is resident; when the task began, in seconds."""
-        self.check_open()
+        self.check_open(self._trials[task.trial])
         with self._lock:
             start_s = self._trace.now_s()
             self._handle(s.TaskReady(task))
@@ -250,10 +252,15 @@ class ShardPool:
         if self._closed:
             raise PoolClosedError("a closed pool takes no trials. Make a new ShardPool.")
 
-    def check_open(self) -> None:
+    def check_open(self, trial: Client) -> None:
         """The task boundary at which a closed pool's trials stop."""
-        if self._closed:
+        if self._closed and trial.mode is not None:
             raise TrialStopped("the pool was closed")
+        if self._closed:
+            raise PoolClosedError(
+                "a prepared model runs in its pool, but that was closed. Call hydra_tune.release(model) to go on in "
+                "plain PyTorch; then it may be prepared in a new ShardPool, too."
+            )
 
     # ---- events and instructions ----
 
@@ -262,7 +269,7 @@ class ShardPool:
             self._handle(event)
 
     def _ask(self, event: s.PilotReady | s.PlanReady | s.StepReady, answer: type[InstructionT]) -> InstructionT:
-        self.check_open()
+        self.check_open(self._trials[event.trial])
         with self._lock:
             self._end_abandoned()
             self._handle(event)
@@ -292,7 +299,7 @@ class ShardPool:
 
     def _await(self, trial: int, answers: tuple[type, ...]) -> Any:
         while not self._granted[trial]:
-            self.check_open()
+            self.check_open(self._trials[trial])
             self._wake[trial].wait()
         instruction = self._granted[trial].popleft()
         assert isinstance(instruction, answers), (instruction, answers)

@@ -191,8 +191,7 @@ class Trial:
                 "a prepared model's backward repeats forwards block by block, but its whole forward was called once "
                 "more, by a checkpoint around the model or by the model itself. Leave that out."
             )
-        if self.mode is None:
-            self.pool.check_usable()
+        self.pool.check_open(self)
         with self.counted():
             if self.meter.counting:
                 self.meter.adopt(tensors_in((args, kwargs)))

@@ -297,7 +297,7 @@ def test_a_closed_pool_stops_a_plain_script_too_and_gives_its_weights_back(where
         train(model, optimizer)
         before = model.embedding.weight.detach().clone()
         loss = loss_on(model, *batch()) if where == "backward" else None
-    with pytest.raises((hydra_tune.PoolClosedError, hydra_tune.TrialStopped), match=r"pool was closed|closed pool"):
+    with pytest.raises(hydra_tune.PoolClosedError, match=r"pool, but that was closed.*release\(model\).*new ShardPool"):
         loss.backward() if loss is not None else model(batch()[0])
     hydra_tune.release(model)
     assert torch.equal(before, model.embedding.weight)

@@ -52,7 +52,7 @@ def step_scratch_bytes(
     """Temporaries of one step on the device: `foreach` makes up to two values of every parameter, the
     loop two of one."""
     sizes = [p.numel() * p.element_size() for p in parameters if p.requires_grad]
-    defaults = optimizer.defaults if optimizer is not None else {}
+    defaults = getattr(optimizer, "defaults", {})
     if defaults.get("fused"):
         return 0
     foreach = defaults.get("foreach")

@@ -210,7 +210,7 @@ def plan_key(root: nn.Module, optimizer: torch.optim.Optimizer | None, inputs: o
         (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad)
         for name, p in root.named_parameters(remove_duplicate=False)
     )
-    state = None if optimizer is None else (type(optimizer), _plain(optimizer.defaults))
+    state = None if optimizer is None else (type(optimizer), _plain(getattr(optimizer, "defaults", {})))
     return fingerprint_of(root), parameters, state, input_signature(inputs)
 
 

@@ -87,7 +87,8 @@ class Trial:
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         self._configs = use_no_cache(model)
-        if optimizer is not None:
+        if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            # They only let go early: an optimizer that wraps another, and has none, does without.
             self._hooks = [
                 optimizer.register_step_pre_hook(lambda *_: self.boundary()),
                 optimizer.register_step_post_hook(lambda *_: self.pool.invalidate(self)),

@@ -140,6 +140,61 @@ def test_a_parameter_group_may_be_added_after_prepare(budget):
     compare(scenario, budget)
 
 
+class Lookahead(optim.Optimizer):
+    """As such wrappers are written: without Optimizer.__init__."""
+
+    def __init__(self, base):
+        self.base, self.steps = base, 0
+        self.slow = [p.detach().clone() for group in base.param_groups for p in group["params"]]
+
+    param_groups = property(lambda self: self.base.param_groups)
+    state = property(lambda self: self.base.state)
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.base.step(closure)
+        self.steps += 1
+        for slow, p in zip(self.slow, (p for group in self.param_groups for p in group["params"]), strict=True):
+            if self.steps % 2 == 0:
+                p.data.copy_(slow.lerp_(p.data, 0.5))
+
+
+class StatefulLookahead(Lookahead):
+    def state_dict(self):
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.base.load_state_dict(state_dict)
+
+
+@both_budgets
+@pytest.mark.parametrize("given", ["the wrapper", "the inner one"])
+def test_an_optimizer_that_wraps_another(given, budget):
+    """One whose class does not call Optimizer.__init__ has no hooks: `prepare` ended with an AttributeError."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = Net()
+        base = optim.AdamW(model.parameters(), lr=0.02)
+        optimizer = StatefulLookahead(base) if given == "the wrapper" else Lookahead(base)
+        prepare(model, optimizer if given == "the wrapper" else base)
+        return train(model, optimizer, steps=5), left_by(model, base)
+
+    compare(scenario, budget)
+
+
+def test_a_wrapper_whose_state_cannot_be_moved_is_refused():
+    model = Net()
+    optimizer = Lookahead(optim.AdamW(model.parameters()))
+    words = r"state_dict of Lookahead fails.*Give prepare the inner one"
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, pytest.raises(hydra_tune.PrepareError, match=words):
+        hydra_tune.prepare(model, optimizer, pool=pool)
+    assert pool.report()["trials"] == []
+    Lookahead(optim.AdamW(model.parameters())).step()
+
+
 @both_budgets
 def test_optimizers_that_prepare_was_not_given(budget):
     """One for weights and one for the rest; only the first is given to `prepare`."""

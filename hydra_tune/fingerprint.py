@@ -2,14 +2,21 @@
 
 A pilot of one model stands for another only if both behave alike. A rate that is zero, a flag in a config object,
 a function in a closure: any of them may decide what a forward keeps or draws.
+
+A plan outlives its model, so its key is a digest and keeps nothing of it. Classes are told apart as objects, not by
+name, for a notebook makes two of one name: each has a number, which is never given twice, as an id is.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
+import itertools
 import types
+import weakref
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,11 +28,20 @@ _FEW = 8  # elements of a tensor that may be a setting
 _DEEPEST = 12
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
 
+_numbers: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
+_count = itertools.count()
 
-def fingerprint_of(model: nn.Module) -> Hashable:
-    """Of PyTorch's own modules numbers count as zero or not (dropout keeps a mask or it doesn't)."""
-    known: dict[int, tuple[Any, Hashable]] = {}
-    return tuple((name, type(module), _of_module(module, known)) for name, module in model.named_modules())
+
+@dataclass(frozen=True)
+class PlanKey:
+    """`kinds` are the classes that the digest tells apart: without one of them no model has this key any more."""
+
+    digest: bytes
+    kinds: tuple[weakref.ref[type], ...] = field(compare=False)
+
+    @property
+    def can_be_met(self) -> bool:
+        return all(kind() is not None for kind in self.kinds)
 
 
 def switches_of(model: nn.Module) -> Hashable:
@@ -46,44 +62,82 @@ def _switches(name: str, value: Any) -> bool:
     return name != "training" and (value is None or type(value) in (bool, str, torch.Tensor))
 
 
-def _of_module(module: nn.Module, known: dict[int, tuple[Any, Hashable]]) -> Hashable:
-    own = {k: v for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k}
-    buffers = module._buffers
-    if type(module).__module__.startswith("torch.nn."):
-        own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
-        buffers = {}  # they decide nothing (a count of batches)
-    return tuple((k, _of(v, known, 0)) for k, v in (*own.items(), *buffers.items()))
+class Fingerprint:
+    """Reads values into what has a short `repr`, equal for equals: names, numbers and digests."""
+
+    def __init__(self) -> None:
+        self._kinds: set[type] = set()
+        # What was met, by id. Values are kept: the next one may get the id of one that is collected.
+        self._known: dict[int, tuple[Any, Hashable]] = {}
+
+    def key(self, *parts: object) -> PlanKey:
+        return PlanKey(_digest(parts), tuple(map(weakref.ref, self._kinds)))
+
+    def number(self, kind: type) -> int:
+        self._kinds.add(kind)
+        return _numbers.setdefault(kind, next(_count))
+
+    def of_model(self, model: nn.Module) -> Hashable:
+        """Of PyTorch's own modules numbers count as zero or not (dropout keeps a mask or it doesn't)."""
+        return _digest([(name, self.number(type(m)), self._of_module(m)) for name, m in model.named_modules()])
+
+    def _of_module(self, module: nn.Module) -> Hashable:
+        own = {k: v for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k}
+        buffers = module._buffers
+        if type(module).__module__.startswith("torch.nn."):
+            own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
+            buffers = {}  # they decide nothing (a count of batches)
+        return tuple((k, self._of(v, 0)) for k, v in (*own.items(), *buffers.items()))
+
+    def _of(self, value: Any, depth: int) -> Hashable:
+        kind = self.number(type(value))
+        if isinstance(value, enum.Enum):
+            return kind, value._name_, self._of(value._value_, depth + 1)
+        if isinstance(value, _PLAIN):
+            return kind, self.number(value) if isinstance(value, type) else _spell(value)
+        if depth > _DEEPEST:
+            return (kind,)
+        if id(value) not in self._known:
+            self._known[id(value)] = value, (kind,)  # met again within itself
+            self._known[id(value)] = value, _digest((kind, self._of_object(value, depth + 1)))
+        return self._known[id(value)][1]
+
+    def _of_object(self, value: Any, depth: int) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            few = value.layout is torch.strided and not value.is_meta and value.numel() <= _FEW
+            return tuple(value.shape), value.dtype, repr(value.tolist()) if few else None
+        if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
+            if len(value) > _MOST_ITEMS:
+                return len(value)
+            return tuple(self._of(item, depth) for item in (value.items() if isinstance(value, dict) else value))
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            inside = tuple(self._of(x, depth) for x in (*cells, *(value.__defaults__ or ())))
+            return value.__module__, value.__qualname__, self._of(value.__code__, depth), inside
+        if isinstance(value, types.CodeType):
+            constants = tuple(self._of(x, depth) for x in value.co_consts)
+            names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+            counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
+            handlers = getattr(value, "co_exceptiontable", b"")  # before Python 3.11 in its bytecode
+            return value.co_name, value.co_firstlineno, value.co_code, handlers, constants, names, counts
+        if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
+            return value.__qualname__, self._of(getattr(value, "__self__", None), depth)
+        if type(value).__module__ == "numpy":
+            return repr(value) if getattr(value, "size", 1) <= _FEW else getattr(value, "shape", None)
+        if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+            return None
+        return self._of(vars(value), depth)
 
 
-def _of(value: Any, known: dict[int, tuple[Any, Hashable]], depth: int) -> Hashable:
-    if isinstance(value, _PLAIN):
-        return type(value), repr(value) if isinstance(value, (float, complex)) else value
-    if depth > _DEEPEST:
-        return (type(value),)
-    if id(value) not in known:  # values are kept there: the next one may get the id of one that is collected
-        known[id(value)] = value, (type(value),)  # met again within itself
-        known[id(value)] = value, _of_object(value, known, depth + 1)
-    return known[id(value)][1]
+def _spell(value: Any) -> str:
+    """As its base class does: a subclass may have any `repr`."""
+    if isinstance(value, int):
+        return int.__format__(value, "x")  # of any length
+    for base in (float, complex, str, bytes):
+        if isinstance(value, base):
+            return base.__repr__(value)
+    return repr(value)
 
 
-def _of_object(value: Any, known: dict[int, tuple[Any, Hashable]], depth: int) -> Hashable:
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        few = value.layout is torch.strided and not value.is_meta and value.numel() <= _FEW
-        return kind, tuple(value.shape), value.dtype, repr(value.tolist()) if few else None
-    if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
-        if len(value) > _MOST_ITEMS:
-            return kind, len(value)
-        items = value.items() if isinstance(value, dict) else value
-        return kind, tuple(_of(item, known, depth) for item in items)
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        inside = tuple(_of(x, known, depth) for x in (*cells, *(value.__defaults__ or ())))
-        return value.__module__, value.__qualname__, value.__code__, inside
-    if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
-        return value.__qualname__, _of(getattr(value, "__self__", None), known, depth)
-    if kind.__module__ == "numpy":
-        return kind, repr(value) if getattr(value, "size", 1) <= _FEW else getattr(value, "shape", None)
-    if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
-        return (kind,)
-    return kind, _of(vars(value), known, depth)
+def _digest(parts: object) -> bytes:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

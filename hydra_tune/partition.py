@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError
-from hydra_tune.fingerprint import fingerprint_of
+from hydra_tune.fingerprint import Fingerprint, PlanKey
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
 from hydra_tune.tree import flatten, tensors_in
@@ -203,15 +203,18 @@ def _ends(blocks: Iterable[BlockProfile], limit_bytes: int, room_bytes: float) -
 # ---- which trials share a plan -----------------------------------------------------------------------
 
 
-def plan_key(root: nn.Module, optimizer: torch.optim.Optimizer | None, inputs: object) -> Hashable:
-    """Equal for trials of one architecture, batch shape and dtype, whatever their learning rates."""
+def plan_key(root: nn.Module, optimizer: torch.optim.Optimizer | None, inputs: object, *others: Hashable) -> PlanKey:
+    """Equal for trials of one architecture, batch shape and dtype, whatever their learning rates; and of equal
+    `others`, whose `repr` tells them apart."""
+    fingerprint = Fingerprint()
     order = {id(p): i for i, p in enumerate(root.parameters())}  # equal numbers are tied
     parameters = tuple(
         (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad)
         for name, p in root.named_parameters(remove_duplicate=False)
     )
-    state = None if optimizer is None else (type(optimizer), _plain(getattr(optimizer, "defaults", {})))
-    return fingerprint_of(root), parameters, state, input_signature(inputs)
+    defaults = getattr(optimizer, "defaults", {})
+    state = None if optimizer is None else (fingerprint.number(type(optimizer)), _plain(defaults))
+    return fingerprint.key(fingerprint.of_model(root), parameters, state, input_signature(inputs), others)
 
 
 def _plain(defaults: dict[str, Any]) -> tuple[tuple[str, Hashable], ...]:

@@ -24,7 +24,7 @@ from hydra_tune.config import format_bytes
 from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PoolClosedError, PrepareError
-from hydra_tune.fingerprint import switches_of
+from hydra_tune.fingerprint import PlanKey, switches_of
 from hydra_tune.forward_pass import AbandonedForward, ForwardPass
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
@@ -88,7 +88,8 @@ class Planner:
         self.failed_pilot_bytes: int | None = None  # the most of one that failed and still has its reservation
         self._shard_of: dict[str, int] = {}
         self.unmeasured: set[Block] = set()
-        self._key: Hashable = None
+        self._key = PlanKey(b"", ())
+        self._kinds: set[type | None] = set()  # kept for as long as plans are looked up by keys that name them
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self._flags: Hashable = ()
         self._parameters: list[tuple[str, int]] = []
@@ -108,6 +109,7 @@ class Planner:
         """Let go of the model and of the trial, so that no cycle keeps either."""
         self.blocks, self._shard_of = [], {}
         self.unmeasured.clear()
+        self._kinds.clear()
         del self._trial
 
     def summary(self) -> dict[str, Any]:
@@ -163,7 +165,7 @@ class Planner:
                 f"{format_bytes(step_bytes)} between its blocks, in its loss and kept by its loop; but the budget is "
                 f"{format_bytes(pool.budget_bytes)}. Raise ShardPool(memory=...), or lower the batch size."
             )
-        pool.plans[self._key] = plan
+        pool.share(self._key, plan)
         pool.measured.add(self._key)
 
     def shard_of(self, block: Block) -> int:
@@ -244,8 +246,9 @@ class Planner:
         if trial.in_step:
             trial.leave_step()
         former, former_key = self.plan, self._key
-        key = plan_key(trial.model, trial.optimizer, (args, kwargs))
-        self._key = (key, flags, trial.residency.spilled, forward_only)
+        spilled = trial.residency.spilled
+        self._key = plan_key(trial.model, trial.optimizer, (args, kwargs), flags, spilled, forward_only)
+        self._kinds.update(kind() for kind in self._key.kinds)
         try:
             if former is not None:
                 trial.residency.bring_home(trial.optimizer)
@@ -377,7 +380,7 @@ class Planner:
                 return
             try:
                 pilot = self._try_pilot(free_bytes, root, args, kwargs, forward_only)
-                pool.plans[self._key] = self._make_plan(pilot, former)
+                pool.share(self._key, self._make_plan(pilot, former))
                 return
             except BlockTooLargeError as error:
                 if free_bytes < trial.device.budget_bytes and not empty:

@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from hydra_tune import schedule as s
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Device, open_devices
 from hydra_tune.errors import ConfigError, PoolClosedError, TrialStopped
+from hydra_tune.fingerprint import PlanKey
 from hydra_tune.mode import TrialMode
 from hydra_tune.random_state import RandomState
 from hydra_tune.shard import Task, TrialPlan
@@ -105,8 +106,8 @@ class ShardPool:
         self.devices = tuple(PoolDevice(self, i, device) for i, device in enumerate(self._devices))
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
-        self.plans: dict[Hashable, TrialPlan] = {}  # by `partition.plan_key`
-        self.measured: set[Hashable] = set()  # keys of plans whose step bytes a first step has measured
+        self.plans: dict[PlanKey, TrialPlan] = {}  # by `partition.plan_key`
+        self.measured: set[PlanKey] = set()  # keys of plans whose step bytes a first step has measured
         self._machine = s.Machine([device.budget_bytes for device in self._devices])
         self._lock = threading.RLock()
         self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
@@ -189,6 +190,14 @@ class ShardPool:
 
     def end_pilot(self, trial: Client, peak_bytes: int) -> None:
         self._tell(s.PilotDone(trial.id, peak_bytes))
+
+    def share(self, key: PlanKey, plan: TrialPlan) -> None:
+        """Keep a plan for the trials to come; let go of those that none can have, for a class of theirs is gone."""
+        with self._lock:
+            for gone in [other for other in self.plans if not other.can_be_met]:
+                del self.plans[gone]
+                self.measured.discard(gone)
+            self.plans[key] = plan
 
     def admit(self, trial: Client, plan: TrialPlan) -> None:
         self._ask(s.PlanReady(trial.id, plan), s.Admit)

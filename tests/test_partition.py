@@ -1,6 +1,9 @@
 """Cutting a model into blocks, and blocks into shards."""
 
+import gc
+import sys
 import types
+import weakref
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -13,7 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hydra_tune
+from hydra_tune.context import trial_context
 from hydra_tune.errors import BudgetError
+from hydra_tune.fingerprint import PlanKey
 from hydra_tune.partition import covers, find_blocks, make_plan, pack_shards, plan_key, promotions
 from hydra_tune.schedule import Done, Machine, PlanReady, Promote, Promoted, StepReady, TaskReady, TrialAdded
 from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
@@ -305,13 +310,17 @@ class Configured(nn.Module):
             self.settings = {"all": [{"rate": rate}]}
         elif where == "closure":
             self.act = lambda x: x * rate
+        elif where == "constant":
+            self.act = eval(f"lambda x: x * {rate}")
         elif where == "buffer":
             self.register_buffer("rate", torch.tensor(rate))
         elif where == "array":
             self.rates = numpy.array([rate])
 
 
-@pytest.mark.parametrize("where", ["attribute", "private", "object", "nested", "closure", "buffer", "array"])
+@pytest.mark.parametrize(
+    "where", ["attribute", "private", "object", "nested", "closure", "constant", "buffer", "array"]
+)
 def test_a_plan_is_not_shared_by_models_that_may_behave_otherwise(where):
     keys = [plan_key(Configured(rate, where), None, torch.zeros(1)) for rate in (0.1, 0.1, 0.4, 0.0)]
     assert keys[0] == keys[1]
@@ -328,6 +337,75 @@ def test_a_plan_is_not_shared_whichever_setting_differs(where):
         model.config = rates if where == "dict" else types.SimpleNamespace(**rates)
         keys.append(plan_key(model, None, torch.zeros(1)))
     assert len(set(keys)) == 8
+
+
+def run_in(pool, model):
+    hydra_tune.prepare(model, pool=pool)
+    model(torch.ones(2, 4)).sum().backward()
+    hydra_tune.release(model)
+
+
+def test_a_plan_keeps_no_class_and_tells_those_of_one_name_apart():
+    """The keys of plans kept the classes of every trial's model, with all that their methods closed over."""
+
+    class Closed:
+        pass
+
+    def make():
+        closed = Closed()
+
+        class Local(nn.Linear):
+            def forward(self, x):
+                assert closed is not None
+                return super().forward(x)
+
+        return Local, weakref.ref(closed)
+
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        kinds, closed = zip(*(make() for _ in range(3)), strict=True)
+        for kind in kinds:
+            for _ in range(2):
+                run_in(pool, nn.Sequential(kind(4, 4)))
+        assert len(pool.plans) == 3
+        kept = kinds[0]
+        del kind, kinds
+        gc.collect()
+        assert [ref() is not None for ref in closed] == [True, False, False]
+        run_in(pool, nn.Sequential(nn.Linear(4, 4)))
+        assert len(pool.plans) == 2, "those whose class is gone are dropped when the next one is made"
+        run_in(pool, nn.Sequential(kept(4, 4)))
+        assert len(pool.plans) == 2
+
+
+def test_a_plan_stays_while_its_trial_lives_whatever_becomes_of_the_classes():
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, trial_context(pool, 0):
+        model = nn.Linear(4, 4)
+        model.setting = type("Setting", (), {})()
+        hydra_tune.prepare(model)
+        model(torch.ones(2, 4)).sum().backward()
+        del model.setting
+        gc.collect()
+        (key,) = pool.plans
+        pool.share(PlanKey(b"another", ()), pool.plans[key])
+        assert key in pool.plans
+        model(torch.ones(2, 4)).sum().backward()
+        hydra_tune.release(model)
+        gc.collect()
+        pool.share(PlanKey(b"another", ()), pool.plans[key])
+        assert key not in pool.plans
+
+
+def test_a_plan_keeps_no_string_of_its_model():
+    """A vocabulary, the text of a config: those of all trials stayed in host memory."""
+    text = "words " * 1_000
+    before = sys.getrefcount(text)
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        model = nn.Linear(4, 4)
+        model.vocabulary, model.config = text, {"text": text}
+        run_in(pool, model)
+        del model
+        gc.collect()
+        assert len(pool.plans) == 1 and sys.getrefcount(text) == before
 
 
 def test_a_pilot_on_a_batch_covers_smaller_ones():

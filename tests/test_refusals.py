@@ -106,6 +106,29 @@ def test_gradients_of_gradients_are_refused_where_spilled():
 
 
 @both_budgets
+def test_a_functional_call_of_the_whole_model(budget):
+    """Its outputs are those of the weights it is given; the gradients of these are refused while spilled."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        train(model, optimizer)
+        weights = {name: (p.detach() + 0.1).requires_grad_() for name, p in model.named_parameters()}
+        x, y = batch()
+        loss = loss_on(lambda x: torch.func.functional_call(model, weights, (x,)), x, y)
+        losses.append(loss.item())
+        return torch.autograd.grad(loss, list(weights.values()))
+
+    losses = []
+    if budget == "resident":
+        compare(scenario, budget)
+    else:
+        with pytest.raises(hydra_tune.PrepareError, match=r"torch\.func\.functional_call\. Call hydra_tune\.release"):
+            compare(scenario, budget)
+    assert losses[0] == losses[1]
+
+
+@both_budgets
 def test_retained_graphs(budget):
     def scenario(prepare):
         torch.manual_seed(0)

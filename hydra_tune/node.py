@@ -85,12 +85,15 @@ class BlockForward:
         return getattr, (self.block.module, "forward")
 
 
-def end_orphans(model: nn.Module) -> None:
-    """End the trials whose own model was collected, while this part of it lives on."""
+def end_orphans(model: nn.Module) -> bool:
+    """End the trials whose own model was collected, while this part of it lives on; whether there were any."""
+    found = False
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, BlockForward) and not forward.trial.has_model:
             forward.trial.end()
+            found = True
+    return found
 
 
 class BlockFunction(torch.autograd.Function):

@@ -16,6 +16,7 @@ from hydra_tune.context import current_context
 from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.fork import gate
+from hydra_tune.node import end_orphans
 from hydra_tune.pool import ShardPool, default_pool
 from hydra_tune.root import RootForward
 from hydra_tune.trial import Trial
@@ -58,6 +59,7 @@ def prepare(
     if pool is not None and not isinstance(pool, ShardPool):
         raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
     _refuse(model, optimizer)
+    end_orphans(model)
     chosen = pool or context.pool or default_pool()
     context.refuse_second_model(chosen)
     if any(p.device.type not in ("cpu", "meta") for p in model.parameters()):
@@ -83,13 +85,16 @@ def prepare(
 
 
 def release(model: nn.Module) -> None:
-    """Make a prepared model plain again: on the host, with its current weights; its bytes go back to the pool.
+    """Make a prepared model plain again: on the host, with its current weights; its bytes go back to the pool. A part
+    of one that was collected, too.
 
     Raises:
         PrepareError: the model is not prepared.
     """
     forward = getattr(model, "__dict__", {}).get("forward")
     if not isinstance(forward, RootForward):
+        if isinstance(model, nn.Module) and end_orphans(model):
+            return
         raise PrepareError(f"only a prepared model can be released; this {type(model).__name__} is not prepared.")
     forward.trial.end()
 

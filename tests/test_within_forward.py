@@ -254,13 +254,20 @@ def test_a_model_that_catches_everything_does_not_train_without_a_block_that_is_
             model(torch.randn(4, WIDTH))
 
 
-def test_a_part_that_outlives_its_model_is_plain_again():
+@pytest.mark.parametrize("then", ["called", "released", "prepared"])
+def test_a_part_that_outlives_its_model_is_plain_again(then):
     torch.manual_seed(0)
     with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
         model = Net()
-        part = model.layers
+        part = nn.Sequential(*model.layers)
         step(model, pool).sum().backward()
         del model
         gc.collect()
-        part[0](torch.randn(4, WIDTH)).sum().backward()
-        assert "forward" not in vars(part[0]) and pool.devices[0].used_bytes == 0
+        if then == "called":
+            part(torch.randn(4, WIDTH)).sum().backward()
+        elif then == "released":
+            hydra_tune.release(part)
+        else:
+            step(part, pool).sum().backward()
+            hydra_tune.release(part)
+        assert all("forward" not in vars(module) for module in part.modules()) and pool.devices[0].used_bytes == 0

@@ -8,6 +8,7 @@ slot                    | block 1 | tied | buffers |     one copy for the run, o
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import is_
 
 import torch
 from torch import nn
@@ -103,7 +104,7 @@ class DeviceCopy:
         if host is not None:
             self._copies += [(slot[to : to + size], host.piece(place, size)) for place, to, size in self._runs]
         self._hosts = [t for block in blocks for t in _tensors_of(block)]
-        self._made_of = [(t.data_ptr(), t.size(), t.stride(), t.dtype, t.requires_grad) for t in self._hosts]
+        self._made_of = list(map(_layout_of, self._hosts))
         self.num_bytes = sum(map(tensor_bytes, (host for _, host in self._copies)))
 
     def _add_parameter(self, parameter: nn.Parameter, host: HostWeights | None) -> None:
@@ -127,17 +128,15 @@ class DeviceCopy:
             self._copied[site] = _state_of(host)
 
     def is_of(self, blocks: Sequence[Block]) -> bool:
-        """Whether it may be filled again for these blocks: the host's tensors are where and what they were, and
-        nothing was put on a leaf."""
+        """Whether it may be filled again for these blocks: the host's tensors are where and what they were, and the
+        leaves as they were made."""
         tensors = [t for block in blocks for t in _tensors_of(block)]
-        if self.blocks != blocks or len(tensors) != len(self._hosts):
-            return False
-        for tensor, host, made_of in zip(tensors, self._hosts, self._made_of, strict=True):
-            if tensor is not host or tensor.__dict__:
-                return False
-            if made_of != (tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad):
-                return False
-        return not any(map(_is_marked, self._leaves.values()))
+        return (
+            self.blocks == blocks
+            and self._made_of == list(map(_layout_of, tensors))
+            and all(map(is_, self._hosts, tensors))
+            and all(_is_new(self.leaf(p), p) for block in blocks for p in block.slot_parameters)
+        )
 
     def stale(self, block: Block, *, forward: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) of what has changed on the host since it was copied, and is to be copied anew: a forward
@@ -272,5 +271,17 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
     return version_of(tensor), tensor.data_ptr()
 
 
-def _is_marked(leaf: nn.Parameter) -> bool:
-    return bool(leaf.__dict__ or leaf._backward_hooks or leaf._post_accumulate_grad_hooks or leaf.grad is not None)
+def _layout_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _is_new(leaf: nn.Parameter, parameter: nn.Parameter) -> bool:
+    """Whether it has what `leaf_like` would give it, and nothing else."""
+    own, given = leaf.__dict__, parameter.__dict__
+    return (
+        leaf.grad is None
+        and not leaf._backward_hooks
+        and not leaf._post_accumulate_grad_hooks
+        and own.keys() == given.keys()
+        and all(map(is_, own.values(), given.values()))
+    )

@@ -189,6 +189,29 @@ def test_weights_written_in_place_are_what_runs(budget):
     compare(scenario, budget)
 
 
+class ReadsItsWeights(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * getattr(self.weight, "scale", 1.0)
+
+
+@both_budgets
+def test_weights_that_get_other_memory_or_attributes_between_steps(budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = Net()
+        model.layers[2].up = ReadsItsWeights(WIDTH, 2 * WIDTH)
+        model, optimizer = made(prepare, model)
+        losses = train(model, optimizer, 1)
+        model.layers[1].up.weight.data = model.layers[1].up.weight.data.clone() * 2
+        losses += train(model, optimizer, 1)
+        model.layers[2].up.weight.scale = 0.5
+        losses += train(model, optimizer, 1)
+        model.layers[2].up.weight.scale = 0.25
+        return losses, train(model, optimizer), left_by(model, optimizer)
+
+    compare(scenario, budget)
+
+
 @both_budgets
 def test_weights_that_are_shared_with_other_processes_train_on(budget):
     """torch.multiprocessing gives their storages new memory where they are, also when it pickles them."""

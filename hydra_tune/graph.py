@@ -20,6 +20,9 @@ from hydra_tune.errors import PrepareError, UncuttableError
 
 REENTRANT = "CheckpointFunctionBackward"
 CAST = "ToCopyBackward0"  # what autocast makes of a float32 weight
+_top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
 
 
 def nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
@@ -194,6 +197,12 @@ class Unsaved:
     def __exit__(self, *error: object) -> None:
         _FORGETTING.__exit__(*error)
         torch._C._set_grad_enabled(self._grad)
+
+
+def keep_again() -> None:
+    """After an interruption within `Unsaved`."""
+    while (hooks := _top_saved_tensors_hooks(True)) is not None and hooks[0] is _forget:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def saved() -> AbstractContextManager[None]:

@@ -100,13 +100,24 @@ class Ledger:
         self.step_bytes += free_bytes
         return free_bytes
 
+    @property
+    def sums(self) -> tuple[int, int, int]:
+        """Of what trials hold, steps reserve and slots take, counted one by one."""
+        return sum(self.held.values()), sum(self.steps.values()), sum(size for _, size in self.slots.values())
+
+    @property
+    def is_sound(self) -> bool:
+        return (self.held_bytes, self.step_bytes, self.slot_bytes) == self.sums
+
+    def recount(self) -> None:
+        """After a change that was interrupted halfway."""
+        self.held_bytes, self.step_bytes, self.slot_bytes = self.sums
+
     def note_peak(self, more_bytes: int = 0) -> None:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes + more_bytes)
 
     def validate(self) -> None:
-        assert self.held_bytes == sum(self.held.values()), self.held_bytes
-        assert self.step_bytes == sum(self.steps.values()), self.step_bytes
-        assert self.slot_bytes == sum(size for _, size in self.slots.values()), self.slot_bytes
+        assert self.is_sound, (self.held_bytes, self.step_bytes, self.slot_bytes, self.sums)
         assert 0 <= self.used_bytes <= self.budget_bytes, (self.used_bytes, self.budget_bytes)
         assert self.peak_bytes <= self.budget_bytes, (self.peak_bytes, self.budget_bytes)
         end = 0

@@ -82,8 +82,8 @@ class Meter:
             if self.enforce and self.live_bytes + num_bytes > self.budget_bytes:
                 raise self._out_of_memory(num_bytes)
             ref = weakref.ref(storage, lambda _: self._forget(key))
-            self._storages[key] = (ref, trial, num_bytes)
             _meters_of[key] = (*_meters_of.get(key, ()), self)
+            self._storages[key] = (ref, trial, num_bytes)
             self._count(trial, num_bytes)
 
     def remove(self, tensor: torch.Tensor) -> None:
@@ -106,10 +106,10 @@ class Meter:
                 self._remove(key)
 
     def _remove(self, key: int) -> None:
-        _, trial, num_bytes = self._storages.pop(key)
-        others = tuple(meter for meter in _meters_of.pop(key) if meter is not self)
+        others = tuple(meter for meter in _meters_of.pop(key, ()) if meter is not self)
         if others:
             _meters_of[key] = others
+        _, trial, num_bytes = self._storages.pop(key)
         self._count(trial, -num_bytes)
 
     def _count(self, trial: int, num_bytes: int) -> None:
@@ -136,8 +136,19 @@ class Meter:
         with _lock:
             for key in [k for k, (_, owner, _) in self._storages.items() if owner == trial]:
                 self._forget(key)
+            self.recount()
             self._window_peak.pop(trial, None)
             self._trial_bytes.pop(trial, None)
+
+    def recount(self) -> None:
+        """After a change that was interrupted halfway."""
+        with _lock:
+            for key in [k for k, (ref, _, _) in self._storages.items() if ref() is None]:
+                self._remove(key)
+            self._trial_bytes.clear()
+            for _, trial, num_bytes in self._storages.values():
+                self._trial_bytes[trial] += num_bytes
+            self.live_bytes = sum(self._trial_bytes.values())
 
 
 class TrialMeter:
@@ -153,6 +164,17 @@ class TrialMeter:
         self.watched = False  # a dispatch mode of the trial's own is installed
         self.journal: Journal | None = None  # a pilot's
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
+
+    @property
+    def is_idle(self) -> bool:
+        """Outside of models and pilots, whose work would be counted."""
+        return not (self.inside or self.watched or self.journal)
+
+    def reset(self) -> None:
+        """After an interruption: idle."""
+        self.meter.recount()
+        self.inside, self.watched, self.journal = 0, False, None
+        self.counting, self._outside_start = self.always, None
 
     def device_of(self, operator: Any, inputs: list[torch.Tensor]) -> Meter | None:
         """Where an operator on these inputs makes its outputs; None: in host memory, or nowhere new.

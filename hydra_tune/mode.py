@@ -93,17 +93,20 @@ class Counted:
         self._meter.inside -= 1
 
 
-def _drop_modes() -> None:
-    """A forked loader worker inherits its parent's modes, but not the trial."""
-    inherited = _get_current_dispatch_mode_stack()
-    for _ in inherited:
+def drop_modes(meter: TrialMeter | None = None) -> None:
+    """Those of all trials: a forked loader worker inherits its parent's modes, but not the trial. Or, after an
+    interruption, those in which a prepared model counts with this meter."""
+    modes = _get_current_dispatch_mode_stack()
+    others = [m for m in modes if not isinstance(m, TrialMode) or (meter and (m.random_state or m.meter is not meter))]
+    if len(others) == len(modes):
+        return
+    for _ in modes:
         _pop_mode()
-    for mode in inherited:
-        if not isinstance(mode, TrialMode):
-            _push_mode(mode)
+    for mode in others:
+        _push_mode(mode)
 
 
-os.register_at_fork(after_in_child=_drop_modes)
+os.register_at_fork(after_in_child=drop_modes)
 
 
 @functools.cache

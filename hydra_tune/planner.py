@@ -96,6 +96,8 @@ class Planner:
         self._cut = self._hook_cut = Cut()
         self._hooked: list[int] = []
         self._seen: set[Hashable] = set()  # switches of the model
+        self.settled = True  # neither is a plan being looked for, nor are weights on their way to where it wants them
+        self._last: tuple[TrialPlan, PlanKey, Any, Hashable, Any] | None = None  # settled, and what it covers
         self._differentiating: dict[str, str] = {}  # blocks that run a backward within a forward, perhaps only in some
 
     def start(self) -> None:
@@ -110,7 +112,7 @@ class Planner:
         self.blocks, self._shard_of = [], {}
         self.unmeasured.clear()
         self._kinds.clear()
-        del self._trial
+        self.__dict__.pop("_trial", None)
 
     def summary(self) -> dict[str, Any]:
         """Plain data on the plan."""
@@ -233,6 +235,7 @@ class Planner:
         if self.plan is not None and known and (self.plan.modes or forward_only):
             shared = pool.plans[self._key]
             if shared is not self.plan and not trial.in_step:  # measured anew, by its first step or another trial
+                self.settled = False
                 trial.residency.bring_home(trial.optimizer)
                 pool.admit(trial, shared)
                 self._settle(shared)
@@ -247,6 +250,7 @@ class Planner:
             trial.leave_step()
         former, former_key = self.plan, self._key
         spilled = trial.residency.spilled
+        self.settled = False
         self._key = plan_key(trial.model, trial.optimizer, (args, kwargs), flags, spilled, forward_only)
         self._kinds.update(kind() for kind in self._key.kinds)
         try:
@@ -272,7 +276,7 @@ class Planner:
         next forward looks for one where the trial cannot be admitted now."""
         stops = isinstance(error, PoolClosedError) or not isinstance(error, Exception)
         if former is None or stops or self.failed_pilot_bytes is not None or not self._still_covers(former):
-            self.plan = None
+            self.plan, self.settled = None, True
             return
         self._trial.pool.admit(self._trial, former)
         self._settle(former)
@@ -301,6 +305,7 @@ class Planner:
         """The same plan with what a pilot of this forward, which calls other blocks or in another mode, adds to it."""
         assert self.plan is not None
         trial, pool, former = self._trial, self._trial.pool, self.plan
+        self.settled = False
         trial.residency.bring_home(trial.optimizer)
         try:
             self._adopt_cut(former.cut)
@@ -336,6 +341,20 @@ class Planner:
         else:
             self._hold(self.blocks)
             self._trial.residency.spill(self.blocks)
+        self._last = plan, self._key, self._signature, self._flags, self._parameters
+        self.settled = True
+
+    def settle_again(self) -> None:
+        """After an interruption: give everything back, and ask for it anew under the last plan, if there was one."""
+        trial, self.plan = self._trial, None
+        self.pilot = self.failed_pilot_bytes = None
+        trial.residency.bring_home(trial.optimizer)
+        trial.pool.interrupt(trial)
+        if self._last is not None and self._still_covers(self._last[0]):
+            plan, self._key, self._signature, self._flags, self._parameters = self._last
+            trial.pool.admit(trial, plan)
+            self._settle(plan)
+        self.settled = True
 
     def _hold(self, except_blocks: Sequence[Block]) -> None:
         self._trial.residency.hold(self._trial.model, except_blocks, self._trial.optimizer)
@@ -354,9 +373,10 @@ class Planner:
     def unwrap(self) -> None:
         for block in self.blocks:
             if isinstance(block.module.__dict__.get("forward"), BlockForward):
-                del block.module.__dict__["forward"]
                 if block.own_forward is not None:
                     block.module.forward = block.own_forward
+                else:
+                    del block.module.__dict__["forward"]
 
     @property
     def _limit_bytes(self) -> int:

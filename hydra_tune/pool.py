@@ -118,6 +118,7 @@ class ShardPool:
         self._abandoned: deque[int] = deque()  # collected with their models; only noted there, ended later
         self._trace = Trace()
         self._closed = False
+        self._handling = False  # an event; still, after an interruption
 
     @property
     def budget_bytes(self) -> int:
@@ -218,28 +219,27 @@ class ShardPool:
     def acquire(self, task: Task) -> float:
         """Wait for the lease, promote the shard unless it is resident; when the task began, in seconds."""
         self.check_open(self._trials[task.trial])
-        with self._lock:
-            start_s = self._trace.now_s()
-            self._handle(s.TaskReady(task))
-            waits = not self._granted[task.trial]
-            try:
+        try:
+            with self._lock:
+                start_s = self._trace.now_s()
+                self._handle(s.TaskReady(task))
+                waits = not self._granted[task.trial]
                 granted = self._await(task.trial, (s.Promote, s.Run))
                 if waits:
                     start_s = self._note("wait", task, start_s)
-                if isinstance(granted, s.Promote):
-                    self._lock.release()
-                    try:
-                        self._trials[task.trial].promote_shard(task.shard, granted.offset, granted.num_bytes)
-                    finally:
-                        self._lock.acquire()
+            if isinstance(granted, s.Promote):
+                self._trials[task.trial].promote_shard(task.shard, granted.offset, granted.num_bytes)
+                with self._lock:
                     self._handle(s.Promoted(task))
                     self._await(task.trial, (s.Run,))
                     start_s = self._note("promote", task, start_s)
-            except BaseException:
-                self._handle(s.Failed(task))
-                self._granted[task.trial].clear()
-                raise
-            return start_s
+        except BaseException:
+            with self._lock:
+                if not self._handling:
+                    self._handle(s.Failed(task))
+                    self._granted[task.trial].clear()
+            raise
+        return start_s
 
     def release(self, task: Task, start_s: float) -> None:
         with self._lock:
@@ -251,7 +251,24 @@ class ShardPool:
         with self._lock:
             self.note_summary(trial)
             self._forget(trial.id)
-            del self._trials[trial.id]
+            self._trials.pop(trial.id, None)
+
+    def standing(self, trial: Client) -> s.Standing | None:
+        """None if the trial's last event was interrupted."""
+        with self._lock:
+            return None if self._handling or self._granted[trial.id] else self._machine.standing(trial.id)
+
+    def interrupt(self, trial: Client) -> None:
+        """Take back everything; the trial will ask anew."""
+        with self._lock:
+            self._stop_others()
+            self._handle(s.Interrupted(trial.id))
+            self._granted[trial.id].clear()
+
+    def _stop_others(self) -> None:
+        """Where an event was interrupted, another trial may wait for ever for what it has said."""
+        if self._handling and len(self._machine.trials) > 1:
+            self.close()
 
     def count(self, what: str, trial: int, home: int, num_bytes: int) -> None:
         with self._lock:
@@ -286,6 +303,7 @@ class ShardPool:
             return instruction
 
     def _handle(self, event: s.Event) -> None:
+        self._handling = True
         for instruction in self._machine.handle(event):
             if isinstance(instruction, s.Drop):
                 self._drop(instruction)
@@ -293,6 +311,7 @@ class ShardPool:
             trial = instruction.task.trial if isinstance(instruction, (s.Promote, s.Run)) else instruction.trial
             self._granted[trial].append(instruction)
             self._wake[trial].notify_all()
+        self._handling = False
 
     def _drop(self, drop: s.Drop) -> None:
         trial = self._trials.get(drop.trial)
@@ -332,8 +351,11 @@ class ShardPool:
                 self._forget(number)
 
     def _forget(self, number: int) -> None:
-        self._handle(s.TrialEnded(number))
-        del self._granted[number], self._wake[number]
+        if number in self._machine.trials:
+            self._stop_others()
+            self._handle(s.TrialEnded(number))
+        self._granted.pop(number, None)
+        self._wake.pop(number, None)
 
 
 _default_pool: ShardPool | None = None

@@ -30,14 +30,30 @@ class Residency:
         self._weights: HostWeights | None = None
         self._held: list[tuple[nn.Module, str]] = []
         self._count = count
-        self.in_visit = False
+        self.visit: Visit | None = None  # the one under way
         self.former_buffers: dict[tuple[int, int], torch.Tensor] = {}  # by buffer and version, for graphs that live
 
     @property
     def spilled(self) -> bool:
         return self._weights is not None
 
+    @property
+    def in_visit(self) -> bool:
+        return self.visit is not None
+
     # ---- slots ----
+
+    def close_visits(self) -> None:
+        """After an interruption: modules have their own weights again."""
+        while self.visit is not None:
+            self.visit.__exit__()
+
+    def forget_copies(self) -> None:
+        """After an interruption, perhaps of their making."""
+        for copy in (*self.copies.values(), *(copy for _, copy in self._former.values())):
+            self.device.meter.remove(copy.slot)
+        self.copies.clear()
+        self._former.clear()
 
     def inside(self, block: Block, copy: DeviceCopy) -> Visit:
         """The block's module reaches its device copies."""
@@ -115,6 +131,7 @@ class Residency:
             if self._weights.holds(blocks):
                 return
             self._weights.close()
+            self._weights = None  # should the next line be interrupted
         with self.meter.paused():
             self._weights = HostWeights(blocks, self.device)
 
@@ -139,21 +156,15 @@ class Residency:
     def _hold(self, module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
         with self.meter.paused():
             if name in module._parameters:
-                grad, tensor.grad = tensor.grad, None
                 tensor.data = self.device.hold(tensor.data)
-                tensor.grad = self._hold_gradient(grad)
+                if tensor.grad is not None and tensor.grad.device != self.device.torch_device:
+                    tensor.grad = self.device.hold(tensor.grad)  # a virtual device's stays: it may be the user's view
             else:
                 tensor = module._buffers[name] = self.device.hold(tensor)
         self._count("promoted_bytes", tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor])
         return tensor
-
-    def _hold_gradient(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """On the device; the same tensor where that is a virtual one: it may be a view of the user's."""
-        if grad is None or grad.device == self.device.torch_device:
-            return grad
-        return self.device.hold(grad)
 
     def bring_home(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move what is held on the device back to host memory."""
@@ -163,11 +174,12 @@ class Residency:
             for module, name in self._held:
                 parameter, buffer = module._parameters.get(name), module._buffers.get(name)
                 if parameter is not None:
-                    grad, parameter.grad = parameter.grad, None
                     parameter.data = self._to_host(parameter.data)
+                    grad = parameter.grad
                     if grad is not None:
                         self.meter.disown(grad)
-                        parameter.grad = grad if grad.device.type == "cpu" else self._to_host(grad)
+                        if grad.device.type != "cpu":
+                            parameter.grad = self._to_host(grad)
                 elif buffer is not None:
                     if id(buffer) not in moved:
                         moved[id(buffer)] = buffer, self._to_host(buffer)

@@ -103,13 +103,21 @@ class Invalidated:
 
 
 @dataclass(frozen=True)
+class Interrupted:
+    """The trial's thread was interrupted, perhaps within an event. It keeps its home, and holds and awaits nothing
+    until it is admitted anew."""
+
+    trial: int
+
+
+@dataclass(frozen=True)
 class TrialEnded:
     trial: int
 
 
 Event: TypeAlias = (
     TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | StepDone | TaskReady | Promoted | Done
-    | Failed | Invalidated | TrialEnded
+    | Failed | Invalidated | Interrupted | TrialEnded
 )  # fmt: skip
 
 # ---- instructions ------------------------------------------------------------------------------------
@@ -167,6 +175,16 @@ Instruction: TypeAlias = Place | StartPilot | Admit | Enter | Promote | Run | Dr
 # ---- state -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Standing:
+    """What a trial has now; its thread knows the same, unless it was interrupted."""
+
+    admitted: bool
+    in_step: bool
+    running: Task | None
+    slots: frozenset[int]  # shards
+
+
 @dataclass
 class TrialState:
     device: int
@@ -205,6 +223,16 @@ class Machine:
         in_flight = device.in_flight and task is not None and (task.trial, task.shard) == (trial, shard)
         return ShardState.IN_FLIGHT if in_flight else ShardState.RESIDENT
 
+    def standing(self, trial: int) -> Standing | None:
+        """None while it awaits something, or where an event was handled only in part."""
+        device = self._device(trial)
+        awaits = any(e.trial == trial for e in (*device.admissions, *device.entries, *device.ready))
+        running = device.running if device.running is not None and device.running.trial == trial else None
+        if awaits or not device.ledger.is_sound or (running is not None and device.in_flight):
+            return None
+        slots = frozenset(shard for owner, shard in device.ledger.slots if owner == trial)
+        return Standing(self.trials[trial].admitted, trial in device.ledger.steps, running, slots)
+
     # ---- one handler an event ----
 
     def _on_TrialAdded(self, event: TrialAdded) -> list[Instruction]:
@@ -219,7 +247,8 @@ class Machine:
         assert event.trial not in device.ledger.steps, self._story(event)
         dropped = self._drop(device, [key for key in device.ledger.slots if key[0] == event.trial])
         device.ledger.forget(event.trial)
-        self.trials[event.trial].admitted = False
+        trial = self.trials[event.trial]
+        trial.plan, trial.admitted = None, False
         (device.admissions if event.empty else device.entries).append(event)
         return [*dropped, *self._advance(device)]
 
@@ -294,18 +323,28 @@ class Machine:
 
     def _on_TrialEnded(self, event: TrialEnded) -> list[Instruction]:
         device = self._device(event.trial)
-        device.admissions = [e for e in device.admissions if e.trial != event.trial]
-        device.entries = [e for e in device.entries if e.trial != event.trial]
-        device.ready = [task for task in device.ready if task.trial != event.trial]
-        if device.running is not None and device.running.trial == event.trial:
-            device.ledger.end_work()
-            device.running, device.in_flight = None, False
-        if device.exclusive == event.trial:
-            device.exclusive = None
-        dropped = self._drop(device, [key for key in device.ledger.slots if key[0] == event.trial])
-        device.ledger.forget(event.trial)
+        dropped = self._take_back(device, event.trial)
         del self.trials[event.trial]
         return dropped + self._advance(device)
+
+    def _on_Interrupted(self, event: Interrupted) -> list[Instruction]:
+        device, trial = self._device(event.trial), self.trials[event.trial]
+        trial.plan, trial.admitted = None, False
+        return self._take_back(device, event.trial) + self._advance(device)
+
+    def _take_back(self, device: DeviceState, trial: int) -> list[Instruction]:
+        """All that the trial holds and awaits, whatever was under way."""
+        device.admissions = [e for e in device.admissions if e.trial != trial]
+        device.entries = [e for e in device.entries if e.trial != trial]
+        device.ready = [task for task in device.ready if task.trial != trial]
+        if device.running is not None and device.running.trial == trial:
+            device.ledger.end_work()
+            device.running, device.in_flight = None, False
+        if device.exclusive == trial:
+            device.exclusive = None
+        device.ledger.recount()
+        device.ledger.forget(trial)
+        return self._drop(device, [key for key in device.ledger.slots if key[0] == trial])
 
     # ---- what can go on now ----
 

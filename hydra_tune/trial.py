@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -24,11 +24,13 @@ from hydra_tune.call import BlockCall
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
+from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.graph import keep_again
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import same_bits
 from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import Counted, TrialMode
+from hydra_tune.mode import Counted, TrialMode, drop_modes
 from hydra_tune.planner import Planner, UnmeasuredBlock
 from hydra_tune.pool import ShardPool
 from hydra_tune.random_state import random_state_now
@@ -36,6 +38,7 @@ from hydra_tune.residency import Residency
 from hydra_tune.root import RootApply, RootForward, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.snapshot import Snapshot
+from hydra_tune.spill import DeviceCopy
 from hydra_tune.tree import tensors_in
 from hydra_tune.visit import Visit
 
@@ -56,6 +59,9 @@ class Trial:
         self.planner = Planner(self)
         self.step = 0
         self.ended = False
+        self._plain = False  # the model, again
+        self._running = False  # its root, or a block that is called alone
+        self._unfinished = False  # what a script has called; still, after an exception
         self.optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._warned = False
@@ -67,7 +73,7 @@ class Trial:
         self.in_step = False
         self._alone = False
         self._saw_backward = False
-        self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._passes: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._pass: ForwardPass | None = None
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
@@ -91,7 +97,7 @@ class Trial:
             # They only let go early: an optimizer that wraps another, and has none, does without.
             self._hooks = [
                 optimizer.register_step_pre_hook(lambda *_: self.boundary()),
-                optimizer.register_step_post_hook(lambda *_: self.pool.invalidate(self)),
+                optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
             ]
 
     @property
@@ -106,25 +112,28 @@ class Trial:
 
     def end(self) -> None:
         """Give back every byte; the model is plain again, on the host, with its current weights."""
-        if self.ended:
+        if self._plain:
             return
         self.ended = True
         self._task = None
+        with_gradients = torch.is_grad_enabled()
         try:
             self._leave_device()
         finally:  # last: from here on others may have its bytes
+            torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
             self.device.meter.end_trial(self.id)
             self.pool.end_trial(self)
+            self._plain = True
+            if self.has_model:  # so far `release` may be called again, should it be interrupted
+                self.model.__dict__.pop("_apply", None)
+                self.model.__dict__.pop("forward", None)
         self.planner.close()
         self.optimizer = None
 
     def _leave_device(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        model = self._model()
-        if model is not None:
-            model.__dict__.pop("forward", None)
-            model.__dict__.pop("_apply", None)
+        self.residency.close_visits()
         self.planner.unwrap()  # parts of a model may live longer
         self.residency.bring_home(self.optimizer)
         self.residency.close()
@@ -143,14 +152,25 @@ class Trial:
 
     def boundary(self) -> None:
         """A place where no task of this trial can be under way: end what lingers."""
+        unfinished = self._begin()
+        self._boundary()
+        self._unfinished = unfinished
+
+    def _after_optimizer_step(self) -> None:
+        unfinished = self._begin()
+        self.pool.invalidate(self)
+        self._unfinished = unfinished
+
+    def _boundary(self) -> None:
         self.leave()
-        if all(p.done for p in self._passes):
+        self._passes = [ref for ref in self._passes if _has_graph(ref)]
+        if not self._passes:
             self.residency.former_buffers.clear()
             if self.in_step:
                 self.leave_step()
 
     def open_step(self, plan: TrialPlan) -> None:
-        self.boundary()
+        self._boundary()
         if self.in_step:
             return
         self._alone = self._may_measure_step(plan)
@@ -180,6 +200,51 @@ class Trial:
             if self._saw_backward:
                 self.planner.use_measured_step(step_bytes)
 
+    # ---- interruptions ----
+
+    def _begin(self) -> bool:
+        """Wherever a script calls. What it called before may have been interrupted at any line (Ctrl-C, a signal's
+        handler that raises): that is made good first. Whether it is still to come to its end."""
+        unfinished, self._unfinished = self._unfinished, True
+        if unfinished and not (self._running or self.ended or self._is_sound()):
+            self._start_anew()
+        return unfinished
+
+    def _is_sound(self) -> bool:
+        """Whether nothing was left halfway, and the pool believes the same as this trial."""
+        residency, planner = self.residency, self.planner
+        if residency.in_visit or not self.meter.is_idle or not planner.settled or planner.pilot is not None:
+            return False
+        if self.meter.counting != (self.meter.always or self._alone) or not self._agrees():
+            return False
+        standing = self.pool.standing(self)
+        if standing is None or self.plan is None:
+            return standing is not None
+        with_slot = {n for n, shard in enumerate(self.plan.shards) if shard.slot_bytes}
+        return standing.admitted and standing.slots == with_slot.intersection(residency.copies)
+
+    def _agrees(self) -> bool:
+        """Whether the pool believes the same of the step and the lease."""
+        standing = self.pool.standing(self)
+        in_step = self.in_step or self.planner.failed_pilot_bytes is not None
+        return standing is not None and standing.in_step == in_step and standing.running == self._task
+
+    def _start_anew(self) -> None:
+        """As if the step that was interrupted had not begun; what it has computed stays as it is."""
+        self._put_back()
+        drop_modes(self.meter)
+        gate.leave()
+        self.meter.reset()
+        self.residency.forget_copies()
+        self._task, self.in_step, self._alone = None, False, False
+        self._pass, self._backward_passes, self._backward_id = None, set(), -1
+        self.planner.settle_again()
+
+    def _put_back(self) -> None:
+        """What context managers do, where these were interrupted themselves."""
+        self.residency.close_visits()
+        keep_again()
+
     # ---- forward and backward of the root module ----
 
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -187,16 +252,35 @@ class Trial:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
         refuse_transforms()
         in_backward = self._backward_passes and torch._C._current_graph_task_id() == self._backward_id
-        if in_backward or self.planner.pilot is not None:
+        if in_backward or (self.planner.pilot is not None and self._running):
             raise PrepareError(
                 "a prepared model's backward repeats forwards block by block, but its whole forward was called once "
                 "more, by a checkpoint around the model or by the model itself. Leave that out."
             )
         self.pool.check_open(self)
+        return self._running_it(lambda: self._run_root(root, args, kwargs))
+
+    def _running_it(self, run: Callable[[], Any]) -> Any:
+        with_gradients, running = torch.is_grad_enabled(), self._running
+        try:
+            self._begin()
+            self._running = True
+            outputs = run()
+            self._unfinished = running
+            return outputs
+        except BaseException:
+            torch._C._set_grad_enabled(with_gradients)
+            if not running:
+                self._put_back()
+            raise
+        finally:
+            self._running = running
+
+    def _run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with self.counted():
             if self.meter.counting:
                 self.meter.adopt(tensors_in((args, kwargs)))
-            self.boundary()
+            self._boundary()
             plan = self.planner.plan_for(root, args, kwargs)
             while self.planner.unmeasured:  # which this forward may call, or not
                 put_random_state_back = random_state_now(self.device.generators())
@@ -228,7 +312,7 @@ class Trial:
             self._warn_of_second_forward()
         try:
             with self.one_pass() as forward_pass:
-                self._passes.add(forward_pass)
+                self._passes.append(weakref.ref(forward_pass))
                 if plan.resident:
                     self._go_to(0, Direction.FORWARD)
                 outputs = root.original(*args, **kwargs)
@@ -244,6 +328,9 @@ class Trial:
 
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A block that evaluation calls outside of its root's forward, as `generate` calls an encoder."""
+        return self._running_it(lambda: self._run_block(block, args, kwargs))
+
+    def _run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.plan is None:  # its weights have not moved yet
             return block.forward(args, kwargs)
         with self.counted(), self.one_pass():
@@ -259,7 +346,7 @@ class Trial:
 
     def _warn_of_second_forward(self) -> None:
         autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", self.device.torch_device.type))
-        if autocast and not self._warned and any(not p.done for p in self._passes):
+        if autocast and not self._warned and any(map(_has_graph, self._passes)):
             self._warned = True
             logger.warning(
                 "%s runs a second forward under autocast before the backward of the first: in one autocast context "
@@ -317,6 +404,7 @@ class Trial:
             raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
         current = torch._C._current_graph_task_id()
         if current != self._backward_id:
+            self._begin()
             self._backward_id = current
             self._backward_passes = set()
             keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -324,8 +412,8 @@ class Trial:
             if not self.in_step and self.planner.pilot is None:
                 if self.plan is None:
                     raise PrepareError(
-                        "a backward comes after a later forward has failed in its pilot, and the model has no plan "
-                        "now. Call backward before the next forward, or repeat the forward."
+                        "a backward comes after a later forward has failed or was interrupted in its pilot, and the "
+                        "model has no plan now. Call backward before the next forward, or repeat the forward."
                     )
                 self.open_step(self.plan)
         self._saw_backward = True
@@ -338,7 +426,8 @@ class Trial:
         self._backward_passes = set()
         self._backward_id = -1
         if not self.ended:
-            self.boundary()
+            self._boundary()
+        self._unfinished = self._running  # in a pilot
 
     # ---- visits ----
 
@@ -351,24 +440,15 @@ class Trial:
     def finds(self, block: Block, error: PrepareError) -> bool:
         return self.planner.finds(block, error)
 
-    @contextmanager
-    def visit(self, block: Block, direction: Direction) -> Iterator[Visit]:
-        """Hold the lease, with the block's device copy under its module's names. The lease lingers after,
-        for the next block of the same shard."""
+    def visit(self, block: Block, direction: Direction) -> LeasedVisit:
+        return LeasedVisit(self, block, direction)
+
+    def take_lease(self, block: Block, direction: Direction) -> DeviceCopy:
+        """Be where the block is; its copy there."""
         if self.planner.pilot is not None:
-            copy = self.planner.pilot.copy_of(block)
-        else:
-            copy = self._go_to(self.planner.shard_of(block), direction)
-        self.meter.outside_ends()
-        try:
-            self.residency.refresh(copy, block, forward=direction is Direction.FORWARD)
-            with self.counted(), self.residency.inside(block, copy) as visit:
-                yield visit
-        except BaseException:
-            self.leave_after_error()
-            raise
-        finally:
-            self.meter.outside_starts()
+            return self.planner.pilot.copy_of(block)
+        copy: DeviceCopy = self._go_to(self.planner.shard_of(block), direction)
+        return copy
 
     def _go_to(self, shard: int, direction: Direction) -> Any:
         task = Task(self.id, self.step, shard, direction)
@@ -382,8 +462,9 @@ class Trial:
         return self.residency.copies.get(shard)
 
     def leave_after_error(self) -> None:
-        """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
-        if self.mode is None:
+        """An exception keeps what its task had on the device. A runner lets go of that, then of the lease. And an
+        interruption what it has left halfway."""
+        if self.mode is None and self._agrees():
             self.leave()
 
     def leave(self) -> None:
@@ -410,3 +491,56 @@ class Trial:
     def counted(self) -> Counted:
         """Count operators on the device, where anything counts them: in pilots and under checks."""
         return Counted(self.meter, install=self.mode is None)
+
+
+class LeasedVisit:
+    """A context manager, once: the lease, and the block's device copy under its module's names. The lease lingers
+    after, for the next block of the same shard. No generator: one that is interrupted while it is entered or left
+    cleans up when the exception is forgotten, too late for who saves the model in between."""
+
+    __slots__ = ("_block", "_counted", "_direction", "_trial", "_visit")
+
+    def __init__(self, trial: Trial, block: Block, direction: Direction) -> None:
+        self._trial = trial
+        self._block = block
+        self._direction = direction
+
+    def __enter__(self) -> Visit:
+        trial, block = self._trial, self._block
+        copy = trial.take_lease(block, self._direction)
+        trial.meter.outside_ends()
+        self._counted, self._visit = trial.counted(), trial.residency.inside(block, copy)
+        try:
+            trial.residency.refresh(copy, block, forward=self._direction is Direction.FORWARD)
+            self._counted.__enter__()
+            try:
+                return self._visit.__enter__()
+            except BaseException:
+                self._counted.__exit__(None, None, None)
+                raise
+        except BaseException:
+            self._end_in_error()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._visit.__exit__()
+            self._counted.__exit__(*error)
+        except BaseException:
+            self._end_in_error()
+            raise
+        if error[0] is not None:
+            self._end_in_error()
+        else:
+            self._trial.meter.outside_starts()
+
+    def _end_in_error(self) -> None:
+        self._trial.residency.close_visits()
+        self._trial.leave_after_error()
+        self._trial.meter.outside_starts()
+
+
+def _has_graph(reference: weakref.ref[ForwardPass]) -> bool:
+    """Whether the backward of this forward may still come."""
+    forward_pass = reference()
+    return forward_pass is not None and not forward_pass.done

@@ -14,7 +14,7 @@ from hydra_tune.spill import DeviceCopy
 class Visited(Protocol):
     """Who must know that a visit is under way."""
 
-    in_visit: bool
+    visit: Visit | None
 
 
 class Visit:
@@ -30,10 +30,11 @@ class Visit:
         block, copy = self.block, self.copy
         if any(n not in m._parameters for m, n in block.parameter_sites):
             copy.leaf(None)  # raises
-        self._outer, self._residency.in_visit = self._residency.in_visit, True
+        self._outer = self._residency.visit
         self._parameters = [m._parameters[n] for m, n in block.parameter_sites]
         self._buffers = [m._buffers[n] for m, n in block.buffer_sites]
         self._caches_casts = torch.is_autocast_cache_enabled()
+        self._residency.visit = self
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
         try:
@@ -54,13 +55,15 @@ class Visit:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._residency.visit is not self:
+            return  # closed after an interruption, or its turn comes
         torch.set_autocast_cache_enabled(self._caches_casts)
         for (m, n), p in zip(self.block.parameter_sites, self._parameters, strict=True):
             m._parameters[n] = p
         for (m, n), b in zip(self.block.buffer_sites, self._buffers, strict=True):
             m._buffers[n] = b
         self._refresh_flat_weights()
-        self._residency.in_visit = self._outer
+        self._residency.visit = self._outer
 
     def _refresh_flat_weights(self) -> None:
         for rnn in self.block.recurrent:  # these keep a list of their own beside `_parameters`

@@ -1,11 +1,14 @@
 """Whatever ends a trial, its bytes are given back and nothing of it stays reachable."""
 
+import copy
 import ctypes
 import gc
+import inspect
 import itertools
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 import weakref
@@ -293,6 +296,134 @@ def test_a_loop_that_catches_its_exception_goes_on_as_in_plain_pytorch(way, wher
     assert len(losses) == 4
     assert losses == plain[0]
     assert all(torch.equal(a, b) for a, b in zip(weights, plain[1], strict=True))
+
+
+# ---- interruptions ----
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt, as Ctrl-C does, at the n-th place within hydra_tune where CPython looks for signals:
+    where a function starts, or a C function has returned."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def __call__(self, frame, event, _):
+        starts = event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR  # which may be told to close
+        if not (starts or event == "c_return") or not frame.f_globals["__name__"].startswith("hydra_tune."):
+            return
+        self.left -= 1
+        if self.left == 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    def __enter__(self):
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+
+def small_model():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.1)) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+X, Y = torch.linspace(-1, 1, 32).view(4, 8), torch.arange(4)
+
+
+def small_step(model, optimizer):
+    loss = nn.functional.cross_entropy(model(X), Y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def state_of(model, optimizer):
+    """A checkpoint, with the gradients that are there."""
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict(), torch.get_rng_state())), gradients
+
+
+def load(state, model, optimizer):
+    (weights, moments, random_state), gradients = copy.deepcopy(state)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    torch.set_rng_state(random_state)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+
+
+def two_steps(state, model, optimizer):
+    if state is not None:
+        load(state, model, optimizer)
+    losses = [small_step(model, optimizer) for _ in range(2)]
+    return losses, [value.clone() for value in model.state_dict().values()]
+
+
+def same(a, b):
+    return a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
+
+
+@pytest.mark.parametrize(("where", "budget", "num_places"), [("spilled", 12_000, 100), ("resident", 400_000, 75)])
+def test_a_script_that_is_interrupted_anywhere_goes_on(where, budget, num_places, monkeypatch):
+    """Ctrl-C between the pool's answer and the line that noted it left the two in disagreement: every later call
+    of the model raised `impossible Invalidated`, for ever. Plain PyTorch goes on."""
+    monkeypatch.setenv("HYDRA_TUNE_CHECKS", "0")  # as in a user's script
+    plain = small_model()
+    small_step(*plain)
+    start = state_of(*plain)
+    ways = [copy.deepcopy(plain[0].state_dict())]  # of each weight through two steps
+    for _ in range(2):
+        small_step(*plain)
+        ways.append(copy.deepcopy(plain[0].state_dict()))
+    expected = two_steps(start, *plain)
+    with hydra_tune.ShardPool(["cpu"], budget) as pool:
+        model, optimizer = hydra_tune.prepare(*small_model(), pool=pool)
+        small_step(model, optimizer)
+        assert pool.report()["trials"][0]["resident"] == (where == "resident")
+        with Interrupts(0) as counter:
+            assert same(two_steps(start, model, optimizer), expected)
+        for place in random.Random(0).sample(range(1, -counter.left), num_places):
+            load(start, model, optimizer)
+            with pytest.raises(KeyboardInterrupt), Interrupts(place):
+                two_steps(None, model, optimizer)
+            for name, value in model.state_dict().items():
+                assert any(torch.equal(value, way[name]) for way in ways), "plain PyTorch has it so before or after"
+            if place % 2:
+                left = state_of(model, optimizer)
+                assert same(two_steps(left, model, optimizer), two_steps(left, *plain))
+            assert same(two_steps(start, model, optimizer), expected)
+            pool._machine.validate()
+        hydra_tune.release(model)
+        assert bytes_of(pool) == [(0, 0)]
+
+
+@pytest.mark.parametrize(("where", "budget"), [("spilled", 12_000), ("resident", 400_000)])
+def test_a_release_that_is_interrupted_is_called_again(where, budget, monkeypatch):
+    monkeypatch.setenv("HYDRA_TUNE_CHECKS", "0")
+    plain = small_model()
+    small_step(*plain)
+    for place in itertools.count(1, 3):
+        with hydra_tune.ShardPool(["cpu"], budget) as pool:
+            model, optimizer = hydra_tune.prepare(*small_model(), pool=pool)
+            torch.manual_seed(0)
+            small_model()
+            small_step(model, optimizer)
+            try:
+                with Interrupts(place) as interrupts:
+                    hydra_tune.release(model)
+            except KeyboardInterrupt:
+                if "forward" in vars(model):
+                    hydra_tune.release(model)
+            assert pool._machine.devices[0].ledger.used_bytes == 0
+            assert all(map(torch.equal, model.state_dict().values(), plain[0].state_dict().values()))
+        if interrupts.left > 0:
+            break
 
 
 # ---- many trials ----

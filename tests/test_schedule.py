@@ -13,6 +13,7 @@ from hydra_tune.schedule import (
     Drop,
     Enter,
     Failed,
+    Interrupted,
     Invalidated,
     Machine,
     PilotDone,
@@ -22,6 +23,7 @@ from hydra_tune.schedule import (
     Promote,
     Promoted,
     Run,
+    Standing,
     StartPilot,
     StepDone,
     StepReady,
@@ -220,6 +222,31 @@ def test_a_failed_task_gives_the_lease_to_the_next(machine, moment):
     assert machine.handle(Failed(a)) == [Drop(0, 0, 0, 0, 30), Promote(b, 0, 0, 30)]
 
 
+def test_an_interrupted_trial_is_admitted_anew(machine):
+    """Ctrl-C after the machine has handled an event, but before the trial's thread has noted what it said."""
+    admitted(machine, 0, 1)
+    a, b = task(0, 0), task(1, 0)
+    for trial in (0, 1):
+        machine.handle(StepReady(trial))
+        machine.handle(TaskReady(task(trial, 0)))
+    assert machine.standing(0) is None, "its shard is on its way"
+    assert machine.handle(Promoted(a)) == [Run(a)]
+    assert machine.standing(0) == Standing(admitted=True, in_step=True, running=a, slots=frozenset({0}))
+    assert machine.handle(Interrupted(0)) == [Drop(0, 0, 0, 0, 30), Promote(b, 0, 0, 30)]
+    assert machine.standing(0) == Standing(admitted=False, in_step=False, running=None, slots=frozenset())
+    assert machine.handle(PlanReady(0, plan())) == [Admit(0)]
+    assert machine.handle(StepReady(0)) == [Enter(0)]
+
+
+def test_an_interruption_within_an_event_leaves_sums_that_are_counted_anew(machine):
+    admitted(machine, 0, held=20)
+    machine.handle(StepReady(0))
+    machine.devices[0].ledger.held_bytes = 40  # halfway through a change
+    assert machine.standing(0) is None
+    machine.handle(Interrupted(0))
+    assert machine.devices[0].ledger.used_bytes == 0
+
+
 def test_an_impossible_event_tells_its_story(machine):
     admitted(machine, 0)
     with pytest.raises(AssertionError, match="impossible TaskReady"):
@@ -229,17 +256,19 @@ def test_an_impossible_event_tells_its_story(machine):
 class Player:
     """Plays trials against the machine with random timing, and keeps the story."""
 
-    def __init__(self, rng, budgets, plans, steps, fail_rate):
+    def __init__(self, rng, budgets, plans, steps, fail_rate, interrupt_rate):
         self.rng, self.machine = rng, Machine(budgets)
-        self.plans, self.steps, self.fail_rate = plans, steps, fail_rate
+        self.plans, self.steps = plans, steps
+        self.fail_rate, self.interrupt_rate = fail_rate, interrupt_rate
         self.granted = {t: [] for t in range(len(plans))}
         self.story = []
 
-    def script(self, trial):
+    def script(self, trial, anew=False):
         """What a trial asks and which answer it waits for, as a generator of (event, answer). Even trials
         measure their first step, which proves larger than estimated."""
         final, measures = self.plans[trial], trial % 2 == 0
-        yield TrialAdded(trial), Place
+        if not anew:
+            yield TrialAdded(trial), Place
         yield PilotReady(trial), StartPilot
         yield PilotDone(trial, 0), None
         yield PlanReady(trial, replace(final, step_bytes=final.step_bytes // 2) if measures else final), Admit
@@ -266,10 +295,24 @@ class Player:
                 self.granted[instruction.trial].append(instruction)
         self.machine.validate()
 
+    def interrupt(self, trial):
+        """Wherever it is; its last event may have been handled only in part."""
+        ledger = self.machine._device(trial).ledger
+        ledger.held_bytes += self.rng.choice((0, 1))
+        ledger.slot_bytes -= self.rng.choice((0, 1))
+        self.send(Interrupted(trial))
+        self.granted[trial].clear()
+
     def play(self):
         live = {t: self.script(t) for t in self.granted}
         waiting = {}
         while live:
+            known = [t for t in live if t in self.machine.trials]
+            if known and self.rng.random() < self.interrupt_rate:
+                trial = self.rng.choice(known)
+                self.interrupt(trial)
+                waiting.pop(trial, None)
+                live[trial] = self.script(trial, anew=True)
             movable = [t for t in live if t not in waiting or self.granted[t]]
             assert movable, f"deadlock: {waiting}"
             trial = self.rng.choice(movable)
@@ -304,18 +347,19 @@ def workloads(draw):
         plans.append(
             plan(draw(st.lists(st.integers(0, rest), min_size=1, max_size=5)), work=work, held=held, step=step)
         )
-    return budgets, plans, draw(st.integers(0, 2**16)), draw(st.sampled_from([0.0, 0.02]))
+    rates = [draw(st.sampled_from([0.0, 0.02])) for _ in range(2)]
+    return budgets, plans, draw(st.integers(0, 2**16)), *rates
 
 
-def play(budgets, plans, seed, fail_rate):
-    return Player(random.Random(seed), budgets, plans, steps=2, fail_rate=fail_rate).play()
+def play(budgets, plans, seed, *rates):
+    return Player(random.Random(seed), budgets, plans, 2, *rates).play()
 
 
 def check_any_mix(workload):
-    _, plans, _, fail_rate = workload
+    _, plans, _, *rates = workload
     story = play(*workload)
     assert story == play(*workload), "same seed, same story"
-    if fail_rate == 0:
+    if not any(rates):
         runs = [i.task for i in story if isinstance(i, Run)]
         for trial, its_plan in enumerate(plans):
             shards = range(len(its_plan.shards))

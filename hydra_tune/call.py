@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from contextvars import Context, copy_context
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -75,7 +74,6 @@ class BlockCall:
     _versions: Sequence[int] = ()
     _rewritten: Sequence[torch.Tensor] = ()  # values of weights that are written without raising a version
     _surroundings: Surroundings | None = None
-    _context: Context  # of Python's context variables
     _made_like: Sequence[tuple[torch.Size, torch.dtype]] = ()
     _output_leaves: Sequence[Any] = ()
     _output_structure: Structure | None = None
@@ -210,7 +208,6 @@ class BlockCall:
         self._buffer_versions, versions = versions_of(block.buffers()), versions_of(tensors)
         self._random_states = generator_states(self.trial.residency.device.generators())
         self._surroundings = Surroundings(block.modules)
-        self._context = copy_context()
         with self.trial.visit(block, Direction.FORWARD) as visit:
             weight_versions = versions_of(visit.leaves)
             given = detached(tensors)
@@ -308,9 +305,7 @@ class BlockCall:
                 inputs = [alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
                 first_node = torch._C._autograd._get_sequence_nr()
                 with torch.enable_grad(), self._surroundings.restored(self.block.name):
-                    outputs = self._context.copy().run(self.block.forward, *self.arguments(inputs, self._again))
-                    made = self.made_by(outputs, inputs)
-                    del outputs
+                    made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
             finally:
                 set_generator_states(generators, drawn)
                 visit.copy.swap_buffers(self.block, now)

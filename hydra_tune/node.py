@@ -135,7 +135,11 @@ class BlockFunction(torch.autograd.Function):
                 f"a block's inputs stay as they are from its forward to its backward, which repeats the forward, but "
                 f"one of block {call.block.name} was changed in place in between. Give the model a copy of it."
             ) from error
-        grads = call.run_backward(tensors, ctx.needs_input_grad[2:], grad_outputs)
+        try:
+            grads = call.run_backward(tensors, ctx.needs_input_grad[2:], grad_outputs)
+        except BaseException:  # an interruption may come where a visit ends
+            call.trial.residency.close_visits()
+            raise
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.call = None  # a kept activation shall not keep the model
         return (None, None, *grads)

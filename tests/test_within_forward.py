@@ -1,6 +1,5 @@
 """What a model's own forward does with blocks: catches their exceptions, calls them in transforms, lends weights."""
 
-import contextvars
 import gc
 
 import pytest
@@ -190,25 +189,6 @@ class Spiking(Net):
         return self.head(total)
 
 
-SCALE = contextvars.ContextVar("scale", default=1.0)
-
-
-class ScaledByItsContext(Script):
-    """Two forwards, each in a context of its own, then one backward."""
-
-    class Layer(scripts.Layer):
-        def forward(self, x):
-            return super().forward(x) * SCALE.get()
-
-    def forward(self, model, x):
-        total = 0
-        for scale in 1.0, 0.3:
-            token = SCALE.set(scale)
-            total = total + model(x)
-            SCALE.reset(token)
-        return total
-
-
 class EvaluatesLargerBeforeBackward(Script):
     def between(self, model):
         model.eval()
@@ -219,7 +199,7 @@ class EvaluatesLargerBeforeBackward(Script):
 
 SCRIPTS = (
     Caught, CatchesWhatIsNotItsOwn, PassesOverAndCatches, FailsAtFirst, InTransforms, GradientsInForward, FastWeights,
-    RetainsAGradient, ResizesABuffer, Membranes, ScaledByItsContext, EvaluatesLargerBeforeBackward,
+    RetainsAGradient, ResizesABuffer, Membranes, EvaluatesLargerBeforeBackward,
 )  # fmt: skip
 
 

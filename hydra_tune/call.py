@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, Protocol
@@ -212,7 +212,7 @@ class BlockCall:
             weight_versions = versions_of(visit.leaves)
             given = detached(tensors)
             arguments = self.arguments(given)
-            outputs = self.forward_unsaved(arguments)
+            outputs = self._computed(visit, self.forward_unsaved, arguments)
             block.refuse_changed_weights(visit.leaves, weight_versions)
             if self._may_change:
                 self.refuse_changed_containers(given, arguments)
@@ -238,7 +238,7 @@ class BlockCall:
         self._buffer_versions = versions_of(self.block.buffers())
         with self.trial.visit(self.block, Direction.FORWARD) as visit, torch.no_grad(), self.trial.measuring(self):
             weight_versions = versions_of(visit.leaves)
-            outputs = self.block.forward(args, kwargs)
+            outputs = self._computed(visit, self.block.forward, args, kwargs)
             self.block.refuse_changed_weights(visit.leaves, weight_versions)
             self.block.refuse_gradients(visit.leaves)
             self.made = made = tensors_in(outputs)
@@ -251,14 +251,22 @@ class BlockCall:
         self._watch([*self.tensors, *made])
         return outputs
 
+    def _computed(self, visit: Visit, forward: Callable[..., Any], *arguments: Any) -> Any:
+        """What the forward gives; the buffers that a failing one has changed so far stay changed."""
+        try:
+            return forward(*arguments)
+        except Exception:
+            self._write_back(visit.copy.changed_buffers(self.block))
+            raise
+
     def _write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Buffers that the forward has changed, as `DeviceCopy.changed_buffers` tells them, to their host masters."""
         if not changed:
             return
-        buffers = self.block.buffers()
         self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
-        for i, value in self._buffers_before:  # a call in a graph that lives may have seen it too
-            self.trial.residency.former_buffers[id(buffers[i]), self._buffer_versions[i]] = value
+        for (i, value), (_, host, _) in zip(self._buffers_before, changed, strict=True):
+            # a call in a graph that lives may have seen it too
+            self.trial.residency.former_buffers[id(host), self._buffer_versions[i]] = value
         self.trial.residency.write_back(changed)
 
     def _watch(self, known: Sequence[torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -182,11 +182,11 @@ class PreparedLoader:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._prepared_loader.__reduce_ex__(protocol)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> PreparedLoader:
         _between_tasks(self._prepared_trial)
         with gate.one_at_a_time:
             batches = iter(self._prepared_loader)  # now, not at the first batch: it may draw a seed
-        return _on_device(batches, self._prepared_trial)
+        return PreparedLoader.standing_for(batches, self._prepared_trial)
 
 
 _GIVE_BATCHES = ("__next__", "__getitem__")
@@ -207,12 +207,6 @@ def _method(name: str) -> Callable[..., Any]:
         return trial.residency.to_device(result) if name in _GIVE_BATCHES else result
 
     return method
-
-
-def _on_device(batches: Iterator[Any], trial: Trial) -> Iterator[Any]:
-    for batch in batches:
-        yield trial.residency.to_device(batch)
-        _between_tasks(trial)
 
 
 def _between_tasks(trial: Trial) -> None:

@@ -364,6 +364,29 @@ def test_a_copy_of_a_prepared_loader_is_a_plain_one_and_its_own(duplicate, pool)
     assert type(duplicate(listed)) is list and torch.equal(duplicate(listed)[0], listed[0])
 
 
+def test_an_epoch_goes_on_after_a_sample_that_fails(pool):
+    class Corrupt(list):
+        def __getitem__(self, i):
+            if i == 1:
+                raise KeyError("corrupt")
+            return super().__getitem__(i)
+
+    def seen(loader):
+        batches, left = iter(loader), []
+        assert len(batches) == 2
+        while True:
+            try:
+                left.append(next(batches).tolist())
+            except KeyError:
+                left.append("corrupt")
+            except StopIteration:
+                return left
+
+    loader = DataLoader(Corrupt([torch.tensor(i) for i in range(4)]), batch_size=2)
+    (prepared,) = loaders_of(pool, loader)
+    assert seen(prepared) == seen(loader) == ["corrupt", [2, 3]]
+
+
 def test_a_loader_draws_its_seed_when_it_is_asked_for_an_iterator(pool):
     """It did at the first batch, so that what was drawn in between was otherwise."""
 

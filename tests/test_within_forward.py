@@ -101,6 +101,26 @@ class CountsAndFails(Net):
         return self.head(x)
 
 
+class FailsLate(Script):
+    """A block's buffers keep what it has counted before its exception."""
+
+    class Layer(scripts.Layer):
+        def set_up(self):
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x):
+            x = super().forward(self.norm(x))
+            if len(x) == 3:
+                raise ValueError("too few")
+            return x
+
+    def forward(self, model, x):
+        for grad_mode in torch.no_grad, torch.enable_grad:
+            with pytest.raises(ValueError, match="too few"), grad_mode():
+                model(x[:3])
+        return model(x)
+
+
 class InTransforms(Script):
     """Within a block that is not one of the smallest, and around one of these."""
 
@@ -198,8 +218,8 @@ class EvaluatesLargerBeforeBackward(Script):
 
 
 SCRIPTS = (
-    Caught, CatchesWhatIsNotItsOwn, PassesOverAndCatches, FailsAtFirst, InTransforms, GradientsInForward, FastWeights,
-    RetainsAGradient, ResizesABuffer, Membranes, EvaluatesLargerBeforeBackward,
+    Caught, CatchesWhatIsNotItsOwn, PassesOverAndCatches, FailsAtFirst, FailsLate, InTransforms,
+    GradientsInForward, FastWeights, RetainsAGradient, ResizesABuffer, Membranes, EvaluatesLargerBeforeBackward,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     if parameter.__dict__:
         leaf.__dict__.update(parameter.__dict__)
     return leaf
+
+
+def has_attributes_of(leaf: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether its attributes are those that `leaf_like` would give it."""
+    own, given = leaf.__dict__, parameter.__dict__
+    return own.keys() == given.keys() and all(map(is_, own.values(), given.values()))
 
 
 @dataclass(eq=False)

@@ -10,8 +10,10 @@ name, for a notebook makes two of one name: each has a number, which is never gi
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import itertools
+import os
 import types
 import weakref
 from collections import deque
@@ -24,7 +26,8 @@ from torch import nn
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
 _MOST_ITEMS = 1_000  # of a container; larger ones are data, and count by their size
-_FEW = 8  # elements of a tensor that may be a setting
+_FEW = 8  # elements of a buffer that may be a setting, no running value
+_MANY = 1024  # of a tensor or an array that is an attribute
 _DEEPEST = 12
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
 
@@ -69,6 +72,7 @@ class Fingerprint:
         self._kinds: set[type] = set()
         # What was met, by id. Values are kept: the next one may get the id of one that is collected.
         self._known: dict[int, tuple[Any, Hashable]] = {}
+        self._modules: set[int] = set()  # by id; wherever else they are met, they are known
 
     def key(self, *parts: object) -> PlanKey:
         return PlanKey(_digest(parts), tuple(map(weakref.ref, self._kinds)))
@@ -79,6 +83,7 @@ class Fingerprint:
 
     def of_model(self, model: nn.Module) -> Hashable:
         """Of PyTorch's own modules numbers count as zero or not (dropout keeps a mask or it doesn't)."""
+        self._modules.update(map(id, model.modules()))
         return _digest([(name, self.number(type(m)), self._of_module(m)) for name, m in model.named_modules()])
 
     def _of_module(self, module: nn.Module) -> Hashable:
@@ -87,7 +92,8 @@ class Fingerprint:
         if type(module).__module__.startswith("torch.nn."):
             own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
             buffers = {}  # they decide nothing (a count of batches)
-        return tuple((k, self._of(v, 0)) for k, v in (*own.items(), *buffers.items()))
+        values = [(k, None if b is None else _of_tensor(b, _FEW)) for k, b in buffers.items()]
+        return (*((k, self._of(v, 0)) for k, v in own.items()), *values)
 
     def _of(self, value: Any, depth: int) -> Hashable:
         kind = self.number(type(value))
@@ -103,17 +109,24 @@ class Fingerprint:
         return self._known[id(value)][1]
 
     def _of_object(self, value: Any, depth: int) -> Hashable:
+        attributes = _attributes_of(value)
+        own = None if attributes is None else self._of(attributes, depth)
         if isinstance(value, torch.Tensor):
-            few = value.layout is torch.strided and not value.is_meta and value.numel() <= _FEW
-            return tuple(value.shape), value.dtype, repr(value.tolist()) if few else None
+            return _of_tensor(value, _MANY), own
+        if isinstance(value, nn.Module):
+            return None if id(value) in self._modules else (self.of_model(value), _weights_of(value))
+        if isinstance(value, types.MappingProxyType):
+            value = dict(value)
         if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
             if len(value) > _MOST_ITEMS:
-                return len(value)
-            return tuple(self._of(item, depth) for item in (value.items() if isinstance(value, dict) else value))
+                return len(value), own
+            items = value.items() if isinstance(value, dict) else value
+            return tuple(self._of(item, depth) for item in items), own
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-            inside = tuple(self._of(x, depth) for x in (*cells, *(value.__defaults__ or ())))
-            return value.__module__, value.__qualname__, self._of(value.__code__, depth), inside
+            defaults = value.__defaults__ or (), value.__kwdefaults__ or {}
+            inside = tuple(self._of(x, depth) for x in (*cells, *defaults))
+            return value.__module__, value.__qualname__, self._of(value.__code__, depth), inside, own
         if isinstance(value, types.CodeType):
             constants = tuple(self._of(x, depth) for x in value.co_consts)
             names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
@@ -122,11 +135,45 @@ class Fingerprint:
             return value.co_name, value.co_firstlineno, value.co_code, handlers, constants, names, counts
         if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
             return value.__qualname__, self._of(getattr(value, "__self__", None), depth)
+        if isinstance(value, functools.partial):
+            return self._of((value.func, value.args, value.keywords), depth), own
+        if isinstance(value, os.PathLike):
+            return _spell(os.fspath(value))
         if type(value).__module__ == "numpy":
-            return repr(value) if getattr(value, "size", 1) <= _FEW else getattr(value, "shape", None)
-        if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
-            return None
-        return self._of(vars(value), depth)
+            return getattr(value, "shape", None), repr(value.tolist()) if getattr(value, "size", 1) <= _MANY else None
+        slots = tuple((name, self._of(getattr(value, name, None), depth)) for name in _slots_of(type(value)))
+        return own, slots or (self._of(_reduced(value), depth) if own is None else None)
+
+
+def _of_tensor(tensor: torch.Tensor, most: int) -> Hashable:
+    """Its values, if they are few."""
+    few = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() <= most
+    return tuple(tensor.shape), tensor.dtype, repr(tensor.tolist()) if few else None
+
+
+def _weights_of(module: nn.Module) -> Hashable:
+    return tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
+
+
+def _attributes_of(value: Any) -> Any:
+    try:
+        return vars(value)
+    except Exception:  # it has none, or a `__getattr__` of its own
+        return None
+
+
+def _slots_of(kind: type) -> list[str]:
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return [name for names in found for name in ((names,) if isinstance(names, str) else names) if name[:2] != "__"]
+
+
+def _reduced(value: Any) -> Any:
+    """What pickle would keep of an object without attributes; None of what it can't keep (a lock, a generator)."""
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:
+        return None
+    return reduced[:3] if isinstance(reduced, tuple) else reduced
 
 
 def _spell(value: Any) -> str:

@@ -209,12 +209,16 @@ def plan_key(root: nn.Module, optimizer: torch.optim.Optimizer | None, inputs: o
     fingerprint = Fingerprint()
     order = {id(p): i for i, p in enumerate(root.parameters())}  # equal numbers are tied
     parameters = tuple(
-        (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad)
+        (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad, p.item() if _is_setting(p) else None)
         for name, p in root.named_parameters(remove_duplicate=False)
     )
     defaults = getattr(optimizer, "defaults", {})
     state = None if optimizer is None else (fingerprint.number(type(optimizer)), _plain(defaults))
     return fingerprint.key(fingerprint.of_model(root), parameters, state, input_signature(inputs), others)
+
+
+def _is_setting(parameter: torch.Tensor) -> bool:
+    return parameter.numel() == 1 and not parameter.requires_grad
 
 
 def _plain(defaults: dict[str, Any]) -> tuple[tuple[str, Hashable], ...]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, edges_for, versions_of
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import HydraTuneError, SecondGradientError, UncuttableError
+from hydra_tune.errors import HydraTuneError, PrepareError, SecondGradientError, UncuttableError
 from hydra_tune.forward_pass import AbandonedForward
 from hydra_tune.graph import (
     ForgottenError,
@@ -40,9 +41,11 @@ from hydra_tune.probe import (
     OuterGraph,
     TensorHooksOff,
     draws_of_others,
+    hooks_of,
     parametrizations_uncached,
     refuse_changes,
     refuse_draws_of_others,
+    refuse_marks,
     refuse_side_channel,
     shares_memory,
     user_hooks,
@@ -97,6 +100,7 @@ class Pilot:
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
     peak_bytes: int = 0
     _copy: tuple[Block, DeviceCopy] | None = None
+    _hooks_off: TensorHooksOff = field(default_factory=TensorHooksOff)
     _made: list[torch.Tensor] = field(default_factory=list)  # what the block under measurement made at first
     _repeats: bool = True  # did it make the same the second time?
 
@@ -122,7 +126,7 @@ class Pilot:
         with (
             self._put_back(args, kwargs, last=fires_hooks or not hooked) as journal,
             nullcontext() if fires_hooks else user_hooks_removed(self.model),
-            TensorHooksOff(),
+            self._hooks_off,
             parametrizations_uncached(),
         ):
             before = meter.trial_bytes
@@ -170,7 +174,8 @@ class Pilot:
         the `last` pilot is ended by the model's own exception, as this forward has run as far as in plain PyTorch."""
         meter, buffers = self.residency.meter, list(self.model.buffers())
         values = [b.clone() for b in buffers]
-        weights = [(p, p.data) for p in self.model.parameters()]
+        weights = [(p, p.data, dict(p.__dict__)) for p in self.model.parameters()]
+        parts = [(m, kind, dict(kind)) for m in self.model.modules() for kind in (m._parameters, m._modules)]
         grads = [(p, p.grad) for p in self.model.parameters()]  # a forward may run a backward
         with meter.paused():
             arguments = Snapshot({"its arguments": (args, kwargs)}, self.model)
@@ -197,14 +202,18 @@ class Pilot:
                 for parameter, grad in grads:
                     if parameter.grad is not grad:
                         parameter.grad = grad
-                for parameter, data in weights:
+                for parameter, data, marks in weights:
                     if parameter.data_ptr() != data.data_ptr():
                         parameter.data = data
+                    if parameter.__dict__ or marks:
+                        parameter.__dict__.clear()
+                        parameter.__dict__.update(marks)
                 with torch.no_grad():
                     for buffer, value in zip(buffers, values, strict=True):
                         buffer.resize_(value.shape).copy_(value)
                 for tensor, node in graphs:
                     _take_out(tensor, node)
+                _refuse_new_parts(parts)
 
     @property
     def _has_hooks(self) -> bool:
@@ -349,7 +358,7 @@ class Pilot:
         with self.residency.inside(call.block, copy) as visit, self._measured() as used:
             weight_versions = versions_of(visit.leaves)
             versions, start = versions_of(call.tensors), time.perf_counter()
-            given, draws = detached(call.tensors), draws_of_others()
+            given, draws, hooks = detached(call.tensors), draws_of_others(), hooks_of(call.block.modules)
             arguments = call.arguments(given)
             try:
                 outputs = call.forward_unsaved(arguments)
@@ -359,6 +368,7 @@ class Pilot:
                     f"a block's forward keeps nothing for a backward, but {call.block.name} runs one within its forward"
                 ) from error
             refuse_draws_of_others(call.block, draws)
+            refuse_marks(call.block, visit.leaves, hooks, self._hooks_off.hooked)
             call.block.refuse_changed_weights(visit.leaves, weight_versions)
             with self.residency.meter.paused():
                 copy.refuse_changed_values(call.block)
@@ -437,6 +447,25 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return tensor.clone()
     return tensor if tensor.requires_grad else tensor.detach()
+
+
+def _refuse_new_parts(parts: Sequence[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+    """`parts` are modules, with their weights or children as they are now and as they were.
+
+    Raises:
+        PrepareError: a forward has made or replaced one; they are what they were again.
+    """
+    changed = []
+    for module, now, then in parts:
+        if now.keys() != then.keys() or not all(map(is_, now.values(), then.values())):
+            changed += [(module, name) for name in now if now[name] is not then.get(name)]
+            now.clear()
+            now.update(then)
+    for module, name in changed[:1]:
+        raise PrepareError(
+            f"a model has its weights and modules before it is prepared, but a {type(module).__name__} makes its "
+            f"{name!r} in forward. Call the model once on a batch, then make its optimizer and prepare it."
+        )
 
 
 def _take_out(tensor: torch.Tensor, node: Any) -> None:

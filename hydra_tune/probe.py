@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from hydra_tune.block import Block
+from hydra_tune.block import Block, has_attributes_of
 from hydra_tune.call import BlockCall
 from hydra_tune.errors import UncuttableError
 from hydra_tune.graph import leaf_of, nodes_of
@@ -80,12 +80,18 @@ def parametrizations_uncached() -> Iterator[None]:
 
 
 class TensorHooksOff(TorchFunctionMode):
-    """Hooks that a forward puts on its activations would see a pilot's gradients."""
+    """Hooks that a forward puts on its activations would see a pilot's gradients. `hooked` are the weights that it
+    would have put one on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked: list[nn.Parameter] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.register_hook:
+        if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+            self.hooked += [args[0]] if isinstance(args[0], nn.Parameter) else []
             return RemovableHandle(OrderedDict())
         if func is torch.Tensor.retain_grad:
             return None
@@ -113,6 +119,30 @@ def refuse_draws_of_others(block: Block, before: tuple[object, ...]) -> None:
         raise UncuttableError(
             f"a block's forward may be repeated, but {block.name} draws from Python's or NumPy's random numbers, and "
             "would draw others then. Draw from torch's."
+        )
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> list[list[int]]:
+    """The keys of all hooks on these modules."""
+    return [list(vars(module).get(kind, ())) for module in modules for kind in _HOOKS]
+
+
+def refuse_marks(
+    block: Block, leaves: Sequence[nn.Parameter], hooks: list[list[int]], hooked: Sequence[nn.Parameter]
+) -> None:
+    """After a forward on `leaves`, before which `hooks` were on the block's modules.
+
+    Raises:
+        UncuttableError: it has put a hook on a module or a weight, or an attribute on a weight, as it would again when
+            it is repeated, and on a copy.
+    """
+    marked = any(
+        x is not p and not has_attributes_of(x, p) for x, p in zip(leaves, block.parameters, strict=True)
+    ) or any(x is leaf for x in hooked for leaf in leaves)
+    if marked or hooks_of(block.modules) != hooks:
+        raise UncuttableError(
+            f"a block's forward may be repeated, on copies of its weights, but that of {block.name} puts a hook or an "
+            "attribute on its weights or a hook on its modules. Do so outside of forward, or keep it on the module."
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from hydra_tune.block import Block, leaf_like
+from hydra_tune.block import Block, has_attributes_of, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.host_buffer import (
@@ -277,11 +277,9 @@ def _layout_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 def _is_new(leaf: nn.Parameter, parameter: nn.Parameter) -> bool:
     """Whether it has what `leaf_like` would give it, and nothing else."""
-    own, given = leaf.__dict__, parameter.__dict__
     return (
         leaf.grad is None
         and not leaf._backward_hooks
         and not leaf._post_accumulate_grad_hooks
-        and own.keys() == given.keys()
-        and all(map(is_, own.values(), given.values()))
+        and has_attributes_of(leaf, parameter)
     )

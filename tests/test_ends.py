@@ -388,10 +388,14 @@ def test_a_script_that_is_interrupted_anywhere_goes_on(where, budget, num_places
         assert pool.report()["trials"][0]["resident"] == (where == "resident")
         with Interrupts(0) as counter:
             assert same(two_steps(start, model, optimizer), expected)
+        interrupted = 0
         for place in random.Random(0).sample(range(1, -counter.left), num_places):
             load(start, model, optimizer)
-            with pytest.raises(KeyboardInterrupt), Interrupts(place):
-                two_steps(None, model, optimizer)
+            try:
+                with Interrupts(place):
+                    two_steps(None, model, optimizer)
+            except KeyboardInterrupt:
+                interrupted += 1  # not where Python swallows what callbacks raise
             for name, value in model.state_dict().items():
                 assert any(torch.equal(value, way[name]) for way in ways), "plain PyTorch has it so before or after"
             if place % 2:
@@ -399,6 +403,7 @@ def test_a_script_that_is_interrupted_anywhere_goes_on(where, budget, num_places
                 assert same(two_steps(left, model, optimizer), two_steps(left, *plain))
             assert same(two_steps(start, model, optimizer), expected)
             pool._machine.validate()
+        assert interrupted > 0.9 * num_places
         hydra_tune.release(model)
         assert bytes_of(pool) == [(0, 0)]
 

@@ -1,6 +1,8 @@
 """Cutting a model into blocks, and blocks into shards."""
 
+import functools
 import gc
+import pathlib
 import sys
 import types
 import weakref
@@ -316,11 +318,49 @@ class Configured(nn.Module):
             self.register_buffer("rate", torch.tensor(rate))
         elif where == "array":
             self.rates = numpy.array([rate])
+        elif where == "larger array":
+            self.rates = numpy.full(20, rate)
+        elif where == "tensor":
+            self.rates = torch.full((20,), rate)
+        elif where == "frozen weight":
+            self.rate = nn.Parameter(torch.tensor(rate), requires_grad=False)
+        elif where == "slots":
+            self.config = Slots(rate)
+        elif where == "partial":
+            self.act = functools.partial(nn.functional.dropout, p=rate)
+        elif where == "keyword":
+            self.act = eval(f"lambda x, *, rate={rate}: x * rate")
+        elif where == "hidden module":
+            self.hidden = [Configured(rate, "attribute")]
+        elif where == "proxy":
+            self.config = types.MappingProxyType({"rate": rate})
+        elif where == "path":
+            self.path = pathlib.Path(str(rate))
+        elif where == "range":
+            self.steps = range(int(rate * 10))
+        elif where == "list's attribute":
+            self.rates = Rates()
+            self.rates.rate = rate
 
 
-@pytest.mark.parametrize(
-    "where", ["attribute", "private", "object", "nested", "closure", "constant", "buffer", "array"]
-)
+class Slots:
+    __slots__ = ("rate",)
+
+    def __init__(self, rate):
+        self.rate = rate
+
+
+class Rates(list):
+    pass
+
+
+WHERE = (
+    "attribute", "private", "object", "nested", "closure", "constant", "buffer", "array", "larger array", "tensor",
+    "frozen weight", "slots", "partial", "keyword", "hidden module", "proxy", "path", "range", "list's attribute",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_a_plan_is_not_shared_by_models_that_may_behave_otherwise(where):
     keys = [plan_key(Configured(rate, where), None, torch.zeros(1)) for rate in (0.1, 0.1, 0.4, 0.0)]
     assert keys[0] == keys[1]

@@ -65,12 +65,12 @@ class OtherLayersEachTime(CatchesEverything):
 
     def forward(self, x):
         self.calls += 1
-        layers = list(self.layers)
-        self.layers = self.layers[: 1 + self.calls]
+        layers = self.layers
+        self.layers = layers[: 1 + self.calls]
         try:
             return super().forward(x)
         finally:
-            self.layers = nn.ModuleList(layers)
+            self.layers = layers
 
 
 class FailsAtFirst(Script):
@@ -99,6 +99,36 @@ class CountsAndFails(Net):
             self.failed = True
             raise ValueError("at first")
         return self.head(x)
+
+
+class HooksAWeight(Script):
+    class Layer(scripts.Layer):
+        def set_up(self):
+            self.handle = None
+
+        def hook(self):
+            return self.up.weight.register_hook(lambda grad: grad * 0.5)
+
+        def forward(self, x):
+            if self.handle is None:
+                self.handle = self.hook()
+            return super().forward(x)
+
+
+class HooksAModule(Script):
+    class Layer(HooksAWeight.Layer):
+        def hook(self):
+            return self.up.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+class MarksAWeight(Script):
+    class Layer(scripts.Layer):
+        def forward(self, x):
+            weight = self.up.weight
+            weight.calls = getattr(weight, "calls", 0) + 1
+            if not hasattr(self.down.weight, "norm_at_first"):
+                self.down.weight.norm_at_first = self.down.weight.detach().norm()
+            return super().forward(x) / (weight.calls + self.down.weight.norm_at_first)
 
 
 class FailsLate(Script):
@@ -218,8 +248,9 @@ class EvaluatesLargerBeforeBackward(Script):
 
 
 SCRIPTS = (
-    Caught, CatchesWhatIsNotItsOwn, PassesOverAndCatches, FailsAtFirst, FailsLate, InTransforms,
-    GradientsInForward, FastWeights, RetainsAGradient, ResizesABuffer, Membranes, EvaluatesLargerBeforeBackward,
+    Caught, CatchesWhatIsNotItsOwn, PassesOverAndCatches, FailsAtFirst, FailsLate, HooksAWeight, HooksAModule,
+    MarksAWeight, InTransforms, GradientsInForward, FastWeights, RetainsAGradient, ResizesABuffer, Membranes,
+    EvaluatesLargerBeforeBackward,
 )  # fmt: skip
 
 
@@ -252,6 +283,53 @@ def test_a_model_that_catches_everything_does_not_train_without_a_block_that_is_
         model.layers[2].doubling = 1
         with pytest.raises(hydra_tune.PrepareError, match=r"leaves its inputs as they are, but layers\.2"):
             model(torch.randn(4, WIDTH))
+
+
+class MakesAWeight(scripts.Layer):
+    def set_up(self):
+        self.scale = None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        return super().forward(x) * self.scale
+
+
+class ReplacesAWeight(scripts.Layer):
+    def forward(self, x):
+        self.up.bias = nn.Parameter(self.up.bias.detach().clone())
+        return super().forward(x)
+
+
+class MakesAModule(scripts.Layer):
+    def set_up(self):
+        self.extra = None
+
+    def forward(self, x):
+        if self.extra is None:
+            self.extra = nn.Linear(WIDTH, WIDTH)
+        return super().forward(self.extra(x))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    ("kind", "made"), [(MakesAWeight, "scale"), (ReplacesAWeight, "bias"), (MakesAModule, "extra")]
+)
+def test_what_a_forward_makes_of_weights_and_modules_is_refused_and_taken_away(kind, made, budget):
+    model = Net(kind)
+    before = [id(x) for x in (*model.parameters(), *model.modules())]
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+        with pytest.raises(hydra_tune.PrepareError, match=f"makes its '{made}' in forward. Call the model once"):
+            step(model, pool)
+        hydra_tune.release(model)
+    assert [id(x) for x in (*model.parameters(), *model.modules())] == before
+
+
+def test_a_buffer_that_requires_a_gradient_is_refused():
+    model = Net()
+    model.register_buffer("prompt", torch.ones(WIDTH, requires_grad=True))
+    with hydra_tune.ShardPool(["cpu"], 1 << 20) as pool, pytest.raises(hydra_tune.PrepareError, match="buffer prompt"):
+        hydra_tune.prepare(model, pool=pool)
 
 
 @pytest.mark.parametrize("then", ["called", "released", "prepared"])

@@ -109,16 +109,17 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"weights are torch.nn.Parameter and plain tensors, but {name} is a {type(tensor).__name__}, whose "
                 "copies on the device would be plain. Make a module of what it does."
             )
-        if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
-            raise PrepareError(
-                f"what requires a gradient is a torch.nn.Parameter, but the buffer {name} does. Register it as a "
-                "parameter."
-            )
         if not is_dense(tensor) and tensor.numel() > 0:
             way = "dense (.to_dense())" if tensor.layout is not torch.strided else "fill its memory (.contiguous())"
             raise PrepareError(
                 f"weights are dense and fill their memory, but {name} has layout {tensor.layout} and strides "
                 f"{tensor.stride() if tensor.layout is torch.strided else None}. Make it {way} first."
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.requires_grad and buffer.is_leaf:
+            raise PrepareError(
+                f"what requires a gradient is a torch.nn.Parameter, but the buffer {name} does. Register it as a "
+                "parameter."
             )
     attributes = {
         id(value): (f"{name}.{key}".lstrip("."), value)

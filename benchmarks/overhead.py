@@ -162,7 +162,7 @@ def parts_of(spilled: Training, rounds: int) -> dict[str, float]:
         for part, owner, name in (
             ("lease", hydra_tune.ShardPool, "acquire"),
             ("lease", hydra_tune.ShardPool, "release"),
-            ("promotion", Residency, "promote"),
+            ("promotion", Residency, "promote_shard"),
             ("gradients to host", Residency, "spill_gradients"),
             ("substitution", Visit, "__enter__"),
             ("substitution", Visit, "__exit__"),

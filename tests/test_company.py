@@ -83,7 +83,7 @@ def assert_same(a, b):
         assert torch.equal(drawn, b[number][2]), number
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.proof), 2])
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]], ids=["one device", "two devices"])
 def test_four_trials_in_four_threads_equal_each_alone_and_plain_pytorch(devices, num_workers):
     together, report = run_in_pool(devices, num_workers, concurrency=4)

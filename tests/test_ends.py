@@ -413,7 +413,7 @@ def test_a_release_that_is_interrupted_is_called_again(where, budget, monkeypatc
     monkeypatch.setenv("HYDRA_TUNE_CHECKS", "0")
     plain = small_model()
     small_step(*plain)
-    for place in itertools.count(1, 3):
+    for place in itertools.count(1, 9):
         with hydra_tune.ShardPool(["cpu"], budget) as pool:
             model, optimizer = hydra_tune.prepare(*small_model(), pool=pool)
             torch.manual_seed(0)

@@ -13,19 +13,20 @@ from scripts import BUDGETS, WIDTH, Net, Script, step, trains_as_in_plain_pytorc
 
 
 class Caught(Script):
-    """A block fails on some of the batches, the first one too, and the model goes on without it."""
+    """A block fails on the first batch and on others, and the model goes on without it."""
 
     class Layer(scripts.Layer):
-        calls = 0
-
         def forward(self, x):
             y = super().forward(nn.functional.dropout(x, 0.1))
-            if x.mean() < 0:
-                raise ValueError("a mean below zero")
+            if len(x) % 2:
+                raise ValueError("odd")
             return y
 
     def model(self):
         return CatchesErrors(self.Layer)
+
+    def forward(self, model, x):
+        return torch.cat([model(x[:3]), model(x[3:7]), model(x[7:])])
 
 
 class CatchesErrors(Net):

@@ -55,7 +55,7 @@ class PassesOverAndCatches(Script):
     def model(self):
         model = OtherLayersEachTime(self.Layer)
         for i, layer in enumerate(model.layers):  # none is like another
-            layer.up, layer.down = nn.Linear(WIDTH, 40 + i), nn.Linear(40 + i, WIDTH)
+            layer.up, layer.down = nn.Linear(WIDTH, 64 + i), nn.Linear(64 + i, WIDTH)
         return model
 
 

@@ -56,7 +56,7 @@ class Journal:
             self.changed_shared.add(self._shared[key])
         if key not in self._before:
             tensors = [*self._weights.get(key, ()), *self._others.get(key, ())]
-            self._before[key] = [(tensor, tensor.detach().clone()) for tensor in tensors]
+            self._before[key] = [(tensor.data, tensor.detach().clone()) for tensor in tensors]
 
     def read(self, *, on_device: bool) -> list[torch.nn.Parameter]:
         """What operators had among their inputs; with `on_device`, beside a tensor on the device."""
@@ -71,8 +71,8 @@ class Journal:
     def undo(self) -> None:
         with torch.no_grad():
             for written in self._before.values():
-                for tensor, value in written:
-                    tensor.data.copy_(value)
+                for memory, value in written:
+                    memory.copy_(value)
 
 
 def _by_storage(tensors: Iterable[TensorT]) -> dict[int, list[TensorT]]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import nn
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, edges_for, versions_of
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import HydraTuneError, PrepareError, SecondGradientError, UncuttableError
+from hydra_tune.errors import HydraTuneError, SecondGradientError, UncuttableError
 from hydra_tune.forward_pass import AbandonedForward
 from hydra_tune.graph import (
     ForgottenError,
@@ -51,8 +50,9 @@ from hydra_tune.probe import (
     user_hooks,
     user_hooks_removed,
 )
-from hydra_tune.random_state import random_state_kept, random_state_now
+from hydra_tune.random_state import random_state_kept
 from hydra_tune.residency import Residency
+from hydra_tune.rewind import Rewind
 from hydra_tune.shard import BlockProfile
 from hydra_tune.snapshot import Snapshot
 from hydra_tune.spill import DeviceCopy
@@ -99,6 +99,7 @@ class Pilot:
     step_bytes: int = 0
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
     peak_bytes: int = 0
+    written: Sequence[nn.Parameter] = ()  # weights that the forward itself writes into
     _copy: tuple[Block, DeviceCopy] | None = None
     _hooks_off: TensorHooksOff = field(default_factory=TensorHooksOff)
     _made: list[torch.Tensor] = field(default_factory=list)  # what the block under measurement made at first
@@ -170,21 +171,11 @@ class Pilot:
 
     @contextmanager
     def _put_back(self, args: Sequence[Any], kwargs: dict[str, Any], *, last: bool) -> Iterator[Journal]:
-        """Afterwards random state, weights, gradients, buffers, arguments and attributes are what they were; not if
-        the `last` pilot is ended by the model's own exception, as this forward has run as far as in plain PyTorch."""
-        meter, buffers = self.residency.meter, list(self.model.buffers())
-        values = [b.clone() for b in buffers]
-        weights = [(p, p.data, dict(p.__dict__)) for p in self.model.parameters()]
-        parts = [(m, kind, dict(kind)) for m in self.model.modules() for kind in (m._parameters, m._modules)]
-        grads = [(p, p.grad) for p in self.model.parameters()]  # a forward may run a backward
-        with meter.paused():
-            arguments = Snapshot({"its arguments": (args, kwargs)}, self.model)
-            attributes = Snapshot.of_modules(self.model.named_modules(), self.model)
-        tensors = (*arguments.tensors, *attributes.tensors)
-        graphs = [(t, t.grad_fn) for t in (*tensors_in((args, kwargs)), *tensors)]
-        written = (*tensors, *(grad for _, grad in grads if grad is not None))
-        put_random_state_back = random_state_now(self.residency.device.generators())
-        journal = meter.journal = Journal(self.model.parameters(), written)
+        """Afterwards all is as it was; not if the `last` pilot is ended by the model's own exception, as this forward
+        has run as far as in plain PyTorch."""
+        meter = self.residency.meter
+        rewind = Rewind(self.model, (args, kwargs), meter, self.residency.device.generators())
+        journal = meter.journal = Journal(self.model.parameters(), rewind.tensors)
         is_of_model = False
         try:
             yield journal
@@ -194,26 +185,10 @@ class Pilot:
         finally:
             meter.journal = None
             self._drop_copy()
+            self.written = journal.written
             if not is_of_model:
                 journal.undo()
-                put_random_state_back()
-                arguments.restore()
-                attributes.restore()
-                for parameter, grad in grads:
-                    if parameter.grad is not grad:
-                        parameter.grad = grad
-                for parameter, data, marks in weights:
-                    if parameter.data_ptr() != data.data_ptr():
-                        parameter.data = data
-                    if parameter.__dict__ or marks:
-                        parameter.__dict__.clear()
-                        parameter.__dict__.update(marks)
-                with torch.no_grad():
-                    for buffer, value in zip(buffers, values, strict=True):
-                        buffer.resize_(value.shape).copy_(value)
-                for tensor, node in graphs:
-                    _take_out(tensor, node)
-                _refuse_new_parts(parts)
+                rewind.restore()
 
     @property
     def _has_hooks(self) -> bool:
@@ -447,41 +422,6 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return tensor.clone()
     return tensor if tensor.requires_grad else tensor.detach()
-
-
-def _refuse_new_parts(parts: Sequence[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
-    """`parts` are modules, with their weights or children as they are now and as they were.
-
-    Raises:
-        PrepareError: a forward has made or replaced one; they are what they were again.
-    """
-    changed = []
-    for module, now, then in parts:
-        if now.keys() != then.keys() or not all(map(is_, now.values(), then.values())):
-            changed += [(module, name) for name in now if now[name] is not then.get(name)]
-            now.clear()
-            now.update(then)
-    for module, name in changed[:1]:
-        raise PrepareError(
-            f"a model has its weights and modules before it is prepared, but a {type(module).__name__} makes its "
-            f"{name!r} in forward. Call the model once on a batch, then make its optimizer and prepare it."
-        )
-
-
-def _take_out(tensor: torch.Tensor, node: Any) -> None:
-    """Of a pilot's graph, which the model may have put it into by writing it in place; before it was in `node`'s.
-
-    Raises:
-        UncuttableError: it cannot be taken out.
-    """
-    if tensor.grad_fn is node:
-        return
-    if node is not None or tensor._is_view():
-        raise UncuttableError(
-            f"a model's first forward runs twice, but it writes in place a tensor of shape {tuple(tensor.shape)} that "
-            f"{'requires a gradient' if node is not None else 'is a view of another'}. Give it a copy (.clone())."
-        )
-    tensor.detach_()
 
 
 def free_remains(meter: TrialMeter, num_bytes: int) -> None:

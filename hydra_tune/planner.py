@@ -436,7 +436,13 @@ class Planner:
             cut=self._cut,
         )
         modes = former.modes if former else frozenset()
-        return replace(plan, modes=modes if pilot.forward_only else modes | {self._mode()})
+        in_forward = set(map(id, pilot.written))
+        written = {name for name, p in trial.model.named_parameters() if id(p) in in_forward}
+        return replace(
+            plan,
+            modes=modes if pilot.forward_only else modes | {self._mode()},
+            written=(former.written if former else frozenset()).union(written),
+        )
 
     def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Weights, gradients and optimizer state."""

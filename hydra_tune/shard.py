@@ -126,6 +126,7 @@ class TrialPlan:
                   between blocks, the loss
     `cut`         where the model is cut otherwise than by size
     `modes`       which modules were in training mode in the pilots with gradients that it comes from
+    `written`     names of the weights that the forward itself writes into
     A resident plan has one shard without a slot: the root module, whose weights are all held.
     """
 
@@ -136,6 +137,7 @@ class TrialPlan:
     step_bytes: int
     cut: Cut = Cut()
     modes: frozenset[Hashable] = frozenset()
+    written: frozenset[str] = frozenset()
 
     @cached_property
     def task_bytes(self) -> int:

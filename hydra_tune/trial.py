@@ -28,16 +28,14 @@ from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import keep_again
 from hydra_tune.hf_config import use_cache_again, use_no_cache
-from hydra_tune.host_buffer import same_bits
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import Counted, TrialMode, drop_modes
 from hydra_tune.planner import Planner, UnmeasuredBlock
 from hydra_tune.pool import ShardPool
-from hydra_tune.random_state import random_state_now
 from hydra_tune.residency import Residency
+from hydra_tune.rewind import Rewind
 from hydra_tune.root import RootApply, RootForward, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
-from hydra_tune.snapshot import Snapshot
 from hydra_tune.spill import DeviceCopy
 from hydra_tune.tree import tensors_in
 from hydra_tune.visit import Visit
@@ -283,24 +281,15 @@ class Trial:
             self._boundary()
             plan = self.planner.plan_for(root, args, kwargs)
             while self.planner.unmeasured:  # which this forward may call, or not
-                put_random_state_back = random_state_now(self.device.generators())
-                attributes = Snapshot.of_modules(self.model.named_modules(), self.model)
-                arguments = Snapshot({"its arguments": (args, kwargs)}, self.model)
-                written = (*self.model.buffers(), *arguments.tensors, *attributes.tensors)
-                with self.meter.paused():
-                    values = [(t, t.clone()) for t in written if t.layout is torch.strided]
+                rewind = Rewind(self.model, (args, kwargs), self.meter, self.device.generators())
+                rewind.keep((*rewind.tensors, *map(self.model.get_parameter, plan.written)))
                 try:
                     return self._run_step(root, plan, args, kwargs)
                 except UnmeasuredBlock:
                     self.leave()
                     self.leave_step()
-                    put_random_state_back()
-                    arguments.restore()
-                    attributes.restore()
-                    with self.meter.paused():
-                        for tensor, value in values:
-                            if not same_bits(tensor, value):
-                                tensor.copy_(value)
+                    rewind.restore()
+                    rewind.refuse_other_writes()
                     plan = self.planner.extend_plan(root, args, kwargs)
             return self._run_step(root, plan, args, kwargs)
 

@@ -49,14 +49,18 @@ class CatchesEverything(Net):
         return self.head(x)
 
 
+def with_layers_of_their_own_widths(model):
+    """None is like another, so that a pilot knows only those that it has seen called."""
+    for i, layer in enumerate(model.layers):
+        layer.up, layer.down = nn.Linear(WIDTH, 64 + i), nn.Linear(64 + i, WIDTH)
+    return model
+
+
 class PassesOverAndCatches(Script):
     """The first call of a block that no pilot has met ends a forward by an exception of ours."""
 
     def model(self):
-        model = OtherLayersEachTime(self.Layer)
-        for i, layer in enumerate(model.layers):  # none is like another
-            layer.up, layer.down = nn.Linear(WIDTH, 64 + i), nn.Linear(64 + i, WIDTH)
-        return model
+        return with_layers_of_their_own_widths(OtherLayersEachTime(self.Layer))
 
 
 class OtherLayersEachTime(CatchesEverything):
@@ -70,6 +74,45 @@ class OtherLayersEachTime(CatchesEverything):
             return super().forward(x)
         finally:
             self.layers = layers
+
+
+class GrowsAndTeaches(Script):
+    """Such a call comes after the forward has written into weights, of blocks and others, and put marks on them."""
+
+    def model(self):
+        return with_layers_of_their_own_widths(Growing(self.Layer))
+
+
+class Growing(Net):
+    def set_up(self):
+        self.average = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.calls = self.average.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.average.calls += 1
+        self.write()
+        x = x * self.average / self.average.calls
+        for layer in self.layers[: 1 + self.calls]:
+            x = layer(x)
+        return self.head(x)
+
+    def write(self):
+        with torch.no_grad():
+            self.average.mul_(0.9)
+            self.layers[0].up.weight.mul_(0.9)
+
+
+class GrowsAndReplaces(Script):
+    """What was written is replaced, too."""
+
+    def model(self):
+        class Replacing(Growing):
+            def write(self):
+                super().write()
+                self.average.data = self.average.data * 0.9
+
+        return with_layers_of_their_own_widths(Replacing(self.Layer))
 
 
 class FailsAtFirst(Script):
@@ -247,9 +290,9 @@ class EvaluatesLargerBeforeBackward(Script):
 
 
 SCRIPTS = (
-    Caught, PassesOverAndCatches, FailsAtFirst, FailsLate, HooksAWeight, HooksAModule,
-    MarksAWeight, InTransforms, GradientsInForward, FastWeights, RetainsAGradient, ResizesABuffer, Membranes,
-    EvaluatesLargerBeforeBackward,
+    Caught, PassesOverAndCatches, GrowsAndTeaches, GrowsAndReplaces, FailsAtFirst, FailsLate, HooksAWeight,
+    HooksAModule, MarksAWeight, InTransforms, GradientsInForward, FastWeights, RetainsAGradient, ResizesABuffer,
+    Membranes, EvaluatesLargerBeforeBackward,
 )  # fmt: skip
 
 
@@ -282,6 +325,21 @@ def test_a_model_that_catches_everything_does_not_train_without_a_block_that_is_
         model.layers[2].doubling = 1
         with pytest.raises(hydra_tune.PrepareError, match=r"leaves its inputs as they are, but layers\.2"):
             model(torch.randn(4, WIDTH))
+
+
+def test_a_forward_that_begins_to_write_weights_where_it_is_to_run_again_is_refused():
+    class LateTeaching(Growing):
+        def write(self):
+            if self.calls > 1:
+                super().write()
+
+    model = with_layers_of_their_own_widths(LateTeaching())
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        step(model, pool).sum().backward()
+        with pytest.raises(hydra_tune.PrepareError, match="Call all blocks in the first step"):
+            model(torch.randn(4, WIDTH))
+        hydra_tune.release(model)
+        assert pool.devices[0].used_bytes == 0
 
 
 class MakesAWeight(scripts.Layer):

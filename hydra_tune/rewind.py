@@ -1,0 +1,121 @@
+"""Puts back what a model's forward has changed beside its outputs, so that it can run once more as if for the first
+time: after a pilot, and after a forward that came upon a block that no pilot has met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_tune.errors import PrepareError, UncuttableError
+from hydra_tune.host_buffer import same_bits, version_of
+from hydra_tune.meter import TrialMeter
+from hydra_tune.random_state import random_state_now
+from hydra_tune.snapshot import Snapshot
+from hydra_tune.tree import tensors_in
+
+
+class Rewind:
+    """Random state, buffers, gradients, arguments and attributes of a model as they are now; of its weights which
+    tensors they are and what is on them. `tensors` are those that a forward may write into, whose values, and
+    weights', are kept only if `keep` is told so."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: tuple[Sequence[Any], dict[str, Any]],
+        meter: TrialMeter,
+        generators: Sequence[torch.Generator],
+    ) -> None:
+        self._meter = meter
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._weights = [(p, p.data, version_of(p), p.grad, dict(p.__dict__)) for p in model.parameters()]
+        self._parts = [(m, kind, dict(kind)) for m in model.modules() for kind in (m._parameters, m._modules)]
+        with meter.paused():
+            self._arguments = Snapshot({"its arguments": arguments}, model)
+            self._attributes = Snapshot.of_modules(model.named_modules(), model)
+        found = (*self._arguments.tensors, *self._attributes.tensors)
+        self._nodes = [(t, t.grad_fn) for t in (*tensors_in(arguments), *found)]
+        gradients = [grad for *_, grad, _ in self._weights if grad is not None]  # a forward may run a backward
+        self.tensors = (*found, *gradients)
+        self._values: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._put_random_state_back = random_state_now(generators)
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The values of these, too."""
+        with self._meter.paused():
+            self._values += [(t, t.data, t.detach().clone()) for t in tensors if t.layout is torch.strided]
+
+    def restore(self) -> None:
+        """Put all of it back.
+
+        Raises:
+            UncuttableError: an argument has become part of the forward's graph.
+            PrepareError: the forward has made weights or modules. They are gone again.
+        """
+        self._put_random_state_back()
+        self._arguments.restore()
+        self._attributes.restore()
+        for weight, data, _, grad, marks in self._weights:
+            if weight.grad is not grad:
+                weight.grad = grad
+            if weight.data_ptr() != data.data_ptr():
+                weight.data = data
+            if weight.__dict__ or marks:
+                weight.__dict__.clear()
+                weight.__dict__.update(marks)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.resize_(value.shape).copy_(value)
+        with self._meter.paused():
+            for _, memory, value in self._values:
+                if not same_bits(memory, value):
+                    memory.copy_(value)
+        for tensor, node in self._nodes:
+            _take_out(tensor, node)
+        _refuse_new_parts(self._parts)
+
+    def refuse_other_writes(self) -> None:
+        """Of weights whose values were not kept.
+
+        Raises:
+            PrepareError: one was written.
+        """
+        kept = {id(tensor) for tensor, *_ in self._values}
+        if any(version_of(weight) != version for weight, _, version, _, _ in self._weights if id(weight) not in kept):
+            raise PrepareError(
+                "a forward that first calls a block in a later step runs twice then, but this one has written into "
+                "weights before, which it did not in the first step. Call all blocks in the first step, or change "
+                "weights outside of the forward."
+            )
+
+
+def _take_out(tensor: torch.Tensor, node: Any) -> None:
+    """Of the graph of a forward that is forgotten, which the model may have put it into by writing it in place; before
+    it was in `node`'s."""
+    if tensor.grad_fn is node:
+        return
+    if node is not None or tensor._is_view():
+        raise UncuttableError(
+            f"a model's first forward runs twice, but it writes in place a tensor of shape {tuple(tensor.shape)} that "
+            f"{'requires a gradient' if node is not None else 'is a view of another'}. Give it a copy (.clone())."
+        )
+    tensor.detach_()
+
+
+def _refuse_new_parts(parts: Sequence[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+    """`parts` are modules, with their weights or children as they are now and as they were."""
+    changed = []
+    for module, now, then in parts:
+        if now.keys() != then.keys() or not all(map(is_, now.values(), then.values())):
+            changed += [(module, name) for name in now if now[name] is not then.get(name)]
+            now.clear()
+            now.update(then)
+    for module, name in changed[:1]:
+        raise PrepareError(
+            f"a model has its weights and modules before it is prepared, but a {type(module).__name__} makes its "
+            f"{name!r} in forward. Call the model once on a batch, then make its optimizer and prepare it."
+        )

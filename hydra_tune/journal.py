@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +22,7 @@ class Journal:
         self._others = _by_storage(others)
         self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # values of what was written, by storage
         self._read: dict[int, bool] = {}  # by storage: beside a tensor on the device?
-        self._shared: dict[int, str] = {}  # by storage: the block whose inputs and outputs lie in it
+        self._shared: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # see `watch`
         self.changed_shared: set[str] = set()  # those blocks of which something was written later
 
     def note(
@@ -48,12 +50,20 @@ class Journal:
                         self._keep(_key(written))
 
     def watch(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Note whether something writes into these, some of which share their memory."""
-        self._shared.update({_key(tensor): name for tensor in tensors})
+        """Note whether something writes into these inputs and outputs of a block, some of which share their memory;
+        for as long as that is theirs."""
+        for tensor in tensors:
+            if key := _key(tensor):
+                gone = partial(self._forget, key)
+                self._shared[key] = name, weakref.ref(tensor.untyped_storage(), gone)
+
+    def _forget(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        if key in self._shared and self._shared[key][1] is reference:
+            del self._shared[key]
 
     def _keep(self, key: int) -> None:
         if key in self._shared:
-            self.changed_shared.add(self._shared[key])
+            self.changed_shared.add(self._shared[key][0])
         if key not in self._before:
             tensors = [*self._weights.get(key, ()), *self._others.get(key, ())]
             self._before[key] = [(tensor.data, tensor.detach().clone()) for tensor in tensors]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
+from hydra_tune.journal import Journal
 from models import bytes_batch, gpt, loss_of
 
 
@@ -187,3 +188,20 @@ def test_a_pilot_notes_no_higher_peak_than_it_had():
             with suppress(hydra_tune.BudgetError):
                 model(torch.randn(64, 32)).sum().backward()
                 hydra_tune.release(model)
+
+
+def test_who_takes_the_memory_of_a_freed_tensor_is_not_taken_for_it():
+    """Which plan a model got depended on the allocator's luck: a write into other memory counted as the block's."""
+    journal = Journal([])
+    output = torch.zeros(4)
+    address = output.untyped_storage()._cdata
+    journal.watch("a block", [output])
+    del output
+    others = []
+    while not others or others[-1].untyped_storage()._cdata != address:
+        others.append(torch.zeros(4))
+    journal.note(torch.ops.aten.add_.Tensor, [others[-1], 1.0], {}, [others[-1]], on_device=False)
+    assert not journal.changed_shared
+    journal.watch("a block", [others[-1]])
+    journal.note(torch.ops.aten.add_.Tensor, [others[-1], 1.0], {}, [others[-1]], on_device=False)
+    assert journal.changed_shared == {"a block"}

@@ -2,7 +2,7 @@
 
     budget = held by trials + reserved by steps + slots of shards + work of the running task + free
 
-Slots also have a place: offsets in an arena of the budget's size, first fit. A device without an
+Slots also have a place: offsets in an arena of the budget's size, the last gap that fits. A device without an
 arena of ours (CUDA, whose allocator finds the place) uses the sizes and ignores the offsets.
 """
 
@@ -56,21 +56,22 @@ class Ledger:
 
     def place(self, key: SlotKey, num_bytes: int, at: int | None = None) -> int | None:
         """Offset of a new slot, or None where no gap of the arena is large enough. `at` is known to be free."""
-        offset = self._first_gap(num_bytes) if at is None else at
-        if offset + num_bytes > self.budget_bytes:
+        offset = self._last_gap(num_bytes) if at is None else at
+        if offset < 0 or offset + num_bytes > self.budget_bytes:
             return None
         self.slots[key] = (offset, num_bytes)
         self.slot_bytes += num_bytes
         self.note_peak()
         return offset
 
-    def _first_gap(self, num_bytes: int) -> int:
-        offset = 0
-        for start, size in sorted(self.slots.values()):
-            if start - offset >= num_bytes:
+    def _last_gap(self, num_bytes: int) -> int:
+        """The highest offset that is free; negative if none is. Slots with a place begin at the lowest."""
+        end = self.budget_bytes
+        for start, size in sorted(self.slots.values(), reverse=True):
+            if end - start - size >= num_bytes:
                 break
-            offset = start + size
-        return offset
+            end = start
+        return end - num_bytes
 
     def slots_at(self, offset: int, num_bytes: int) -> list[SlotKey]:
         """The slots that lie there, wholly or in part."""

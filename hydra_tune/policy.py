@@ -1,22 +1,111 @@
-"""The order in which ready tasks get a device. A policy sees plain data and keeps no state."""
+"""The order in which ready tasks get devices. A policy sees plain data and keeps no state.
+
+A task is ranked once, when it becomes ready: the smallest rank goes first, of equal ones the one that was ready first.
+A task of a trial that is at home on another device is taken only if that gains more than `slack`: it has bytes to move.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from math import inf
 
-from hydra_tune.shard import Task
+from hydra_tune.errors import ConfigError
+from hydra_tune.progress import Progress
+from hydra_tune.shard import Direction, Task
 
 
-class Policy(Protocol):
-    def choose(self, ready: Sequence[Task]) -> Task:
-        """One of `ready`, which is never empty and is sorted by the time each became ready."""
+class Policy(ABC):
+    """Ranks tasks by how far their trials are."""
+
+    @abstractmethod
+    def rank(self, task: Task, progress: Progress) -> float:
+        """Smallest first."""
+
+    def slack(self, progress: Progress) -> float:
+        """The least that a rank must be smaller, to be worth a move to another device."""
+        return 0.0
 
 
 @dataclass(frozen=True)
-class Fifo:
+class ShardedLRTF(Policy):
+    """Longest remaining time first, which makes the whole search end soonest: Hydra, arXiv 2110.08633, section 4."""
+
+    def rank(self, task: Task, progress: Progress) -> float:
+        return -progress.remaining_s
+
+    def slack(self, progress: Progress) -> float:
+        return progress.step_s
+
+
+@dataclass(frozen=True)
+class Fifo(Policy):
     """First come, first served."""
 
-    def choose(self, ready: Sequence[Task]) -> Task:
-        return ready[0]
+    def rank(self, task: Task, progress: Progress) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class FairShare(Policy):
+    """Whose trial has had the least device time."""
+
+    def rank(self, task: Task, progress: Progress) -> float:
+        return progress.device_s
+
+
+@dataclass(frozen=True)
+class BestFirst(Policy):
+    """Whose trial has reported the best objective so far; at first those that have reported none."""
+
+    direction: str = "minimize"
+
+    def __post_init__(self) -> None:
+        if self.direction not in ("minimize", "maximize"):
+            raise ConfigError(f'an objective\'s direction is "minimize" or "maximize", got {self.direction!r}.')
+
+    def rank(self, task: Task, progress: Progress) -> float:
+        if progress.value is None or progress.value != progress.value:
+            return -inf if progress.value is None else inf
+        return progress.value if self.direction == "minimize" else -progress.value
+
+
+@dataclass(frozen=True)
+class RungSynchronous(Policy):
+    """Whose trial has made the fewest steps, so that trials reach a pruner's rungs level with each other."""
+
+    def rank(self, task: Task, progress: Progress) -> float:
+        return progress.steps_done
+
+
+@dataclass(frozen=True)
+class Shuffled(Policy):
+    """In a random order, the same for the same seed."""
+
+    seed: int = 0
+
+    def rank(self, task: Task, progress: Progress) -> float:
+        return hash((self.seed, task.trial, task.step, task.shard, task.direction is Direction.FORWARD))
+
+
+_BY_NAME: dict[str, type[Policy]] = {
+    "sharded-lrtf": ShardedLRTF,
+    "fifo": Fifo,
+    "fair-share": FairShare,
+    "best-first": BestFirst,
+    "rung-synchronous": RungSynchronous,
+    "shuffled": Shuffled,
+}
+
+
+def policy_named(policy: Policy | str) -> Policy:
+    """The policy itself, or the one of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str) or policy not in _BY_NAME:
+        raise ConfigError(f"policy is a Policy or one of {', '.join(_BY_NAME)}; got {policy!r}.")
+    return _BY_NAME[policy]()

@@ -15,17 +15,19 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hydra_tune import schedule as s
+from hydra_tune import events as e
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Device, open_devices
 from hydra_tune.errors import ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.mode import TrialMode
+from hydra_tune.policy import Policy, policy_named
 from hydra_tune.random_state import RandomState
+from hydra_tune.schedule import Machine, Standing
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.trace import Span, Trace
 
-InstructionT = TypeVar("InstructionT", bound=s.Instruction)
+InstructionT = TypeVar("InstructionT", bound=e.Instruction)
 _SEED_STRIDE = 1_000_003  # seeds of neighbouring trials lie apart
 
 
@@ -87,10 +89,11 @@ class ShardPool:
             ``["cpu", "cpu"]`` makes two virtual devices.
         memory: budget in bytes a device: ``"20GiB"``, an int, a list with one for each device, or
             ``"auto"``: what is free on a GPU, less a margin; a quarter of what the host has left.
+        policy: the order in which ready tasks get devices, an object of `hydra_tune.policy` or its name.
         seed: what trials without a seed of their own derive theirs from; `torch.initial_seed()` if None.
 
     Raises:
-        ConfigError: unknown devices, or budgets that are not bytes or exceed what is there.
+        ConfigError: unknown devices or policy, or budgets that are not bytes or exceed what is there.
     """
 
     def __init__(
@@ -98,20 +101,22 @@ class ShardPool:
         devices: str | Sequence[str | torch.device] = "auto",
         memory: int | str | Sequence[int | str] = "auto",
         *,
+        policy: Policy | str = "sharded-lrtf",
         seed: int | None = None,
     ) -> None:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed is an int or None, got {seed!r}.")
+        order = policy_named(policy)
         self._devices = open_devices(devices, memory)
         self.devices = tuple(PoolDevice(self, i, device) for i, device in enumerate(self._devices))
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
         self.plans: dict[PlanKey, TrialPlan] = {}  # by `partition.plan_key`
         self.measured: set[PlanKey] = set()  # keys of plans whose step bytes a first step has measured
-        self._machine = s.Machine([device.budget_bytes for device in self._devices])
+        self._machine = Machine([d.budget_bytes for d in self._devices], order, least_ahead_bytes=None)
         self._lock = threading.RLock()
         self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
-        self._granted: dict[int, deque[s.Instruction]] = {}
+        self._granted: dict[int, deque[e.Instruction]] = {}
         self._wake: dict[int, threading.Condition] = {}
         self._ids = itertools.count()
         self._summaries: dict[int, dict[str, Any]] = {}
@@ -171,15 +176,16 @@ class ShardPool:
 
     # ---- for trials ----
 
-    def add_trial(self, make: Callable[[int, int, Device], ClientT]) -> ClientT:
+    def add_trial(self, make: Callable[[int, int, Device], ClientT], total_steps: int | None = None) -> ClientT:
+        """Place a trial, which has so many mini-batches, if that is known."""
         with self._lock:
             self.check_usable()
             self._end_abandoned()
             number = next(self._ids)
             self._granted[number] = deque()
             self._wake[number] = threading.Condition(self._lock)
-            self._handle(s.TrialAdded(number))
-            home = self._take(number, s.Place).device
+            self._handle(e.TrialAdded(number, total_steps))
+            home = self._take(number, e.Place).device
             trial = self._trials[number] = make(number, home, self._devices[home])
             self.note_summary(trial)
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
@@ -187,10 +193,10 @@ class ShardPool:
 
     def start_pilot(self, trial: Client, *, empty: bool) -> int:
         """Wait for the device to be the trial's alone; the bytes free on it."""
-        return self._ask(s.PilotReady(trial.id, empty), s.StartPilot).free_bytes
+        return self._ask(e.PilotReady(trial.id, empty), e.StartPilot).free_bytes
 
     def end_pilot(self, trial: Client, peak_bytes: int) -> None:
-        self._tell(s.PilotDone(trial.id, peak_bytes))
+        self._tell(e.PilotDone(trial.id, peak_bytes))
 
     def share(self, key: PlanKey, plan: TrialPlan) -> None:
         """Keep a plan for the trials to come; let go of those that none can have, for a class of theirs is gone."""
@@ -201,20 +207,20 @@ class ShardPool:
             self.plans[key] = plan
 
     def admit(self, trial: Client, plan: TrialPlan) -> None:
-        self._ask(s.PlanReady(trial.id, plan), s.Admit)
+        self._ask(e.PlanReady(trial.id, plan), e.Admit)
 
     def enter_step(self, trial: Client, *, alone: bool) -> None:
-        self._ask(s.StepReady(trial.id, alone), s.Enter)
+        self._ask(e.StepReady(trial.id, alone), e.Enter)
 
-    def leave_step(self, trial: Client) -> None:
-        self._tell(s.StepDone(trial.id))
+    def leave_step(self, trial: Client, *, trained: bool) -> None:
+        self._tell(e.StepDone(trial.id, trained))
 
     def note_summary(self, trial: Client) -> None:
         """Kept for the report, should the trial be collected with its model."""
         self._summaries[trial.id] = trial.summary()
 
     def invalidate(self, trial: Client) -> None:
-        self._tell(s.Invalidated(trial.id))
+        self._tell(e.Invalidated(trial.id))
 
     def acquire(self, task: Task) -> float:
         """Wait for the lease, promote the shard unless it is resident; when the task began, in seconds."""
@@ -222,29 +228,29 @@ class ShardPool:
         try:
             with self._lock:
                 start_s = self._trace.now_s()
-                self._handle(s.TaskReady(task))
+                self._handle(e.TaskReady(task))
                 waits = not self._granted[task.trial]
-                granted = self._await(task.trial, (s.Promote, s.Run))
+                granted = self._await(task.trial, (e.Promote, e.Run))
                 if waits:
                     start_s = self._note("wait", task, start_s)
-            if isinstance(granted, s.Promote):
+            if isinstance(granted, e.Promote):
                 self._trials[task.trial].promote_shard(task.shard, granted.offset, granted.num_bytes)
                 with self._lock:
-                    self._handle(s.Promoted(task))
-                    self._await(task.trial, (s.Run,))
+                    self._handle(e.Promoted(task, granted.device))
+                    self._await(task.trial, (e.Run,))
                     start_s = self._note("promote", task, start_s)
         except BaseException:
             with self._lock:
                 if not self._handling:
-                    self._handle(s.Failed(task))
+                    self._handle(e.Failed(task))
                     self._granted[task.trial].clear()
             raise
         return start_s
 
     def release(self, task: Task, start_s: float) -> None:
         with self._lock:
-            self._note("run", task, start_s)
-            self._handle(s.Done(task))
+            seconds = self._note("run", task, start_s) - start_s
+            self._handle(e.Done(task, seconds))
 
     def end_trial(self, trial: Client) -> None:
         """Take back everything; the others go on."""
@@ -253,7 +259,7 @@ class ShardPool:
             self._forget(trial.id)
             self._trials.pop(trial.id, None)
 
-    def standing(self, trial: Client) -> s.Standing | None:
+    def standing(self, trial: Client) -> Standing | None:
         """None if the trial's last event was interrupted."""
         with self._lock:
             return None if self._handling or self._granted[trial.id] else self._machine.standing(trial.id)
@@ -262,7 +268,7 @@ class ShardPool:
         """Take back everything; the trial will ask anew."""
         with self._lock:
             self._stop_others()
-            self._handle(s.Interrupted(trial.id))
+            self._handle(e.Interrupted(trial.id))
             self._granted[trial.id].clear()
 
     def _stop_others(self) -> None:
@@ -290,11 +296,11 @@ class ShardPool:
 
     # ---- events and instructions ----
 
-    def _tell(self, event: s.Event) -> None:
+    def _tell(self, event: e.Event) -> None:
         with self._lock:
             self._handle(event)
 
-    def _ask(self, event: s.PilotReady | s.PlanReady | s.StepReady, answer: type[InstructionT]) -> InstructionT:
+    def _ask(self, event: e.PilotReady | e.PlanReady | e.StepReady, answer: type[InstructionT]) -> InstructionT:
         self.check_open(self._trials[event.trial])
         with self._lock:
             self._end_abandoned()
@@ -302,18 +308,20 @@ class ShardPool:
             instruction: InstructionT = self._await(event.trial, (answer,))
             return instruction
 
-    def _handle(self, event: s.Event) -> None:
+    def _handle(self, event: e.Event) -> None:
         self._handling = True
         for instruction in self._machine.handle(event):
-            if isinstance(instruction, s.Drop):
+            if isinstance(instruction, e.Drop):
                 self._drop(instruction)
                 continue
-            trial = instruction.task.trial if isinstance(instruction, (s.Promote, s.Run)) else instruction.trial
+            trial = (
+                instruction.task.trial if isinstance(instruction, (e.Promote, e.Run, e.Repack)) else instruction.trial
+            )
             self._granted[trial].append(instruction)
             self._wake[trial].notify_all()
         self._handling = False
 
-    def _drop(self, drop: s.Drop) -> None:
+    def _drop(self, drop: e.Drop) -> None:
         trial = self._trials.get(drop.trial)
         if trial is not None:
             trial.drop_shard(drop.shard)
@@ -334,7 +342,7 @@ class ShardPool:
         return instruction
 
     def _note(self, kind: str, task: Task, start_s: float) -> float:
-        end_s, home = self._trace.now_s(), self._machine.trials[task.trial].device
+        end_s, home = self._trace.now_s(), self._machine.trials[task.trial].home
         self._trace.add(Span(kind, home, task.trial, task.shard, task.direction.value, start_s, end_s))
         return end_s
 
@@ -353,7 +361,7 @@ class ShardPool:
     def _forget(self, number: int) -> None:
         if number in self._machine.trials:
             self._stop_others()
-            self._handle(s.TrialEnded(number))
+            self._handle(e.TrialEnded(number))
         self._granted.pop(number, None)
         self._wake.pop(number, None)
 

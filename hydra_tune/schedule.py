@@ -1,178 +1,81 @@
-"""Decides which shard of which trial computes next; pure, so that a schedule can be replayed.
+"""Decides which shard of which trial computes next, and where; pure, so that a schedule can be replayed.
 
-Events in, instructions out; no torch, clock, thread or I/O. One device runs one task at a time, of any
-trial whose next task is ready: shard parallelism (Hydra, arXiv 2110.08633, section 4).
+Events in, instructions out (`events.py`); no torch, clock, thread or I/O. A device runs one task at a time, of any
+trial whose next task is ready: shard parallelism (Hydra, arXiv 2110.08633, section 4). While it does, the shard of the
+task that is to come next is promoted (double buffering).
 
-    trial  added -> [pilot] -> admitted -> step -> step -> ... -> ended      (home device: for life)
-    step   ready -> entered -> task -> task -> ... -> done                   (whole-step reservation)
-    task   ready -> [promote] -> run -> done                                 (one lease a device)
+    task on a device     WAITING --> PROMISED --> RUNNING --> done          a promise that proves wrong is taken back:
+                             \\_____________________/                        its shard stays, as long as there is room
+
+A trial has a home device, whose bytes its step reserves. If it travels, its tasks may run on any device that has room
+at the time, and the next step may begin on another one.
 
 No deadlock: a trial is admitted only if, beside everything held for life, each admitted trial's largest
 task still fits; a step enters only if, beside all entered steps, the largest task of any of them fits;
-every slot can be evicted while its device is idle. So whoever holds bytes can always run its next task.
-No starvation: admissions, steps and pilots are each served in the order in which they asked.
+every slot can be dropped while its device is idle, as soon as its copy is made. So whoever holds bytes can always run
+its next task at home.
+No starvation: admissions, steps and pilots are each served in the order in which they asked; a task goes first,
+whatever the policy, once its home has given `PATIENCE` tasks a trial to others since it was ready.
 
-Known slack: a trial's shards run on its home device alone, and nothing is promoted ahead of its task.
+Known slack: a step's reservation stays at home while its tasks travel; who moves is decided by bytes, not by seconds.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from operator import neg
-from typing import Any, TypeAlias, get_args
+from typing import Any, get_args
 
-from hydra_tune.ledger import Ledger
-from hydra_tune.policy import Fifo, Policy
+from hydra_tune.events import (
+    Admit,
+    Done,
+    Drop,
+    Enter,
+    Event,
+    Failed,
+    Instruction,
+    Interrupted,
+    Invalidated,
+    OutOfMemory,
+    PilotDone,
+    PilotReady,
+    Place,
+    PlanReady,
+    Promote,
+    Promoted,
+    Repack,
+    Repacked,
+    Reported,
+    Run,
+    StartPilot,
+    StepDone,
+    StepReady,
+    TaskReady,
+    TrialAdded,
+    TrialEnded,
+)
+from hydra_tune.ledger import Ledger, SlotKey
+from hydra_tune.policy import Policy, ShardedLRTF
+from hydra_tune.progress import Neighbours, Progress, Visits
+from hydra_tune.ready import ReadyTasks, Waiting
 from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
 
-# ---- events ------------------------------------------------------------------------------------------
+PATIENCE = 16
+_STORY_EVENTS = 10_000
 
 
-@dataclass(frozen=True)
-class TrialAdded:
-    trial: int
+class TaskState(Enum):
+    """WAITING   ready; holds nothing but what its trial and step do.
+    PROMISED  next on a device: its shard is there or on its way.
+    RUNNING   has the device's lease, its shard and room for its work."""
 
-
-@dataclass(frozen=True)
-class PilotReady:
-    """The trial wants its device to itself; with `empty`, also without what other trials hold for life. It
-    holds nothing itself until it is admitted, anew if it was before."""
-
-    trial: int
-    empty: bool = False
-
-
-@dataclass(frozen=True)
-class PilotDone:
-    trial: int
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
-class PlanReady:
-    """The trial knows its plan and wants to be admitted. One that is admitted, and between steps, asks
-    again with another plan, and holds nothing until it is admitted anew: at once, if that holds the same
-    bytes and every step still fits beside them."""
-
-    trial: int
-    plan: TrialPlan
-
-
-@dataclass(frozen=True)
-class StepReady:
-    """With `alone`, the step shares its device with no other: its bytes are still an estimate."""
-
-    trial: int
-    alone: bool = False
-
-
-@dataclass(frozen=True)
-class StepDone:
-    trial: int
-
-
-@dataclass(frozen=True)
-class TaskReady:
-    task: Task
-
-
-@dataclass(frozen=True)
-class Promoted:
-    task: Task
-
-
-@dataclass(frozen=True)
-class Done:
-    task: Task
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The task ended with an exception, perhaps before its promotion was complete."""
-
-    task: Task
-
-
-@dataclass(frozen=True)
-class Invalidated:
-    """The trial's host copies have changed, or may have: its device copies are stale."""
-
-    trial: int
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """The trial's thread was interrupted, perhaps within an event. It keeps its home, and holds and awaits nothing
-    until it is admitted anew."""
-
-    trial: int
-
-
-@dataclass(frozen=True)
-class TrialEnded:
-    trial: int
-
-
-Event: TypeAlias = (
-    TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | StepDone | TaskReady | Promoted | Done
-    | Failed | Invalidated | Interrupted | TrialEnded
-)  # fmt: skip
-
-# ---- instructions ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    trial: int
-    device: int
-
-
-@dataclass(frozen=True)
-class StartPilot:
-    trial: int
-    free_bytes: int
-
-
-@dataclass(frozen=True)
-class Admit:
-    trial: int
-
-
-@dataclass(frozen=True)
-class Enter:
-    trial: int
-
-
-@dataclass(frozen=True)
-class Promote:
-    task: Task
-    device: int
-    offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Run:
-    task: Task
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Forget a clean device copy; nothing is copied back."""
-
-    trial: int
-    shard: int
-    device: int
-    offset: int
-    num_bytes: int
-
-
-Instruction: TypeAlias = Place | StartPilot | Admit | Enter | Promote | Run | Drop
-
-
-# ---- state -------------------------------------------------------------------------------------------
+    WAITING = "waiting"
+    PROMISED = "promised"
+    RUNNING = "running"
 
 
 @dataclass(frozen=True)
@@ -187,170 +90,371 @@ class Standing:
 
 @dataclass
 class TrialState:
-    device: int
+    home: int
+    travels: bool
+    host_bytes: int
+    progress: Progress
     plan: TrialPlan | None = None
     admitted: bool = False
+    on: int | None = None  # the device that its task is running on, or promised to
+    lacking: Task | None = None  # what was repeated with all others' slots dropped
+    slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard)
+    visits: Visits = field(default_factory=Visits)
 
 
 @dataclass
 class DeviceState:
+    index: int
     ledger: Ledger
     admissions: list[PilotReady | PlanReady] = field(default_factory=list)
     entries: list[PilotReady | StepReady] = field(default_factory=list)
-    ready: list[Task] = field(default_factory=list)
     running: Task | None = None
-    in_flight: bool = False  # the running task's shard is being promoted
+    started: bool = False  # else the running task awaits its shard, or room for its work
+    promised: Task | None = None
+    waiting: Waiting | None = None  # the promised task, once it is ready
+    in_flight: set[SlotKey] = field(default_factory=set)
     exclusive: int | None = None  # the trial whose pilot or unmeasured step has the device to itself
+    trials: int = 0  # at home here
 
 
 class Machine:
-    """All state is plain data; `handle` is the only way in, `validate` checks every invariant."""
+    """All state is plain data; `handle` is the only way in, `validate` checks every invariant.
 
-    def __init__(self, budgets_bytes: Sequence[int], policy: Policy | None = None) -> None:
-        self.policy = policy or Fifo()
-        self.devices = [DeviceState(Ledger(budget)) for budget in budgets_bytes]
+    `host_bytes` is what all trials together may have of host memory. A promotion of fewer than `least_ahead_bytes` is
+    left to the task's own time, none ahead is made where that is None. `moves_worth` says whether a task is to leave
+    its home for so many bytes to move; always, if None.
+    """
+
+    def __init__(
+        self,
+        budgets_bytes: Sequence[int],
+        policy: Policy | None = None,
+        *,
+        host_bytes: int | None = None,
+        least_ahead_bytes: int | None = 0,
+        moves_worth: Callable[[Task, int], bool] | None = None,
+    ) -> None:
+        self.policy = policy or ShardedLRTF()
+        self.devices = [DeviceState(i, Ledger(budget)) for i, budget in enumerate(budgets_bytes)]
         self.trials: dict[int, TrialState] = {}
+        self.ready = ReadyTasks(len(self.devices))
+        self.arrivals: list[TrialAdded] = []
+        self.host_bytes = host_bytes
+        self.host_used_bytes = 0
+        self.neighbours = Neighbours()
+        self._least_ahead_bytes = least_ahead_bytes
+        self._moves_worth = moves_worth
+        self._story: deque[tuple[Event, list[Instruction]]] = deque(maxlen=_STORY_EVENTS)
 
     def handle(self, event: Event) -> list[Instruction]:
         """Apply one event; the instructions that follow from it, in the order to carry them out."""
-        return _HANDLERS[type(event)](self, event)
+        instructions = _HANDLERS[type(event)](self, event)
+        self._story.append((event, instructions))
+        return instructions
 
-    def shard_state(self, trial: int, shard: int) -> ShardState:
-        device = self.devices[self.trials[trial].device]
-        if (trial, shard) not in device.ledger.slots:
+    # ---- what it knows ----
+
+    def shard_state(self, trial: int, shard: int, device: int | None = None) -> ShardState:
+        """On this device, else at home."""
+        state = self.devices[self.trials[trial].home if device is None else device]
+        if (trial, shard) not in state.ledger.slots:
             return ShardState.SPILLED
-        task = device.running
-        in_flight = device.in_flight and task is not None and (task.trial, task.shard) == (trial, shard)
-        return ShardState.IN_FLIGHT if in_flight else ShardState.RESIDENT
+        return ShardState.IN_FLIGHT if (trial, shard) in state.in_flight else ShardState.RESIDENT
+
+    def task_state(self, trial: int) -> TaskState | None:
+        """Of the one task that the trial has in flight; None if it has none."""
+        if trial in self.ready.of:
+            return TaskState.WAITING
+        on = self.trials[trial].on
+        if on is None:
+            return None
+        running = self.devices[on].running
+        return TaskState.RUNNING if running is not None and running.trial == trial else TaskState.PROMISED
 
     def standing(self, trial: int) -> Standing | None:
         """None while it awaits something, or where an event was handled only in part."""
-        device = self._device(trial)
-        awaits = any(e.trial == trial for e in (*device.admissions, *device.entries, *device.ready))
-        running = device.running if device.running is not None and device.running.trial == trial else None
-        if awaits or not device.ledger.is_sound or (running is not None and device.in_flight):
+        state = self.trials.get(trial)
+        if state is None:
             return None
-        slots = frozenset(shard for owner, shard in device.ledger.slots if owner == trial)
-        return Standing(self.trials[trial].admitted, trial in device.ledger.steps, running, slots)
+        home = self.devices[state.home]
+        on = home if state.on is None else self.devices[state.on]
+        running = on.running if on.running is not None and on.running.trial == trial else None
+        awaits = trial in self.ready.of or any(e.trial == trial for e in (*home.admissions, *home.entries))
+        if awaits or not home.ledger.is_sound or (running is not None and not on.started):
+            return None
+        slots = frozenset(shard for owner, shard in home.ledger.slots if owner == trial)
+        return Standing(state.admitted, trial in home.ledger.steps, running, slots)
 
-    # ---- one handler an event ----
+    def idle_cause(self, device: int) -> str:
+        """Why this device computes nothing; empty where it does, or has no trial."""
+        state = self.devices[device]
+        if state.running is not None:
+            return "" if state.started else "promotion"
+        if state.entries or state.admissions:
+            return "memory"
+        return "no ready task" if state.trials else ""
+
+    def story(self, trial: int, shard: int | None = None) -> str:
+        """What happened to a trial, or to one shard of it, line by line: events, and what they led to."""
+        lines = []
+        for number, (event, instructions) in enumerate(self._story):
+            if _concerns(event, trial, shard):
+                lines.append(f"{number:6d}  {event}")
+            lines += [f"{number:6d}    {i}" for i in instructions if _concerns(i, trial, shard)]
+        return "\n".join(lines)
+
+    # ---- trials ----
 
     def _on_TrialAdded(self, event: TrialAdded) -> list[Instruction]:
-        assert event.trial not in self.trials, self._story(event)
-        live = [sum(t.device == i for t in self.trials.values()) for i in range(len(self.devices))]
-        home = min(range(len(self.devices)), key=lambda i: (live[i], i))
-        self.trials[event.trial] = TrialState(device=home)
-        return [Place(event.trial, home)]
+        assert event.trial not in self.trials, self._impossible(event)
+        self.arrivals.append(event)
+        return self._place_arrivals()
+
+    def _place_arrivals(self) -> list[Instruction]:
+        placed: list[Instruction] = []
+        while self.arrivals:
+            event = self.arrivals[0]
+            if self.host_bytes is not None and self.host_used_bytes + event.host_bytes > self.host_bytes:
+                break
+            home = min(self.devices, key=lambda device: (device.trials, device.index))
+            home.trials += 1
+            self.host_used_bytes += event.host_bytes
+            progress = Progress(event.trial, self.neighbours, event.total_steps)
+            self.trials[event.trial] = TrialState(home.index, event.travels, event.host_bytes, progress)
+            placed.append(Place(event.trial, home.index))
+            del self.arrivals[0]
+        return placed
 
     def _on_PilotReady(self, event: PilotReady) -> list[Instruction]:
-        device = self._device(event.trial)
-        assert event.trial not in device.ledger.steps, self._story(event)
-        dropped = self._drop(device, [key for key in device.ledger.slots if key[0] == event.trial])
+        trial, device = self.trials[event.trial], self._home(event.trial)
+        assert event.trial not in device.ledger.steps, self._impossible(event)
+        freed = {trial.home, *(index for index, _ in trial.slots)}
+        dropped = self._drop_all_of(event.trial)
         device.ledger.forget(event.trial)
-        trial = self.trials[event.trial]
         trial.plan, trial.admitted = None, False
         (device.admissions if event.empty else device.entries).append(event)
-        return [*dropped, *self._advance(device)]
+        return [*dropped, *self._advance_all(freed)]
 
     def _on_PilotDone(self, event: PilotDone) -> list[Instruction]:
-        device = self._device(event.trial)
-        assert device.exclusive == event.trial, self._story(event)
+        device = self._home(event.trial)
+        assert device.exclusive == event.trial, self._impossible(event)
         device.exclusive = None
         device.ledger.leave_step(event.trial)
         device.ledger.note_peak(event.peak_bytes)
         return self._advance(device)
 
     def _on_PlanReady(self, event: PlanReady) -> list[Instruction]:
-        trial, device = self.trials[event.trial], self._device(event.trial)
-        assert event.trial not in device.ledger.steps, self._story(event)
+        trial, device = self.trials[event.trial], self._home(event.trial)
+        assert event.trial not in device.ledger.steps, self._impossible(event)
         again = trial.admitted and trial.plan is not None and trial.plan.held_bytes == event.plan.held_bytes
         trial.admitted = False
+        trial.progress.expect(event.plan)
+        trial.visits.forget()
         device.ledger.forget(event.trial)
-        if again and self._admissible(device, event):
+        if again and self._admissible(device, event.plan):
             return [*self._admit_one(device, event), *self._advance(device)]
         device.admissions.append(event)
         return self._advance(device)
 
+    def _on_Reported(self, event: Reported) -> list[Instruction]:
+        self.trials[event.trial].progress.value = event.value
+        return []
+
+    def _on_TrialEnded(self, event: TrialEnded) -> list[Instruction]:
+        if event.trial not in self.trials:  # it waits for host memory still
+            self.arrivals = [e for e in self.arrivals if e.trial != event.trial]
+            return []
+        device = self._home(event.trial)
+        taken_back, freed = self._take_back(event.trial)
+        trial = self.trials.pop(event.trial)
+        trial.progress.end()
+        device.trials -= 1
+        self.host_used_bytes -= trial.host_bytes
+        return [*taken_back, *self._place_arrivals(), *self._advance_all(freed)]
+
+    def _on_Interrupted(self, event: Interrupted) -> list[Instruction]:
+        taken_back, freed = self._take_back(event.trial)
+        trial = self.trials[event.trial]
+        trial.plan, trial.admitted = None, False
+        trial.visits.forget()
+        return [*taken_back, *self._advance_all(freed)]
+
+    def _take_back(self, number: int) -> tuple[list[Instruction], set[int]]:
+        """All that the trial holds and awaits, whatever was under way; and the devices on which there is more room."""
+        trial, home = self.trials[number], self._home(number)
+        home.admissions = [e for e in home.admissions if e.trial != number]
+        home.entries = [e for e in home.entries if e.trial != number]
+        self.ready.remove(number)
+        freed = {trial.home, *(index for index, _ in trial.slots), *([] if trial.on is None else [trial.on])}
+        self._stop(number)
+        if home.exclusive == number:
+            home.exclusive = None
+        home.ledger.recount()
+        home.ledger.forget(number)
+        trial.lacking = None
+        return self._drop_all_of(number), freed
+
+    def _stop(self, number: int) -> DeviceState | None:
+        """Take the lease, or the promise of one, from the trial; the device on which it had it."""
+        trial = self.trials[number]
+        if trial.on is None:
+            return None
+        device, trial.on = self.devices[trial.on], None
+        if device.promised is not None and device.promised.trial == number:
+            device.promised = device.waiting = None
+        if device.running is not None and device.running.trial == number:
+            device.ledger.end_work()
+            device.running, device.started = None, False
+        return device
+
+    # ---- steps ----
+
     def _on_StepReady(self, event: StepReady) -> list[Instruction]:
-        device = self._device(event.trial)
-        assert self.trials[event.trial].admitted and event.trial not in device.ledger.steps, self._story(event)
+        trial, device = self.trials[event.trial], self._home(event.trial)
+        assert trial.admitted and event.trial not in device.ledger.steps, self._impossible(event)
+        homes = {trial.home}
+        if trial.travels and not event.alone:
+            device = self._choose_home(event.trial)
+            homes.add(trial.home)
         device.entries.append(event)
-        return self._advance(device)
+        return self._advance_all(homes)
+
+    def _choose_home(self, number: int) -> DeviceState:
+        """Another one, where that has fewer trials and room for this one now."""
+        trial, home = self.trials[number], self._home(number)
+        plan = trial.plan
+        assert plan is not None
+        if plan.resident or len(self.devices) == 1:
+            return home
+        other = min(self.devices, key=lambda device: (device.trials, device.index))
+        if home.trials - other.trials < 2 or other.exclusive is not None or other.entries or other.admissions:
+            return home
+        if not self._admissible(other, plan) or not self._steps_fit(other, plan.held_bytes, plan):
+            return home
+        if other.ledger.free_bytes < plan.held_bytes + plan.step_bytes:
+            return home
+        home.ledger.forget(number)
+        other.ledger.hold(number, plan.held_bytes)
+        home.trials, other.trials, trial.home = home.trials - 1, other.trials + 1, other.index
+        return other
 
     def _on_StepDone(self, event: StepDone) -> list[Instruction]:
-        device = self._device(event.trial)
+        trial, device = self.trials[event.trial], self._home(event.trial)
+        trial.progress.end_step(trained=event.trained)
+        trial.visits.end_step()
+        stopped = self._stop(event.trial)
+        assert stopped is None or stopped.running is not None, self._impossible(event)
         device.ledger.leave_step(event.trial)
         if device.exclusive == event.trial:
             device.exclusive = None
         return self._advance(device)
 
+    # ---- tasks ----
+
     def _on_TaskReady(self, event: TaskReady) -> list[Instruction]:
-        device = self._device(event.task.trial)
-        assert event.task.trial in device.ledger.steps, self._story(event)
-        device.ready.append(event.task)
-        return self._advance(device)
+        assert event.task.trial in self._home(event.task.trial).ledger.steps, self._impossible(event)
+        return self._wait(event.task) + self._grant_anywhere(event.task.trial)
+
+    def _wait(self, task: Task) -> list[Instruction]:
+        """The task is ready: it stands in the queue, or where it is promised."""
+        trial = self.trials[task.trial]
+        rank = self.policy.rank(task, trial.progress)
+        if trial.on is not None:
+            device = self.devices[trial.on]
+            assert device.promised is not None and device.promised.trial == task.trial, self._impossible(task)
+            if device.promised == task:
+                device.waiting = Waiting(task, rank, -1, trial.home, 0)
+                return []
+            device.promised = trial.on = None  # the step has left its usual order
+        self.ready.add(task, rank, trial.home)
+        return []
+
+    def _grant_anywhere(self, number: int) -> list[Instruction]:
+        """The trial's task, which has become ready, may go on where nothing runs."""
+        trial = self.trials[number]
+        device = self.devices[trial.home if trial.on is None else trial.on]
+        if device.running is None:
+            return self._grant(device)
+        if trial.travels and trial.on is None:
+            for other in self.devices:
+                if other.running is None and (granted := self._grant(other)):
+                    return granted
+        return self._look_ahead(device)
 
     def _on_Promoted(self, event: Promoted) -> list[Instruction]:
-        device = self._device(event.task.trial)
-        assert device.running == event.task and device.in_flight, self._story(event)
-        device.in_flight = False
-        return self._run(device, event.task)
-
-    def _on_Done(self, event: Done) -> list[Instruction]:
-        device = self._device(event.task.trial)
-        assert device.running == event.task and not device.in_flight, self._story(event)
-        device.ledger.end_work()
-        device.running = None
-        key = (event.task.trial, event.task.shard)
-        if event.task.direction is Direction.BACKWARD and key in device.ledger.slots:
-            device.ledger.retire(key)
+        device, key = self.devices[event.device], (event.task.trial, event.task.shard)
+        if key not in device.in_flight:
+            return []  # its trial has ended meanwhile
+        device.in_flight.remove(key)
         return self._advance(device)
 
-    def _on_Failed(self, event: Failed) -> list[Instruction]:
-        device, key = self._device(event.task.trial), (event.task.trial, event.task.shard)
-        device.ready = [task for task in device.ready if task != event.task]
-        if device.running != event.task:
-            return []
+    def _on_Done(self, event: Done) -> list[Instruction]:
+        task, trial = event.task, self.trials[event.task.trial]
+        device = self._running_on(task, event)
         device.ledger.end_work()
-        device.running, device.in_flight = None, False
+        device.running, device.started, trial.on, trial.lacking = None, False, None, None
+        trial.progress.spend(event.seconds)
+        key = (task.trial, task.shard)
+        if task.direction is Direction.BACKWARD and key in device.ledger.slots:
+            device.ledger.retire(key)
+        if device.promised is not None and device.promised.trial == task.trial:
+            trial.on = device.index
+        if event.then is None:
+            return self._advance(device)
+        waited = self._wait(event.then)
+        advanced = self._advance(device)
+        elsewhere = self._grant_anywhere(task.trial) if task.trial in self.ready.of else []
+        return [*waited, *advanced, *elsewhere]
+
+    def _on_OutOfMemory(self, event: OutOfMemory) -> list[Instruction]:
+        trial, device = self.trials[event.task.trial], self._running_on(event.task, event)
+        if trial.lacking != event.task:
+            trial.lacking = event.task
+            return [*self._drop(device, self._evictable(device)), Run(event.task, device.index)]
+        self._stop(event.task.trial)
+        return [Repack(event.task), *self._advance(device)]
+
+    def _on_Repacked(self, event: Repacked) -> list[Instruction]:
+        trial = self.trials[event.trial]
+        assert trial.plan is not None and trial.on is None and event.trial not in self.ready.of, self._impossible(event)
+        same = (trial.plan.held_bytes, trial.plan.step_bytes) == (event.plan.held_bytes, event.plan.step_bytes)
+        assert same and event.plan.task_bytes <= trial.plan.task_bytes, self._impossible(event)
+        freed = {index for index, _ in trial.slots}
+        dropped = self._drop_all_of(event.trial)
+        trial.plan = event.plan
+        trial.visits.forget()
+        return [*dropped, *self._advance_all(freed)]
+
+    def _on_Failed(self, event: Failed) -> list[Instruction]:
+        trial, number = self.trials[event.task.trial], event.task.trial
+        self.ready.remove(number)
+        on = trial.on
+        device = self._stop(number)
+        if device is None or on is None:
+            return []
+        key = (number, event.task.shard)
         dropped = self._drop(device, [key] if key in device.ledger.slots else [])
         return dropped + self._advance(device)
 
     def _on_Invalidated(self, event: Invalidated) -> list[Instruction]:
-        device = self._device(event.trial)
-        assert device.running is None or device.running.trial != event.trial, self._story(event)
-        return self._drop(device, sorted(key for key in device.ledger.slots if key[0] == event.trial))
-
-    def _on_TrialEnded(self, event: TrialEnded) -> list[Instruction]:
-        device = self._device(event.trial)
-        dropped = self._take_back(device, event.trial)
-        del self.trials[event.trial]
-        return dropped + self._advance(device)
-
-    def _on_Interrupted(self, event: Interrupted) -> list[Instruction]:
-        device, trial = self._device(event.trial), self.trials[event.trial]
-        trial.plan, trial.admitted = None, False
-        return self._take_back(device, event.trial) + self._advance(device)
-
-    def _take_back(self, device: DeviceState, trial: int) -> list[Instruction]:
-        """All that the trial holds and awaits, whatever was under way."""
-        device.admissions = [e for e in device.admissions if e.trial != trial]
-        device.entries = [e for e in device.entries if e.trial != trial]
-        device.ready = [task for task in device.ready if task.trial != trial]
-        if device.running is not None and device.running.trial == trial:
-            device.ledger.end_work()
-            device.running, device.in_flight = None, False
-        if device.exclusive == trial:
-            device.exclusive = None
-        device.ledger.recount()
-        device.ledger.forget(trial)
-        return self._drop(device, [key for key in device.ledger.slots if key[0] == trial])
+        trial = self.trials[event.trial]
+        assert self.task_state(event.trial) is not TaskState.RUNNING, self._impossible(event)
+        if not trial.slots:
+            return []
+        freed = {index for index, _ in trial.slots}
+        self._stop(event.trial)
+        return [*self._drop_all_of(event.trial), *self._advance_all(freed)]
 
     # ---- what can go on now ----
 
+    def _advance_all(self, devices: set[int]) -> list[Instruction]:
+        return [instruction for index in sorted(devices) for instruction in self._advance(self.devices[index])]
+
     def _advance(self, device: DeviceState) -> list[Instruction]:
+        going_on = self._continue(device)
         waiting = self._admit(device) + self._enter(device) if device.admissions or device.entries else []
-        return waiting + self._grant(device)
+        next_one = self._grant(device) if device.running is None else self._look_ahead(device)
+        return [*going_on, *waiting, *next_one]
 
     def _admit(self, device: DeviceState) -> list[Instruction]:
         admitted: list[Instruction] = []
@@ -361,7 +465,7 @@ class Machine:
                     break
                 device.entries.append(PilotReady(request.trial))
             else:
-                if not self._admissible(device, request):
+                if not self._admissible(device, request.plan):
                     break
                 admitted += self._admit_one(device, request)
             device.admissions.pop(0)
@@ -374,141 +478,360 @@ class Machine:
         device.ledger.hold(request.trial, request.plan.held_bytes)
         return [*dropped, Admit(request.trial)]
 
-    def _admissible(self, device: DeviceState, request: PlanReady) -> bool:
-        """Would every admitted trial's step still fit alone, and those under way go on?"""
-        plans = [t.plan for t in self.trials.values() if t.admitted and t.plan and self.devices[t.device] is device]
-        held = device.ledger.held_bytes + request.plan.held_bytes
-        most = max(plan.step_bytes + plan.task_bytes for plan in [*plans, request.plan])
-        return held + most <= device.ledger.budget_bytes and self._steps_fit(device, request.plan.held_bytes, None)
+    def _admissible(self, device: DeviceState, plan: TrialPlan) -> bool:
+        """Would every admitted trial's step still fit alone, and those under way go on? And is there room now?"""
+        plans = [self._plan(trial) for trial in device.ledger.held]
+        held = device.ledger.held_bytes + plan.held_bytes
+        most = max(p.step_bytes + p.task_bytes for p in [*plans, plan])
+        fits = held + most <= device.ledger.budget_bytes and self._steps_fit(device, plan.held_bytes, None)
+        return fits and self._has_room(device, plan.held_bytes)
 
-    def _steps_fit(self, device: DeviceState, more_held: int, entering: int | None) -> bool:
-        trials = [*device.ledger.steps, *([] if entering is None else [entering])]
-        plans = [plan for plan in (self.trials[trial].plan for trial in trials) if plan is not None]
-        reserved = device.ledger.held_bytes + more_held + sum(plan.step_bytes for plan in plans)
-        return reserved + max((plan.task_bytes for plan in plans), default=0) <= device.ledger.budget_bytes
+    def _steps_fit(self, device: DeviceState, more_held: int, entering: TrialPlan | None) -> bool:
+        ledger = device.ledger
+        tasks = [plan.task_bytes for trial in ledger.steps if (plan := self.trials[trial].plan) is not None]
+        steps = sum(size for trial, size in ledger.steps.items() if self.trials[trial].plan is not None)
+        if entering is not None:
+            tasks.append(entering.task_bytes)
+            steps += entering.step_bytes
+        return ledger.held_bytes + more_held + steps + max(tasks, default=0) <= ledger.budget_bytes
 
     def _enter(self, device: DeviceState) -> list[Instruction]:
         entered: list[Instruction] = []
         while device.entries and device.exclusive is None:
             request = device.entries[0]
             alone = isinstance(request, PilotReady) or request.alone
-            if alone and device.ledger.steps:
+            if alone and (device.ledger.steps or device.running is not None or device.in_flight):
                 break
             if isinstance(request, PilotReady):
+                self._take_promise_back(device)
                 entered += self._drop(device, list(device.ledger.slots))
                 entered.append(StartPilot(request.trial, device.ledger.reserve_rest(request.trial)))
             else:
-                if not self._steps_fit(device, 0, request.trial):
+                plan = self._plan(request.trial)
+                if not self._steps_fit(device, 0, plan) or not self._has_room(device, plan.step_bytes):
                     break
-                plan = self.trials[request.trial].plan
-                assert plan is not None, self._story(request)
                 entered += self._make_room(device, plan.step_bytes)
                 device.ledger.enter_step(request.trial, plan.step_bytes)
-                entered.append(Enter(request.trial))
+                entered.append(Enter(request.trial, device.index))
             if alone:
                 device.exclusive = request.trial
             device.entries.pop(0)
         return entered
 
-    def _grant(self, device: DeviceState) -> list[Instruction]:
-        if device.running is not None or not device.ready:
-            return []
-        task = self.policy.choose(device.ready)
-        device.ready.remove(task)
-        device.running = task
-        shard, key = self._shard(task), (task.trial, task.shard)
-        if key in device.ledger.slots:
-            device.ledger.touch(key)
-            return self._run(device, task)
-        if shard.slot_bytes == 0:
-            return self._run(device, task)
-        at, dropped = self._place(device, task)
-        dropped += self._make_room(device, shard.slot_bytes)
-        while (offset := device.ledger.place(key, shard.slot_bytes, at)) is None:
-            dropped += self._drop(device, [next(iter(device.ledger.slots))])
-        device.in_flight = True
-        return [*dropped, Promote(task, self.trials[task.trial].device, offset, shard.slot_bytes)]
+    # ---- who runs, and who is next ----
 
-    def _run(self, device: DeviceState, task: Task) -> list[Instruction]:
-        work_bytes = self._shard(task).work_bytes(task.direction)
+    def _grant(self, device: DeviceState) -> list[Instruction]:
+        """The lease to who waits for it, as far as a copy that is on its way leaves room."""
+        waiting = device.waiting
+        if waiting is not None and not self._may_run(device, waiting.task):
+            self._take_promise_back(device)
+            waiting = None
+        waiting = waiting or self._choose(device)
+        return [] if waiting is None else self._start(device, waiting)
+
+    def _choose(self, device: DeviceState) -> Waiting | None:
+        """Whoever waited too long; else the first by rank of those at home here, unless another home's first is
+        ahead of it by more than its slack."""
+        ready, home = self.ready, device.index
+        if device.exclusive is not None:
+            waiting = ready.of.get(device.exclusive)
+            return waiting if waiting is not None and waiting.home == home else None
+        oldest = ready.oldest(home)
+        if oldest is not None and ready.queues[home].given - oldest.since > PATIENCE * (device.trials + 1):
+            return oldest
+        best = own = ready.first(home)
+        for other in range(len(self.devices)) if len(ready) > (own is not None) else ():
+            if other == home or (waiting := ready.first(other)) is None:
+                continue
+            progress = self.trials[waiting.task.trial].progress
+            gains = best is None or waiting.rank + (self.policy.slack(progress) if best is own else 0) < best.rank
+            if gains and self._may_run(device, waiting.task):
+                best = waiting
+        return best
+
+    def _may_run(self, device: DeviceState, task: Task) -> bool:
+        """At home, always; elsewhere if it may travel, there is room, and the way is worth it."""
+        trial = self.trials[task.trial]
+        if trial.home == device.index:
+            return True
+        if not trial.travels or device.exclusive is not None or self._plan(task.trial).resident:
+            return False
+        ledger, shard = device.ledger, self._shard(task)
+        there = (task.trial, task.shard) in ledger.slots
+        needs = shard.slot_bytes + self._work_bytes(device, task)
+        in_flight = sum(ledger.slots[key][1] for key in device.in_flight if key != (task.trial, task.shard))
+        if ledger.held_bytes + ledger.step_bytes + needs + in_flight > ledger.budget_bytes:
+            return False
+        moved = 2 * shard.boundary_bytes + (0 if there else shard.slot_bytes)
+        return self._moves_worth is None or self._moves_worth(task, moved)
+
+    def _work_bytes(self, device: DeviceState, task: Task) -> int:
+        """Away from home its inputs and outputs take room, too."""
+        shard, away = self._shard(task), self.trials[task.trial].home != device.index
+        return shard.work_bytes(task.direction) + (2 * shard.boundary_bytes if away else 0)
+
+    def _start(self, device: DeviceState, waiting: Waiting) -> list[Instruction]:
+        task, key = waiting.task, (waiting.task.trial, waiting.task.shard)
+        shard = self._shard(task)
+        made: list[Instruction] = []
+        if shard.slot_bytes and key not in device.ledger.slots:
+            offset, made = self._place(device, task, shard.slot_bytes)
+            if offset is None:
+                return made  # a copy on its way is where it would go: it waits for that
+            device.in_flight.add(key)
+            made.append(Promote(task, device.index, offset, shard.slot_bytes))
+        elif shard.slot_bytes:
+            device.ledger.touch(key)
+        if waiting is not device.waiting:
+            self._take_promise_back(device)
+            self.ready.remove(task.trial)
+        device.promised = device.waiting = None
+        self.ready.queues[waiting.home].given += 1
+        device.running, self.trials[task.trial].on = task, device.index
+        self.trials[task.trial].visits.make((task.shard, task.direction))
+        return [*made, *self._continue(device)]
+
+    def _continue(self, device: DeviceState) -> list[Instruction]:
+        """Run the task that has the lease, once its shard is there and its work has room."""
+        task = device.running
+        if task is None or device.started or (task.trial, task.shard) in device.in_flight:
+            return []
+        work_bytes = self._work_bytes(device, task)
+        if not self._has_room(device, work_bytes):
+            return []
         dropped = self._make_room(device, work_bytes)
         device.ledger.start_work(work_bytes)
-        return [*dropped, Run(task)]
+        device.started = True
+        return [*dropped, Run(task, device.index), *self._look_ahead(device)]
+
+    def _look_ahead(self, device: DeviceState) -> list[Instruction]:
+        """While a task computes, choose the next one and promote its shard; only if it needs that, and within room
+        that nobody will miss."""
+        running = device.running
+        if running is None or not device.started or device.promised or device.in_flight:
+            return []
+        if self._least_ahead_bytes is None:
+            return []
+        waiting, after = self._choose(device), self._after(running)
+        if after is not None:
+            progress = self.trials[after.trial].progress
+            if waiting is None or self.policy.rank(after, progress) <= waiting.rank:
+                waiting = None
+            else:
+                after = None
+        task = after or (waiting.task if waiting is not None else None)
+        if task is None or not self._may_run(device, task):
+            return []
+        slot_bytes, key = self._shard(task).slot_bytes, (task.trial, task.shard)
+        if slot_bytes < max(self._least_ahead_bytes, 1) or key in device.ledger.slots:
+            return []
+        offset, dropped = self._place_ahead(device, task, slot_bytes)
+        if offset is None:
+            return dropped
+        device.promised, device.waiting = task, waiting
+        if waiting is not None:
+            self.ready.remove(task.trial)
+            self.trials[task.trial].on = device.index
+        device.in_flight.add(key)
+        return [*dropped, Promote(task, device.index, offset, slot_bytes, ahead=True)]
+
+    def _after(self, task: Task) -> Task | None:
+        """What the trial's last step did next, at this place."""
+        place = self.trials[task.trial].visits.next
+        return None if place is None else Task(task.trial, task.step, *place)
+
+    def _take_promise_back(self, device: DeviceState) -> None:
+        """Its shard stays for as long as there is room."""
+        promised, waiting = device.promised, device.waiting
+        device.promised = device.waiting = None
+        if promised is None:
+            return
+        trial = self.trials[promised.trial]
+        if device.running is None or device.running.trial != promised.trial:
+            trial.on = None
+        if waiting is not None:
+            self.ready.add(waiting.task, waiting.rank, trial.home)
 
     # ---- slots ----
 
-    def _place(self, device: DeviceState, task: Task) -> tuple[int | None, list[Instruction]]:
-        """Where the slot goes, after its trial's own slots have made way; None if no place is reserved for it,
-        or another trial's slot is there.
+    def _place(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
+        """Where the slot goes, after others have made way; None if a copy on its way is there.
 
-        The last shards, as many as the arena holds, have places side by side, so that the bytes that are
+        A trial's last shards, as many as the arena holds, have places side by side, so that the bytes that are
         free alone decide which of them stay until their backward, never the gaps between them.
         """
-        plan = self.trials[task.trial].plan
-        assert plan is not None
-        size, arena_bytes = plan.shards[task.shard].slot_bytes, device.ledger.budget_bytes
-        to_end = plan.bytes_to_end
-        if to_end[task.shard] > arena_bytes:
+        key, ledger = (task.trial, task.shard), device.ledger
+        at, dropped = self._clear_place(device, task, size)
+        dropped += self._make_room(device, size)
+        if ledger.free_bytes < size:
+            return None, dropped
+        while (offset := ledger.place(key, size, at)) is None:
+            evictable = self._evictable(device)
+            if not evictable:
+                return None, dropped
+            dropped += self._drop(device, evictable[:1])
+        self.trials[task.trial].slots.add((device.index, task.shard))
+        return offset, dropped
+
+    def _place_ahead(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
+        """As `_place`, but nothing makes way that may stay until it is needed again; None if the place is taken."""
+        ledger, evictable = device.ledger, self._evictable(device, ahead=task)
+        if ledger.free_bytes + sum(ledger.slots[key][1] for key in evictable) < size:
             return None, []
-        first = bisect_left(to_end, -arena_bytes, key=neg)
-        at = to_end[first] - to_end[task.shard]
+        at = self._reserved_offset(device, task)
+        if at is not None and not set(ledger.slots_at(at, size)).issubset(evictable):
+            return None, []
+        dropped = [] if at is None else self._drop(device, ledger.slots_at(at, size))
+        evictable = [key for key in evictable if key in ledger.slots]
+        while True:
+            fits = ledger.free_bytes >= size
+            offset = ledger.place((task.trial, task.shard), size, at) if fits else None
+            if offset is not None:
+                self.trials[task.trial].slots.add((device.index, task.shard))
+                return offset, dropped
+            if not evictable:
+                return None, dropped
+            dropped += self._drop(device, [evictable.pop(0)])
+
+    def _clear_place(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
+        """Where the shard has its place, after its trial's own slots have made way; None if it has none, or
+        another trial's slot is there, or a copy on its way."""
+        at, to_end = self._reserved_offset(device, task), self._plan(task.trial).bytes_to_end
+        if at is None:
+            return None, []
         there = device.ledger.slots_at(at, size)
+        arena_bytes = device.ledger.budget_bytes
         if any(trial != task.trial or to_end[shard] <= arena_bytes for trial, shard in there):
             return None, []
         dropped: list[Instruction] = []
-        own = [key for key in device.ledger.slots if key[0] == task.trial]
+        own = [key for key in self._evictable(device) if key[0] == task.trial]
         while device.ledger.slots_at(at, size):
+            if not own:
+                return None, dropped
             dropped += self._drop(device, [own.pop(0)])
         return at, dropped
 
-    def _make_room(self, device: DeviceState, num_bytes: int) -> list[Instruction]:
-        """Drop the least recently used idle slots until `num_bytes` are free.
+    def _reserved_offset(self, device: DeviceState, task: Task) -> int | None:
+        """None for a shard that does not belong to the last ones which fit the arena together."""
+        to_end, arena_bytes = self._plan(task.trial).bytes_to_end, device.ledger.budget_bytes
+        if to_end[task.shard] > arena_bytes:
+            return None
+        return to_end[bisect_left(to_end, -arena_bytes, key=neg)] - to_end[task.shard]
+
+    def _evictable(self, device: DeviceState, *, ahead: Task | None = None) -> list[SlotKey]:
+        """Slots that may be dropped, those first that will be needed last.
 
         Within one step a trial visits its shards forwards, then backwards, so the slot used last is
         the one needed first, and after its backward it is not needed: in this order, with those retired
-        first, goes what is needed last (Belady).
+        first, goes what is needed last (Belady). For a promotion `ahead` goes none of the same trial's that
+        may stay until its backward.
         """
+        busy = (device.running.trial, device.running.shard) if device.running else None
+        keys = [key for key in device.ledger.slots if key != busy and key not in device.in_flight]
+        if device.promised is not None:
+            promised = (device.promised.trial, device.promised.shard)
+            keys.sort(key=lambda key: key == promised)
+        if ahead is None or ahead.direction is Direction.BACKWARD:
+            return keys
+        to_end, arena_bytes = self._plan(ahead.trial).bytes_to_end, device.ledger.budget_bytes
+        return [key for key in keys if key[0] != ahead.trial or to_end[key[1]] > arena_bytes]
+
+    def _has_room(self, device: DeviceState, num_bytes: int) -> bool:
+        """Whether enough is free, or would be if all that can go went."""
+        ledger = device.ledger
+        if ledger.free_bytes >= num_bytes:
+            return True
+        return ledger.free_bytes + sum(ledger.slots[key][1] for key in self._evictable(device)) >= num_bytes
+
+    def _make_room(self, device: DeviceState, num_bytes: int) -> list[Instruction]:
+        """Drop idle slots until `num_bytes` are free, or none is left to drop."""
         dropped: list[Instruction] = []
         if device.ledger.free_bytes >= num_bytes:
             return dropped
-        busy = (device.running.trial, device.running.shard) if device.running else None
-        for key in list(device.ledger.slots):
+        for key in self._evictable(device):
             if device.ledger.free_bytes >= num_bytes:
                 break
-            if key != busy:
-                dropped += self._drop(device, [key])
+            dropped += self._drop(device, [key])
         return dropped
 
-    def _drop(self, device: DeviceState, keys: Sequence[tuple[int, int]]) -> list[Instruction]:
-        index = self.devices.index(device)
-        return [Drop(*key, index, *device.ledger.remove(key)) for key in keys]
+    def _drop(self, device: DeviceState, keys: Iterable[SlotKey]) -> list[Instruction]:
+        dropped: list[Instruction] = []
+        for key in keys:
+            device.in_flight.discard(key)
+            self.trials[key[0]].slots.discard((device.index, key[1]))
+            dropped.append(Drop(*key, device.index, *device.ledger.remove(key)))
+        return dropped
 
-    def _device(self, trial: int) -> DeviceState:
-        return self.devices[self.trials[trial].device]
+    def _drop_all_of(self, number: int) -> list[Instruction]:
+        return [
+            drop
+            for index, shard in sorted(self.trials[number].slots)
+            for drop in self._drop(self.devices[index], [(number, shard)])
+        ]
+
+    # ---- shorthand ----
+
+    def _home(self, trial: int) -> DeviceState:
+        return self.devices[self.trials[trial].home]
+
+    def _plan(self, trial: int) -> TrialPlan:
+        plan = self.trials[trial].plan
+        assert plan is not None, f"trial {trial} has no plan"
+        return plan
 
     def _shard(self, task: Task) -> Shard:
-        plan = self.trials[task.trial].plan
-        assert plan is not None
-        return plan.shards[task.shard]
+        return self._plan(task.trial).shards[task.shard]
 
-    def _story(self, event: object) -> str:
-        trial = getattr(event, "trial", None)
-        return f"impossible {event}; trial {self.trials.get(trial) if trial is not None else ''}; {self.devices}"
+    def _running_on(self, task: Task, event: object) -> DeviceState:
+        on = self.trials[task.trial].on
+        assert on is not None, self._impossible(event)
+        device = self.devices[on]
+        assert device.running == task and device.started, self._impossible(event)
+        return device
+
+    def _impossible(self, event: Any) -> str:
+        trial = getattr(getattr(event, "task", event), "trial", -1)
+        return f"impossible {event}; {self.trials.get(trial)}\n{self.story(trial)}"
+
+    # ---- invariants ----
 
     def validate(self) -> None:
         """Every invariant; each test of the machine ends with it."""
         for device in self.devices:
-            device.ledger.validate()
-            for holder in (*device.ledger.held, *device.ledger.steps, *(t for t, _ in device.ledger.slots)):
-                assert self._device(holder) is device, f"trial {holder} holds bytes away from home"
-            if device.running is not None:
-                assert device.running.trial in device.ledger.steps, f"{device.running} runs outside a step"
-                assert device.running not in device.ready, f"{device.running} runs and waits"
-            assert device.in_flight <= (device.running is not None)
-            assert self._steps_fit(device, 0, None), "an entered step's largest task no longer fits"
-            waiting = {task.trial for task in device.ready}
-            assert len(waiting) == len(device.ready), "a trial has two tasks in flight"
-            assert device.running is not None or not device.ready, "the device idles beside a ready task"
+            self._validate_device(device)
+        assert self.host_used_bytes == sum(trial.host_bytes for trial in self.trials.values())
+        for number, trial in self.trials.items():
+            slots = {(d.index, shard) for d in self.devices for owner, shard in d.ledger.slots if owner == number}
+            assert trial.slots == slots, f"trial {number} thinks that it has {trial.slots}, not {slots}"
+            on = None if trial.on is None else self.devices[trial.on]
+            tasks = [t for t in (on.running, on.promised) if t is not None] if on is not None else []
+            assert on is None or any(t.trial == number for t in tasks), f"trial {number} is not on {on}"
+            waits = number in self.ready.of
+            assert not (waits and on is not None), f"trial {number} waits and is on a device"
+
+    def _validate_device(self, device: DeviceState) -> None:
+        ledger, running = device.ledger, device.running
+        ledger.validate()
+        assert device.trials == sum(trial.home == device.index for trial in self.trials.values())
+        for holder in (*ledger.held, *ledger.steps):
+            assert self._home(holder) is device, f"trial {holder} holds bytes away from home"
+        for trial, _ in ledger.slots:
+            assert self.trials[trial].travels or self._home(trial) is device, f"trial {trial} has a slot away from home"
+        assert device.in_flight <= ledger.slots.keys(), "a copy is on its way to no slot"
+        assert self._steps_fit(device, 0, None), "an entered step's largest task no longer fits"
+        if running is not None:
+            assert running.trial in self._home(running.trial).ledger.steps, f"{running} runs outside a step"
+            assert self.trials[running.trial].on == device.index
+        if device.waiting is not None:
+            assert device.waiting.task == device.promised, "what waits here was promised another device"
+        at_home = self.ready.first(device.index)
+        if running is None and not device.in_flight and device.exclusive is None:
+            assert at_home is None and device.waiting is None, "the device idles beside a ready task"
+
+
+def _concerns(what: Any, trial: int, shard: int | None) -> bool:
+    task = getattr(what, "task", what)
+    return getattr(task, "trial", None) == trial and (shard is None or getattr(task, "shard", shard) == shard)
 
 
 _HANDLERS: dict[type[Event], Callable[[Machine, Any], list[Instruction]]] = {

@@ -106,12 +106,14 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive blocks with one slot. Work is the largest of its blocks', which run one after another."""
+    """Consecutive blocks with one slot. Work is the largest of its blocks', which run one after another; the
+    boundary is the largest of what one of them takes or gives."""
 
     blocks: tuple[int, ...]
     slot_bytes: int
     forward_work_bytes: int
     backward_work_bytes: int
+    boundary_bytes: int = 0
 
     def work_bytes(self, direction: Direction) -> int:
         return self.forward_work_bytes if direction is Direction.FORWARD else self.backward_work_bytes

@@ -190,7 +190,7 @@ class Trial:
 
     def leave_step(self) -> None:
         self.in_step = False
-        self.pool.leave_step(self)
+        self.pool.leave_step(self, trained=self._saw_backward)
         if self._alone:
             self._alone = False
             self.meter.counting = self.meter.always

@@ -20,9 +20,20 @@ from torch import nn
 import hydra_tune
 from hydra_tune.context import trial_context
 from hydra_tune.errors import BudgetError
+from hydra_tune.events import (
+    Done,
+    Invalidated,
+    PlanReady,
+    Promote,
+    Promoted,
+    StepDone,
+    StepReady,
+    TaskReady,
+    TrialAdded,
+)
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.partition import covers, find_blocks, make_plan, pack_shards, plan_key, promotions
-from hydra_tune.schedule import Done, Machine, PlanReady, Promote, Promoted, StepReady, TaskReady, TrialAdded
+from hydra_tune.schedule import Machine
 from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
 from models import bytes_batch, gpt, hf_gpt2, hf_vit, loss_of, mlp, vector_batch
 
@@ -84,22 +95,28 @@ def first_fit(profiles, limit):
 
 
 def promoted_bytes(plan, budget):
-    """What the scheduler promotes in one step of a trial alone on its device."""
+    """What the scheduler promotes in one step of a trial alone on its device; the same in the next, when it knows the
+    order and promotes ahead."""
     machine = Machine([budget])
-    for event in (TrialAdded(0), PlanReady(0, plan), StepReady(0)):
+    for event in (TrialAdded(0), PlanReady(0, plan)):
         machine.handle(event)
     visits = [max(plan.blocks[i].visits for i in shard.blocks) for shard in plan.shards]
-    forward = [Task(0, 1, n, Direction.FORWARD) for n, v in enumerate(visits) if v > 0]
-    backward = [Task(0, 1, n, Direction.BACKWARD) for n, v in enumerate(visits) if v > 1]
-    total = 0
-    for task in [*forward, *reversed(backward)]:
-        promotes = [i for i in machine.handle(TaskReady(task)) if isinstance(i, Promote)]
-        if promotes:
-            total += promotes[0].num_bytes
-            machine.handle(Promoted(task))
-        machine.handle(Done(task))
+    forward = [(n, Direction.FORWARD) for n, v in enumerate(visits) if v > 0]
+    backward = [(n, Direction.BACKWARD) for n, v in reversed(list(enumerate(visits))) if v > 1]
+    totals = []
+    for step in (1, 2):
+        totals.append(0)
+        pending = [StepReady(0), Invalidated(0)]
+        for task in [Task(0, step, *place) for place in [*forward, *backward]]:
+            pending += [TaskReady(task), Done(task)]
+        pending.append(StepDone(0))
+        while pending:
+            promotes = [i for i in machine.handle(pending.pop(0)) if isinstance(i, Promote)]
+            totals[-1] += sum(promote.num_bytes for promote in promotes)
+            pending[:0] = [Promoted(promote.task, 0) for promote in promotes]
     machine.validate()
-    return total
+    assert totals[0] == totals[1]
+    return totals[0]
 
 
 @dataclass

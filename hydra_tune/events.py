@@ -1,0 +1,212 @@
+"""What a trial tells the scheduler, and what the scheduler has it do. Plain data.
+
+trial  TrialAdded -> Place -> [PilotReady -> StartPilot -> PilotDone] -> PlanReady -> Admit -> ... -> TrialEnded
+step   StepReady -> Enter -> task -> task -> ... -> StepDone
+task   TaskReady -> [Promote -> Promoted] -> Run -> Done (which may say what comes next)
+slot   Promote, perhaps ahead of its task -> Promoted -> Drop
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from hydra_tune.shard import Task, TrialPlan
+
+# ---- events ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrialAdded:
+    """`total_steps` mini-batches are to come, if that is known. `host_bytes` of host memory are its own until it
+    ends. With `travels`, its tasks may run on any device, and its steps begin on any."""
+
+    trial: int
+    total_steps: int | None = None
+    host_bytes: int = 0
+    travels: bool = False
+
+
+@dataclass(frozen=True)
+class PilotReady:
+    """The trial wants its device to itself; with `empty`, also without what other trials hold for life. It
+    holds nothing itself until it is admitted, anew if it was before."""
+
+    trial: int
+    empty: bool = False
+
+
+@dataclass(frozen=True)
+class PilotDone:
+    trial: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class PlanReady:
+    """The trial knows its plan and wants to be admitted. One that is admitted, and between steps, asks
+    again with another plan, and holds nothing until it is admitted anew: at once, if that holds the same
+    bytes and every step still fits beside them."""
+
+    trial: int
+    plan: TrialPlan
+
+
+@dataclass(frozen=True)
+class StepReady:
+    """With `alone`, the step shares its device with no other: its bytes are still an estimate."""
+
+    trial: int
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """`trained`: it was a mini-batch, not an evaluation."""
+
+    trial: int
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class TaskReady:
+    task: Task
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """The task's shard has arrived on the device."""
+
+    task: Task
+    device: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """The task has computed for so many seconds; `then` is ready."""
+
+    task: Task
+    seconds: float = 0.0
+    then: Task | None = None
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The running task found less room than was reserved for it, as where memory is fragmented. What may go is
+    dropped and it runs again; the second time its trial is to be packed anew."""
+
+    task: Task
+
+
+@dataclass(frozen=True)
+class Repacked:
+    """The trial's shards within a step, in smaller ones; what it holds and its step reserves is as before."""
+
+    trial: int
+    plan: TrialPlan
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The task ended with an exception, perhaps before its promotion was complete."""
+
+    task: Task
+
+
+@dataclass(frozen=True)
+class Invalidated:
+    """The trial's host copies have changed, or may have: its device copies are stale."""
+
+    trial: int
+
+
+@dataclass(frozen=True)
+class Reported:
+    """The trial's objective is so far `value`."""
+
+    trial: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The trial's thread was interrupted, perhaps within an event. It keeps its home, and holds and awaits nothing
+    until it is admitted anew."""
+
+    trial: int
+
+
+@dataclass(frozen=True)
+class TrialEnded:
+    trial: int
+
+
+Event: TypeAlias = (
+    TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | StepDone | TaskReady | Promoted | Done
+    | OutOfMemory | Repacked | Failed | Invalidated | Reported | Interrupted | TrialEnded
+)  # fmt: skip
+
+# ---- instructions ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    trial: int
+    device: int
+
+
+@dataclass(frozen=True)
+class StartPilot:
+    trial: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Admit:
+    trial: int
+
+
+@dataclass(frozen=True)
+class Enter:
+    """The step begins, and `device` is its home."""
+
+    trial: int
+    device: int
+
+
+@dataclass(frozen=True)
+class Promote:
+    """With `ahead`, while another task computes: whoever copies for the device does it, not the trial's thread."""
+
+    task: Task
+    device: int
+    offset: int
+    num_bytes: int
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    task: Task
+    device: int
+
+
+@dataclass(frozen=True)
+class Repack:
+    """The task is not running any more; its trial is to tell of smaller shards, and then which of them is ready."""
+
+    task: Task
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Forget a clean device copy; nothing is copied back."""
+
+    trial: int
+    shard: int
+    device: int
+    offset: int
+    num_bytes: int
+
+
+Instruction: TypeAlias = Place | StartPilot | Admit | Enter | Promote | Run | Repack | Drop

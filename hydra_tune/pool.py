@@ -11,11 +11,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from hydra_tune import events as e
+from hydra_tune import timeline
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Device, open_devices
 from hydra_tune.errors import ConfigError, PoolClosedError, TrialStopped
@@ -160,6 +163,14 @@ class ShardPool:
         """Spans of time in order of their end: kind (run, promote, wait), device, trial, shard, seconds."""
         with self._lock:
             return [span._asdict() for span in self._trace.spans]
+
+    def save_timeline(self, path: str | PathLike[str]) -> Path:
+        """Write `timeline()` to a .json for ui.perfetto.dev, or a .html that a browser shows (needs plotly).
+
+        Raises:
+            ConfigError: another suffix, or plotly is not installed.
+        """
+        return timeline.save(self.timeline(), [device.name for device in self.devices], path)
 
     def close(self) -> None:
         """Stop every live trial at its next task boundary and refuse new ones. May be called twice."""

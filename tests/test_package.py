@@ -23,9 +23,10 @@ def test_import_brings_in_neither_optuna_nor_ray_nor_torch():
     assert python("import sys, hydra_tune; print(sorted({'optuna', 'ray', 'torch'} & set(sys.modules)))") == "[]"
 
 
-def test_using_a_pool_brings_in_neither_optuna_nor_ray():
+def test_using_a_pool_brings_in_neither_optuna_nor_ray_nor_plotly():
     code = (
-        "import sys, hydra_tune; hydra_tune.ShardPool, hydra_tune.prepare; print({'optuna', 'ray'} & set(sys.modules))"
+        "import sys, hydra_tune; hydra_tune.ShardPool, hydra_tune.prepare; "
+        "print({'optuna', 'ray', 'plotly'} & set(sys.modules))"
     )
     assert python(code) == "set()"
 

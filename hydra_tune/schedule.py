@@ -375,7 +375,7 @@ class Machine:
         device = self.devices[trial.home if trial.on is None else trial.on]
         if device.running is None:
             return self._grant(device)
-        if trial.travels and trial.on is None:
+        if trial.travels:
             for other in self.devices:
                 if other.running is None and (granted := self._grant(other)):
                     return granted
@@ -403,7 +403,7 @@ class Machine:
             return self._advance(device)
         waited = self._wait(event.then)
         advanced = self._advance(device)
-        elsewhere = self._grant_anywhere(task.trial) if task.trial in self.ready.of else []
+        elsewhere = self._grant_anywhere(task.trial) if self.task_state(task.trial) is not TaskState.RUNNING else []
         return [*waited, *advanced, *elsewhere]
 
     def _on_OutOfMemory(self, event: OutOfMemory) -> list[Instruction]:
@@ -522,12 +522,31 @@ class Machine:
 
     def _grant(self, device: DeviceState) -> list[Instruction]:
         """The lease to who waits for it, as far as a copy that is on its way leaves room."""
-        waiting = device.waiting
-        if waiting is not None and not self._may_run(device, waiting.task):
+        promised = device.waiting
+        if promised is not None and not self._may_run(device, promised.task):
             self._take_promise_back(device)
-            waiting = None
-        waiting = waiting or self._choose(device)
+            promised = None
+        waiting = self._choose(device)
+        if promised is not None and (waiting is None or not self._is_ahead(waiting, promised)):
+            waiting = promised
+        if waiting is None:
+            waiting = self._promised_elsewhere(device)
         return [] if waiting is None else self._start(device, waiting)
+
+    def _is_ahead(self, waiting: Waiting, of: Waiting) -> bool:
+        """By more than what it takes to have promoted another one's shard in vain."""
+        return waiting.rank + self.policy.slack(self.trials[waiting.task.trial].progress) < of.rank
+
+    def _promised_elsewhere(self, device: DeviceState) -> Waiting | None:
+        """What waits for another device, which is busy, though this one is not; it is free to go now."""
+        others = [d for d in self.devices if d.waiting is not None and d.started] if len(self.devices) > 1 else []
+        others = [d for d in others if d.waiting is not None and self._may_run(device, d.waiting.task)]
+        if not others:
+            return None
+        other = min(others, key=lambda d: d.waiting.rank if d.waiting is not None else 0)
+        waiting = other.waiting
+        self._take_promise_back(other)
+        return None if waiting is None else self.ready.of[waiting.task.trial]
 
     def _choose(self, device: DeviceState) -> Waiting | None:
         """Whoever waited too long; else the first by rank of those at home here, unless another home's first is
@@ -543,8 +562,7 @@ class Machine:
         for other in range(len(self.devices)) if len(ready) > (own is not None) else ():
             if other == home or (waiting := ready.first(other)) is None:
                 continue
-            progress = self.trials[waiting.task.trial].progress
-            gains = best is None or waiting.rank + (self.policy.slack(progress) if best is own else 0) < best.rank
+            gains = best is None or (self._is_ahead(waiting, best) if best is own else waiting.rank < best.rank)
             if gains and self._may_run(device, waiting.task):
                 best = waiting
         return best

@@ -70,7 +70,13 @@ def test_the_wheel_holds_the_packages_and_the_typing_marker(tmp_path):
     assert python(code, cwd=tmp_path, env=environment) == "hydra_tune.integrations.optuna_runner 1"
 
 
-@pytest.mark.parametrize("name", ["schedule", "policy", "ledger", "config", "errors", "shard"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["schedule", "policy", "ledger", "config", "errors", "shard"],
+        *["workload", "cost", "sweeps", "exact", "milp", "baselines"],
+    ],
+)
 def test_the_pure_column_knows_no_torch_thread_or_clock(name):
     source = (ROOT / "hydra_tune" / f"{name}.py").read_text()
     for module in ("torch", "threading", "time"):

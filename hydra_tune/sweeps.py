@@ -31,7 +31,7 @@ MIXED_DEVICES: list[dict[str, float]] = [
 
 def hydra_bert(cost: CostModel = RTX_2080_TI, *, epochs: int = 1, memory: int | str = "11GB") -> list[TrialWork]:
     """Hydra's masked language model on WikiText-2: 12 trials, batch {8, 16, 32} x four learning rates
-    (arXiv 2110.08633, table 2: 144 layers, width and feed-forward 1024, sequence 128, GPUs of 11 GB).
+    (arXiv 2110.08633: 144 layers, width and feed-forward 1024, sequence 128, GPUs of 11 GB).
 
     Assumed: fp32, BERT's vocabulary of 30522, one epoch, cut by memory.
     """
@@ -47,7 +47,7 @@ def hydra_bert(cost: CostModel = RTX_2080_TI, *, epochs: int = 1, memory: int | 
 
 def hydra_vit(cost: CostModel = RTX_2080_TI, *, epochs: int = 1, memory: int | str = "11GB") -> list[TrialWork]:
     """Hydra's architecture search over vision transformers on CIFAR-10: 12 trials, size {300M .. 2B} x batch
-    {128, 256} (arXiv 2110.08633, table 2; GPUs of 11 GB).
+    {128, 256} (arXiv 2110.08633; GPUs of 11 GB).
 
     Assumed: fp32, patches of 4 x 4 (65 tokens an image), feed-forward 4 x width, one epoch, cut by memory, and
     the depths and widths below, which give each size to 5%.
@@ -75,7 +75,7 @@ def hydra_vit(cost: CostModel = RTX_2080_TI, *, epochs: int = 1, memory: int | s
 
 def hydra_gpt2_xl(cost: CostModel = RTX_2080_TI, *, epochs: int = 1) -> list[TrialWork]:
     """Hydra's fine-tuning of GPT-2-XL on WikiText-2: 12 trials, batch {16, 8} x six learning rates, 13 shards at
-    batch 16 and 8 at batch 8 (arXiv 2110.08633, section 5: 48 layers, width 1600, context 512).
+    batch 16 and 8 at batch 8 (arXiv 2110.08633: 48 layers, width 1600, context 512).
 
     Assumed: fp32, shards of needs as equal as may be, one epoch.
     """
@@ -94,11 +94,11 @@ def hydra_gpt2_xl(cost: CostModel = RTX_2080_TI, *, epochs: int = 1) -> list[Tri
 
 
 def saturn_mix(cost: CostModel = A100, *, epochs: int = 1, memory: int | str = "40GB") -> list[TrialWork]:
-    """Trials of unlike size, as in Saturn's model selection (arXiv 2309.01226): GPT-2-XL and GPT-J on WikiText-2,
+    """Trials of unlike size, after Saturn's model selection (arXiv 2309.01226): GPT-2-XL and GPT-J on WikiText-2,
     batch {16, 32}; ViT-G, batch {64, 128}; three learning rates each, on A100s of 40 GB. 18 trials.
 
-    Assumed: bf16, context 512, one epoch of WikiText-2 and of 50,000 images of 257 tokens. Left out: Saturn's
-    ResNet, which is no transformer.
+    Assumed: which models, batches and rates go together, bf16, context 512, one epoch of WikiText-2 and of 50,000
+    images of 257 tokens. Saturn's choice of parallelism for each trial is not modelled.
     """
     gpt_j = {"layers": 28, "width": 4096, "feed_forward": 16384, "sequence": 512, "vocabulary": 50400, "heads": 16}
     vit_g = {"layers": 48, "width": 1664, "feed_forward": 8192, "sequence": 257, "vocabulary": 1000, "heads": 16}

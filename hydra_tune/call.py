@@ -70,7 +70,7 @@ class BlockCall:
     _again: Sequence[Any] = ()  # the leaves as they are given to the repeated forward
     _random_states: Sequence[torch.Tensor] = ()
     _buffers_before: Sequence[tuple[int, torch.Tensor]] = ()
-    _buffer_versions: Sequence[int] = ()
+    _buffers: Sequence[tuple[torch.Tensor, int]] = ()  # those that it found, each with its version
     _versions: Sequence[int] = ()
     _rewritten: Sequence[torch.Tensor] = ()  # values of weights that are written without raising a version
     _surroundings: Surroundings | None = None
@@ -205,7 +205,8 @@ class BlockCall:
     def run_forward(self) -> tuple[torch.Tensor, ...]:
         """The block on its promoted weights, keeping no graph; notes what `run_backward` must restore."""
         block, tensors = self.block, self.tensors
-        self._buffer_versions, versions = versions_of(block.buffers()), versions_of(tensors)
+        self._note_buffers()
+        versions = versions_of(tensors)
         self._random_states = generator_states(self.trial.residency.device.generators())
         self._surroundings = Surroundings(block.modules)
         with self.trial.visit(block, Direction.FORWARD) as visit:
@@ -235,7 +236,7 @@ class BlockCall:
 
     def run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block as it is called: no backward follows, so it may change what it is given."""
-        self._buffer_versions = versions_of(self.block.buffers())
+        self._note_buffers()
         with self.trial.visit(self.block, Direction.FORWARD) as visit, torch.no_grad(), self.trial.measuring(self):
             weight_versions = versions_of(visit.leaves)
             outputs = self._computed(visit, self.block.forward, args, kwargs)
@@ -259,6 +260,9 @@ class BlockCall:
             self._write_back(visit.copy.changed_buffers(self.block))
             raise
 
+    def _note_buffers(self) -> None:
+        self._buffers = [(buffer, version_of(buffer)) for buffer in self.block.buffers()]
+
     def _write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Buffers that the forward has changed, as `DeviceCopy.changed_buffers` tells them, to their host masters."""
         if not changed:
@@ -266,7 +270,7 @@ class BlockCall:
         self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
         for (i, value), (_, host, _) in zip(self._buffers_before, changed, strict=True):
             # a call in a graph that lives may have seen it too
-            self.trial.residency.former_buffers[id(host), self._buffer_versions[i]] = value
+            self.trial.residency.former_buffers[id(host), self._buffers[i][1]] = value
         self.trial.residency.write_back(changed)
 
     def _watch(self, known: Sequence[torch.Tensor]) -> None:
@@ -332,8 +336,12 @@ class BlockCall:
     def _buffers_then(self) -> list[tuple[int, torch.Tensor]]:
         """The values that buffers had before this call, of those that have others now, by site."""
         then = dict(self._buffers_before)
-        for i, (host, version) in enumerate(zip(self.block.buffers(), self._buffer_versions, strict=True)):
-            if i not in then and host._version != version:
+        for i, (now, (host, version)) in enumerate(zip(self.block.buffers(), self._buffers, strict=True)):
+            if i in then or (now is host and host._version == version):
+                continue
+            if host._version == version:  # the module has another one now
+                then[i] = host
+            else:
                 value = self.trial.residency.former_buffers.get((id(host), version))
                 if value is None:
                     raise RuntimeError(

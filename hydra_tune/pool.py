@@ -7,10 +7,12 @@ included, outside of it. No thread of the pool's own, so nothing runs that no tr
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,6 +22,7 @@ import torch
 from hydra_tune import events as e
 from hydra_tune import timeline
 from hydra_tune.config import format_bytes
+from hydra_tune.copier import Copier
 from hydra_tune.device import Device, open_devices
 from hydra_tune.errors import ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.fingerprint import PlanKey
@@ -30,6 +33,7 @@ from hydra_tune.schedule import Machine, Standing
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.trace import Span, Trace
 
+logger = logging.getLogger("hydra_tune")
 InstructionT = TypeVar("InstructionT", bound=e.Instruction)
 _SEED_STRIDE = 1_000_003  # seeds of neighbouring trials lie apart
 
@@ -40,8 +44,9 @@ class Client(Protocol):
     id: int
     home: int
     mode: TrialMode | None
+    ended: bool
 
-    def promote_shard(self, shard: int, offset: int, num_bytes: int) -> None: ...
+    def promote_shard(self, shard: int, offset: int, num_bytes: int, *, ahead: bool = False) -> None: ...
 
     def drop_shard(self, shard: int) -> None: ...
 
@@ -116,11 +121,17 @@ class ShardPool:
         self.num_threads = torch.get_num_threads()
         self.plans: dict[PlanKey, TrialPlan] = {}  # by `partition.plan_key`
         self.measured: set[PlanKey] = set()  # keys of plans whose step bytes a first step has measured
-        self._machine = Machine([d.budget_bytes for d in self._devices], order, least_ahead_bytes=None)
+        self._machine = Machine(
+            [device.budget_bytes for device in self._devices],
+            order,
+            least_ahead_bytes=_least_ahead_bytes(self._devices),
+        )
         self._lock = threading.RLock()
         self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
         self._granted: dict[int, deque[e.Instruction]] = {}
         self._wake: dict[int, threading.Condition] = {}
+        self._copiers = [Copier(device.name, self.num_threads) for device in self._devices]
+        self._copying: dict[int, e.Promote] = {}  # ahead of their tasks, by trial
         self._ids = itertools.count()
         self._summaries: dict[int, dict[str, Any]] = {}
         self._abandoned: deque[int] = deque()  # collected with their models; only noted there, ended later
@@ -204,6 +215,7 @@ class ShardPool:
 
     def start_pilot(self, trial: Client, *, empty: bool) -> int:
         """Wait for the device to be the trial's alone; the bytes free on it."""
+        self.await_copies(trial)
         return self._ask(e.PilotReady(trial.id, empty), e.StartPilot).free_bytes
 
     def end_pilot(self, trial: Client, peak_bytes: int) -> None:
@@ -224,6 +236,7 @@ class ShardPool:
         self._ask(e.StepReady(trial.id, alone), e.Enter)
 
     def leave_step(self, trial: Client, *, trained: bool) -> None:
+        self.await_copies(trial)
         self._tell(e.StepDone(trial.id, trained))
 
     def note_summary(self, trial: Client) -> None:
@@ -231,25 +244,33 @@ class ShardPool:
         self._summaries[trial.id] = trial.summary()
 
     def invalidate(self, trial: Client) -> None:
+        self.await_copies(trial)
         self._tell(e.Invalidated(trial.id))
 
-    def acquire(self, task: Task) -> float:
-        """Wait for the lease, promote the shard unless it is resident; when the task began, in seconds."""
-        self.check_open(self._trials[task.trial])
+    def acquire(self, task: Task, after: tuple[Task, float] | None = None) -> float:
+        """Wait for the lease and the shard; when the task began, in seconds. `after` is the task that ends with
+        this, and when it began."""
+        trial = self._trials[task.trial]
         try:
             with self._lock:
                 start_s = self._trace.now_s()
-                self._handle(e.TaskReady(task))
+                if after is None:
+                    self.check_open(trial)
+                    self._handle(e.TaskReady(task))
+                else:
+                    self._note("run", after[0], after[1], start_s)
+                    self._handle(e.Done(after[0], start_s - after[1], task))
+                    self.check_open(trial)
                 waits = not self._granted[task.trial]
                 granted = self._await(task.trial, (e.Promote, e.Run))
                 if waits:
-                    start_s = self._note("wait", task, start_s)
+                    start_s = self._note("wait", task, start_s, self._trace.now_s())
             if isinstance(granted, e.Promote):
-                self._trials[task.trial].promote_shard(task.shard, granted.offset, granted.num_bytes)
+                trial.promote_shard(task.shard, granted.offset, granted.num_bytes)
                 with self._lock:
                     self._handle(e.Promoted(task, granted.device))
                     self._await(task.trial, (e.Run,))
-                    start_s = self._note("promote", task, start_s)
+                    start_s = self._note("promote", task, start_s, self._trace.now_s())
         except BaseException:
             with self._lock:
                 if not self._handling:
@@ -260,11 +281,18 @@ class ShardPool:
 
     def release(self, task: Task, start_s: float) -> None:
         with self._lock:
-            seconds = self._note("run", task, start_s) - start_s
-            self._handle(e.Done(task, seconds))
+            end_s = self._note("run", task, start_s, self._trace.now_s())
+            self._handle(e.Done(task, end_s - start_s))
+
+    def slot_of(self, task: Task) -> tuple[int, int]:
+        """Offset and bytes of its shard's slot; none for a shard whose weights are all held."""
+        with self._lock:
+            home = self._machine.trials[task.trial].home
+            return self._machine.devices[home].ledger.slots.get((task.trial, task.shard), (0, 0))
 
     def end_trial(self, trial: Client) -> None:
         """Take back everything; the others go on."""
+        self.await_copies(trial)
         with self._lock:
             self.note_summary(trial)
             self._forget(trial.id)
@@ -272,11 +300,13 @@ class ShardPool:
 
     def standing(self, trial: Client) -> Standing | None:
         """None if the trial's last event was interrupted."""
+        self.await_copies(trial)
         with self._lock:
             return None if self._handling or self._granted[trial.id] else self._machine.standing(trial.id)
 
     def interrupt(self, trial: Client) -> None:
         """Take back everything; the trial will ask anew."""
+        self.await_copies(trial)
         with self._lock:
             self._stop_others()
             self._handle(e.Interrupted(trial.id))
@@ -325,6 +355,9 @@ class ShardPool:
             if isinstance(instruction, e.Drop):
                 self._drop(instruction)
                 continue
+            if isinstance(instruction, e.Promote) and instruction.ahead:
+                self._promote_ahead(instruction)
+                continue
             trial = (
                 instruction.task.trial if isinstance(instruction, (e.Promote, e.Run, e.Repack)) else instruction.trial
             )
@@ -339,6 +372,25 @@ class ShardPool:
         self._devices[drop.device].free_slot(drop.offset, drop.num_bytes)
         self._trace.count("dropped_bytes", drop.device, drop.trial, drop.num_bytes)
 
+    def _promote_ahead(self, promote: e.Promote) -> None:
+        self._copying[promote.task.trial] = promote
+        self._copiers[promote.device].submit(partial(_promote_ahead, weakref.ref(self), promote))
+
+    def _has_arrived(self, promote: e.Promote, start_s: float) -> None:
+        """Of a copy ahead of its task; one that failed is made again when the task runs."""
+        with self._lock:
+            del self._copying[promote.task.trial]
+            self._note("promote", promote.task, start_s, self._trace.now_s())
+            self._wake[promote.task.trial].notify_all()
+            self._handle(e.Promoted(promote.task, promote.device))
+
+    def await_copies(self, trial: Client) -> None:
+        """Those of this trial that are under way: host memory may not change, nor the slot go, before they are made."""
+        if trial.id in self._copying:  # seldom
+            with self._lock:
+                while trial.id in self._copying:
+                    self._wake[trial.id].wait()
+
     def _take(self, trial: int, answer: type[InstructionT]) -> InstructionT:
         instruction = self._granted[trial].popleft()
         assert isinstance(instruction, answer), (instruction, answer)
@@ -352,8 +404,8 @@ class ShardPool:
         assert isinstance(instruction, answers), (instruction, answers)
         return instruction
 
-    def _note(self, kind: str, task: Task, start_s: float) -> float:
-        end_s, home = self._trace.now_s(), self._machine.trials[task.trial].home
+    def _note(self, kind: str, task: Task, start_s: float, end_s: float) -> float:
+        home = self._machine.trials[task.trial].home
         self._trace.add(Span(kind, home, task.trial, task.shard, task.direction.value, start_s, end_s))
         return end_s
 
@@ -363,9 +415,11 @@ class ShardPool:
             self._end_abandoned()
 
     def _end_abandoned(self) -> None:
-        while self._abandoned:
+        for _ in range(len(self._abandoned)):
             number = self._abandoned.popleft()
-            if number in self._granted:
+            if number in self._copying:
+                self._abandoned.append(number)
+            elif number in self._granted:
                 self._summaries[number]["state"] = "ended"
                 self._forget(number)
 
@@ -375,6 +429,28 @@ class ShardPool:
             self._handle(e.TrialEnded(number))
         self._granted.pop(number, None)
         self._wake.pop(number, None)
+
+
+def _least_ahead_bytes(devices: Sequence[Device]) -> int | None:
+    """What pays on each of them; None if on one nothing does."""
+    least = [device.least_ahead_bytes for device in devices]
+    return None if None in least else max(size for size in least if size is not None)
+
+
+def _promote_ahead(reference: weakref.ref[ShardPool], promote: e.Promote) -> None:
+    """In a device's copy thread."""
+    pool = reference()
+    if pool is None:
+        return
+    start_s, trial = pool._trace.now_s(), pool._trials.get(promote.task.trial)
+    try:
+        if trial is not None and not trial.ended:
+            trial.promote_shard(promote.task.shard, promote.offset, promote.num_bytes, ahead=True)
+    except Exception as error:  # the trial's thread will meet it, too
+        logger.debug("%s could not be promoted ahead: %s", promote.task, error)
+    finally:
+        del trial
+        pool._has_arrived(promote, start_s)
 
 
 _default_pool: ShardPool | None = None

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,8 @@ def prepare(
     *loaders: Any,
     pool: ShardPool | None = None,
     name: str | None = None,
+    total_steps: int | None = None,
+    epochs: int | None = None,
 ) -> Any:
     """Train `model` within the pool's budget from here on, with the numbers plain PyTorch gives.
 
@@ -45,6 +47,8 @@ def prepare(
         loaders: any iterables of batches.
         pool: the runner's pool inside an objective, else the default pool, if None.
         name: how the trial is called in reports.
+        total_steps: how many mini-batches it will train, by which the scheduler knows what remains.
+        epochs: how often it will go through the first of the loaders; says the same, if that has a length.
 
     Returns:
         `model` alone if nothing else was given, else a tuple in the order of the arguments.
@@ -52,12 +56,14 @@ def prepare(
     Raises:
         PrepareError: the model or the optimizer cannot be prepared; says which part and why.
         PoolClosedError: the pool is closed.
+        ConfigError: `total_steps` or `epochs` is no positive whole number, or `pool` is another than the runner's.
     """
     context = current_context()
     if pool is not None and context.pool is not None and pool is not context.pool:
         raise ConfigError("inside an objective the runner's pool is used. Leave pool= out, or pass the runner's.")
     if pool is not None and not isinstance(pool, ShardPool):
         raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
+    num_steps = _num_steps(total_steps, epochs, loaders)
     _refuse(model, optimizer)
     end_orphans(model)
     chosen = pool or context.pool or default_pool()
@@ -71,7 +77,7 @@ def prepare(
 
     with _binding:
         _refuse_shared(model)
-        trial = chosen.add_trial(make)
+        trial = chosen.add_trial(make, num_steps)
         try:
             trial.bind(model, optimizer)
         except BaseException:
@@ -97,6 +103,20 @@ def release(model: nn.Module) -> None:
             return
         raise PrepareError(f"only a prepared model can be released; this {type(model).__name__} is not prepared.")
     forward.trial.end()
+
+
+def _num_steps(total_steps: int | None, epochs: int | None, loaders: Sequence[Any]) -> int | None:
+    """None if nobody knows."""
+    for name, value in (("total_steps", total_steps), ("epochs", epochs)):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and (not whole or value < 1):
+            raise ConfigError(f"{name} is a whole number of at least 1, or None if it is not known; got {value!r}.")
+    if total_steps is not None or epochs is None or not loaders:
+        return total_steps
+    try:
+        return epochs * len(loaders[0])
+    except TypeError:  # an iterable data set has no length
+        return None
 
 
 def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hydra_tune.block import Block
+from hydra_tune.copier import copying
 from hydra_tune.device import Device
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.meter import TrialMeter
@@ -60,29 +61,43 @@ class Residency:
         return Visit(self, block, copy)
 
     def promote(self, blocks: Sequence[Block], offset: int, num_bytes: int) -> DeviceCopy:
+        """In the trial's thread."""
+        counting = self.meter.counting
         with self.meter.paused():
             copy = DeviceCopy(self.device, self.device.slot(offset, num_bytes), blocks, self._weights)
-        self._fill(copy)
+            self._fill(copy, counting=counting)
         return copy
 
     def promote_shard(self, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
-        """Into `copies`; where slots stay in place, the copy that was there before is filled again."""
+        """Into `copies`, in the trial's thread."""
+        counting = self.meter.counting
+        with self.meter.paused():
+            self._promote_shard(shard, blocks, offset, num_bytes, counting=counting)
+
+    def promote_ahead(self, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
+        """Into `copies`, in a thread of the device's."""
+        with copying():
+            self._promote_shard(shard, blocks, offset, num_bytes, counting=self.meter.always)
+
+    def _promote_shard(
+        self, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int, *, counting: bool
+    ) -> None:
+        """Where slots stay in place, the copy that was there before is filled again."""
         before = self._former.get(shard)
         if before is not None and before[0] == (offset, num_bytes) and before[1].is_of(blocks):
             copy = before[1]
-            self._fill(copy)
         else:
-            copy = self.promote(blocks, offset, num_bytes)
+            copy = DeviceCopy(self.device, self.device.slot(offset, num_bytes), blocks, self._weights)
             if self.device.slots_stay:
                 self._former[shard] = (offset, num_bytes), copy
+        self._fill(copy, counting=counting)
         self.copies[shard] = copy
 
-    def _fill(self, copy: DeviceCopy) -> None:
-        copy.counted = self.meter.counting
-        if copy.counted:
+    def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
+        copy.counted = counting
+        if counting:
             self.device.meter.add(SLOT_OWNER, [copy.slot])
-        with self.meter.paused():
-            copy.fill()
+        copy.fill()
         self._count("promoted_bytes", copy.num_bytes)
 
     def drop_shard(self, shard: int) -> None:

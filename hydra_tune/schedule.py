@@ -342,8 +342,8 @@ class Machine:
         trial, device = self.trials[event.trial], self._home(event.trial)
         trial.progress.end_step(trained=event.trained)
         trial.visits.end_step()
-        stopped = self._stop(event.trial)
-        assert stopped is None or stopped.running is not None, self._impossible(event)
+        assert self.task_state(event.trial) is not TaskState.RUNNING, self._impossible(event)
+        self._stop(event.trial)
         device.ledger.leave_step(event.trial)
         if device.exclusive == event.trial:
             device.exclusive = None

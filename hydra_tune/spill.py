@@ -89,7 +89,7 @@ class DeviceCopy:
         self.counted = False  # by the device's meter
         self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
-        self._copied: dict[Hashable, tuple[int, int]] = {}  # of each parameter and buffer: its version, its address
+        self._copied: dict[Hashable, tuple[int, int, int]] = {}  # of each parameter and buffer: see `_state_of`
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the slot, seen with a dtype
         self._runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
@@ -119,13 +119,13 @@ class DeviceCopy:
         self._leaves[id(parameter)] = leaf_like(parameter, data)
 
     def fill(self) -> None:
-        """Copy what the host has now."""
-        self._device.promote(self._copies)
+        """Copy what the host has now; what is written there meanwhile will prove stale."""
         for block in self.blocks:
             for parameter in block.slot_parameters:
                 self._copied[id(parameter)] = _state_of(parameter)
         for site, (_, host) in self._buffers.items():
             self._copied[site] = _state_of(host)
+        self._device.promote(self._copies)
 
     def is_of(self, blocks: Sequence[Block]) -> bool:
         """Whether it may be filled again for these blocks: the host's tensors are where and what they were, and the
@@ -146,10 +146,22 @@ class DeviceCopy:
         for parameter in block.slot_parameters:
             if self._is_stale(id(parameter), parameter) or (block.rewritten and forward):
                 pairs.append((self.leaf(parameter).data, parameter.data))
-        for site in block.buffer_sites:
-            if self._is_stale(site, self._buffers[site][1]):
-                pairs.append(self._buffers[site])
+        for site, now in zip(block.buffer_sites, block.buffers(), strict=True):
+            slot, host = self._buffers[site]
+            if now is not host:
+                self._refuse_other_layout(block, site[1], now, slot)
+                self._buffers[site] = slot, now
+            if self._is_stale(site, now):
+                pairs.append((slot, now))
         return pairs
+
+    def _refuse_other_layout(self, block: Block, name: str, now: torch.Tensor, then: torch.Tensor) -> None:
+        if (now.shape, now.dtype) != (then.shape, then.dtype):
+            raise UncuttableError(
+                f"a block's buffers keep shape and dtype within a step, but buffer {name!r} of {block.name} was "
+                f"{tuple(then.shape)} {then.dtype} and is {tuple(now.shape)} {now.dtype} now. Register it with its "
+                "final shape, or set it before the model is called."
+            )
 
     def _is_stale(self, key: Hashable, host: torch.Tensor) -> bool:
         """The first time after it has changed."""
@@ -267,8 +279,8 @@ def _tensors_of(block: Block) -> list[torch.Tensor]:
     return [*block.slot_parameters, *block.buffers()]
 
 
-def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    return version_of(tensor), tensor.data_ptr()
+def _state_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    return version_of(tensor), tensor.data_ptr(), id(tensor)
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:

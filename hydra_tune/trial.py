@@ -129,6 +129,7 @@ class Trial:
         self.optimizer = None
 
     def _leave_device(self) -> None:
+        self.pool.await_copies(self)
         for hook in self._hooks:
             hook.remove()
         self.residency.close_visits()
@@ -229,6 +230,7 @@ class Trial:
 
     def _start_anew(self) -> None:
         """As if the step that was interrupted had not begun; what it has computed stays as it is."""
+        self.pool.await_copies(self)
         self._put_back()
         drop_modes(self.meter)
         gate.leave()
@@ -442,12 +444,14 @@ class Trial:
     def _go_to(self, shard: int, direction: Direction) -> Any:
         task = Task(self.id, self.step, shard, direction)
         if self._task != task:
-            self.leave()
-            self._task_start_s = self.pool.acquire(task)
+            if self._alone or self.planner.failed_pilot_bytes is not None:
+                self.leave()
+            ended, self._task = self._task, None
+            self._task_start_s = self.pool.acquire(task, (ended, self._task_start_s) if ended else None)
             self._task = task
         assert self.plan is not None
         if not self.plan.resident and shard not in self.residency.copies:
-            self.promote_shard(shard, 0, 0)  # all its weights are held: it needs no slot
+            self.promote_shard(shard, *self.pool.slot_of(task))  # not promoted yet, for it needs no slot or that failed
         return self.residency.copies.get(shard)
 
     def leave_after_error(self) -> None:
@@ -467,11 +471,12 @@ class Trial:
             self.pool.end_pilot(self, self.planner.failed_pilot_bytes)
             self.planner.failed_pilot_bytes = None
 
-    def promote_shard(self, shard: int, offset: int, num_bytes: int) -> None:
-        """Carry out the scheduler's `Promote`, in this trial's thread."""
+    def promote_shard(self, shard: int, offset: int, num_bytes: int, *, ahead: bool = False) -> None:
+        """Carry out the scheduler's `Promote`, in this trial's thread; with `ahead`, in a device's."""
         assert self.plan is not None
         blocks = [self.planner.blocks[i] for i in self.plan.shards[shard].blocks]
-        self.residency.promote_shard(shard, blocks, offset, num_bytes)
+        promote = self.residency.promote_ahead if ahead else self.residency.promote_shard
+        promote(shard, blocks, offset, num_bytes)
 
     def drop_shard(self, shard: int) -> None:
         """Carry out the scheduler's `Drop`, in any thread."""

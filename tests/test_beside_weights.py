@@ -275,6 +275,27 @@ class SharesABuffer(Script):
         return self.Shared(self.Layer)
 
 
+class ReplacesABuffer(Script):
+    """Of a block, from outside of it and within a forward, once for each of two calls."""
+
+    class Root(Net):
+        def forward(self, x):
+            for layer in [*self.layers, *self.layers]:
+                layer.shift = x.detach().mean(0)
+                x = layer(x)
+            return self.head(x)
+
+    class Layer(Layer):
+        def set_up(self):
+            self.register_buffer("shift", torch.zeros(WIDTH))
+
+        def forward(self, x):
+            return super().forward(x + self.shift)
+
+    def model(self):
+        return self.Root(self.Layer)
+
+
 class GivesAnObject(Script):
     class Root(Net):
         def forward(self, x, memory):
@@ -402,7 +423,7 @@ SCRIPTS = [
     OwnGenerator, GeneratorsOfOthers, ForkedRandomState, KeptInObjects, KeptInOtherObjects, HidesATeacher,
     NotesOnActivations, KeptInATensor, ReadsWhatItKept,
     CountsFromALaterStep, KeepsFromTraining, SharesATable, RebindsABuffer, FillsABufferLater, RoundsToNegativeZeros,
-    FillsAQueue,
+    FillsAQueue, ReplacesABuffer,
     SharesABuffer, GivesAnObject, HooksItsActivations, PatchesAForward, NotesOnWeights, SwapsInAnAverage,
     OtherStrides, WritesBetweenBlocks, WritesData, TeacherByData,
 ]  # fmt: skip
@@ -527,6 +548,21 @@ def test_weights_that_have_no_place_of_their_own_are_refused(change):
         with pytest.raises(hydra_tune.PrepareError, match=WRONG[change]):
             hydra_tune.prepare(model, pool=pool)
         assert pool.devices[0].used_bytes == 0
+
+
+def test_a_buffer_that_is_replaced_by_one_of_another_shape_within_a_step_is_refused():
+    class Narrows(ReplacesABuffer.Root):
+        def forward(self, x):
+            x = super().forward(x)
+            self.layers[0].shift = torch.zeros(1)
+            return self.layers[0](x.new_zeros(4, WIDTH))
+
+    model = Narrows(ReplacesABuffer.Layer)
+    with (
+        hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool,
+        pytest.raises(hydra_tune.PrepareError, match=r"'shift' of layers\.0 was \(32,\) .* is \(1,\)"),
+    ):
+        step(model, pool)
 
 
 def test_an_iterator_is_refused():

@@ -114,7 +114,7 @@ class DeviceState:
     waiting: Waiting | None = None  # the promised task, once it is ready
     in_flight: set[SlotKey] = field(default_factory=set)
     exclusive: int | None = None  # the trial whose pilot or unmeasured step has the device to itself
-    trials: int = 0  # at home here
+    trials: set[int] = field(default_factory=set)  # at home here
 
 
 class Machine:
@@ -140,7 +140,6 @@ class Machine:
         self.ready = ReadyTasks(len(self.devices))
         self.arrivals: list[TrialAdded] = []
         self.host_bytes = host_bytes
-        self.host_used_bytes = 0
         self.neighbours = Neighbours()
         self._least_ahead_bytes = least_ahead_bytes
         self._moves_worth = moves_worth
@@ -153,6 +152,10 @@ class Machine:
         return instructions
 
     # ---- what it knows ----
+
+    @property
+    def host_used_bytes(self) -> int:
+        return sum(trial.host_bytes for trial in self.trials.values())
 
     def shard_state(self, trial: int, shard: int, device: int | None = None) -> ShardState:
         """On this device, else at home."""
@@ -216,9 +219,8 @@ class Machine:
             event = self.arrivals[0]
             if self.host_bytes is not None and self.host_used_bytes + event.host_bytes > self.host_bytes:
                 break
-            home = min(self.devices, key=lambda device: (device.trials, device.index))
-            home.trials += 1
-            self.host_used_bytes += event.host_bytes
+            home = min(self.devices, key=lambda device: (len(device.trials), device.index))
+            home.trials.add(event.trial)
             progress = Progress(event.trial, self.neighbours, event.total_steps)
             self.trials[event.trial] = TrialState(home.index, event.travels, event.host_bytes, progress)
             placed.append(Place(event.trial, home.index))
@@ -266,10 +268,8 @@ class Machine:
             return []
         device = self._home(event.trial)
         taken_back, freed = self._take_back(event.trial)
-        trial = self.trials.pop(event.trial)
-        trial.progress.end()
-        device.trials -= 1
-        self.host_used_bytes -= trial.host_bytes
+        device.trials.discard(event.trial)
+        self.trials.pop(event.trial).progress.end()  # last: should this be interrupted, it is called again
         return [*taken_back, *self._place_arrivals(), *self._advance_all(freed)]
 
     def _on_Interrupted(self, event: Interrupted) -> list[Instruction]:
@@ -326,8 +326,8 @@ class Machine:
         assert plan is not None
         if plan.resident or len(self.devices) == 1:
             return home
-        other = min(self.devices, key=lambda device: (device.trials, device.index))
-        if home.trials - other.trials < 2 or other.exclusive is not None or other.entries or other.admissions:
+        other = min(self.devices, key=lambda device: (len(device.trials), device.index))
+        if len(home.trials) - len(other.trials) < 2 or other.exclusive is not None or other.entries or other.admissions:
             return home
         if not self._admissible(other, plan) or not self._steps_fit(other, plan.held_bytes, plan):
             return home
@@ -335,7 +335,9 @@ class Machine:
             return home
         home.ledger.forget(number)
         other.ledger.hold(number, plan.held_bytes)
-        home.trials, other.trials, trial.home = home.trials - 1, other.trials + 1, other.index
+        home.trials.remove(number)
+        other.trials.add(number)
+        trial.home = other.index
         return other
 
     def _on_StepDone(self, event: StepDone) -> list[Instruction]:
@@ -556,7 +558,7 @@ class Machine:
             waiting = ready.of.get(device.exclusive)
             return waiting if waiting is not None and waiting.home == home else None
         oldest = ready.oldest(home)
-        if oldest is not None and ready.queues[home].given - oldest.since > PATIENCE * (device.trials + 1):
+        if oldest is not None and ready.queues[home].given - oldest.since > PATIENCE * (len(device.trials) + 1):
             return oldest
         best = own = ready.first(home)
         for other in range(len(self.devices)) if len(ready) > (own is not None) else ():
@@ -817,7 +819,7 @@ class Machine:
         """Every invariant; each test of the machine ends with it."""
         for device in self.devices:
             self._validate_device(device)
-        assert self.host_used_bytes == sum(trial.host_bytes for trial in self.trials.values())
+        assert self.host_bytes is None or self.host_used_bytes <= self.host_bytes
         for number, trial in self.trials.items():
             slots = {(d.index, shard) for d in self.devices for owner, shard in d.ledger.slots if owner == number}
             assert trial.slots == slots, f"trial {number} thinks that it has {trial.slots}, not {slots}"
@@ -830,7 +832,7 @@ class Machine:
     def _validate_device(self, device: DeviceState) -> None:
         ledger, running = device.ledger, device.running
         ledger.validate()
-        assert device.trials == sum(trial.home == device.index for trial in self.trials.values())
+        assert device.trials == {n for n, trial in self.trials.items() if trial.home == device.index}
         for holder in (*ledger.held, *ledger.steps):
             assert self._home(holder) is device, f"trial {holder} holds bytes away from home"
         for trial, _ in ledger.slots:

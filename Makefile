@@ -21,7 +21,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 proof: $(READY)
 	$(BIN)/python -m pytest -m proof

@@ -1,0 +1,247 @@
+"""Shards are promoted ahead of their tasks, in a thread of the device's, and nothing but time changes."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_tune
+from hydra_tune.device import CpuDevice
+from hydra_tune.events import Promote
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
+
+WAIT_S = 30.0  # for what a machine under load does late
+
+
+def copies_ahead(pool):
+    """The shards of copies in the machine's instructions, by whether they were ahead."""
+    promotes = [i for _, said in pool._machine._story for i in said if isinstance(i, Promote)]
+    return [p.task.shard for p in promotes if p.ahead], [p.task.shard for p in promotes if not p.ahead]
+
+
+def test_a_shard_is_copied_while_another_computes(monkeypatch):
+    """The copy of one shard waits for the forward of another: were it not under way meanwhile, nothing would go on."""
+    computing, waited = threading.Event(), []
+    promote = CpuDevice.promote
+
+    def patient(device, copies):
+        if threading.current_thread() is not threading.main_thread() and not waited:
+            waited.append(computing.wait(WAIT_S))
+        promote(device, copies)
+
+    class Signals(Layer):
+        def forward(self, x):
+            if armed:
+                computing.set()
+            return super().forward(x)
+
+    armed = []
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+        model = Net(Signals)
+        step(model, pool).sum().backward()
+        monkeypatch.setattr(CpuDevice, "promote", patient)
+        armed.append(True)
+        model(torch.randn(4, WIDTH)).sum().backward()
+        hydra_tune.release(model)
+    assert waited == [True]
+
+
+def test_a_step_promotes_its_bytes_once_whoever_copies_them(monkeypatch):
+    moved = []
+    for least in (None, 1):
+        monkeypatch.setattr(CpuDevice, "least_ahead_bytes", least)
+        with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+            model = Net()
+            step(model, pool).sum().backward()
+            for _ in range(2):
+                model(torch.randn(4, WIDTH)).sum().backward()
+            ahead, in_time = copies_ahead(pool)
+            assert bool(ahead) == (least is not None)
+            moved.append((pool.report()["trials"][0]["promoted_bytes"], len(ahead) + len(in_time)))
+            hydra_tune.release(model)
+    assert moved[0] == moved[1]
+
+
+def test_small_shards_are_left_to_their_tasks(monkeypatch):
+    monkeypatch.undo()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+        model = Net()
+        for _ in range(2):
+            (step if pool._machine.trials == {} else lambda m, _: m(torch.randn(4, WIDTH)))(
+                model, pool
+            ).sum().backward()
+        assert not copies_ahead(pool)[0]
+        hydra_tune.release(model)
+
+
+class OtherOrderEachStep(Script):
+    class Shuffling(Net):
+        def forward(self, x):
+            for i in torch.randperm(len(self.layers)).tolist():
+                x = self.layers[i](x)
+            return self.head(x)
+
+    def model(self):
+        return self.Shuffling()
+
+
+class SkipsBackward(Script):
+    """What was promised for the backward is not asked for."""
+
+    def forward(self, model, x):
+        model(x)
+        return model(x)
+
+    def after(self, model, optimizer):
+        model(torch.randn(4, WIDTH))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.99)
+
+
+class EndsAStepAnywhere(Script):
+    """A forward that ends early leaves a copy on its way, and its weights change at once."""
+
+    class Early(Net):
+        ends = 0
+
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if i == self.ends:
+                    return self.head(x)
+            return x
+
+    def model(self):
+        return self.Early()
+
+    def forward(self, model, x):
+        for model.ends in (4, 1, 0, 3):
+            model(x).sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.01)
+        return model(x)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    "script", [OtherOrderEachStep, SkipsBackward, EndsAStepAnywhere], ids=lambda script: script.__name__
+)
+def test_a_promise_that_proves_wrong_changes_no_number(script, budget):
+    trains_as_in_plain_pytorch(script, budget)
+
+
+@pytest.mark.parametrize("end", ["release", "collected", "exception"])
+def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
+    """Its host memory is read until then: it may not go before, nor may the room be another's."""
+    armed, under_way, go_on = threading.Event(), threading.Event(), threading.Event()
+    promote = CpuDevice.promote
+
+    def slow(device, copies):
+        if armed.is_set() and threading.current_thread() is not threading.main_thread():
+            under_way.set()
+            go_on.wait(WAIT_S)
+        promote(device, copies)
+
+    class Stops(Net):
+        stops = False
+
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if self.stops and i == 0:
+                    armed.set()
+                if self.stops and i == 1:
+                    assert under_way.wait(WAIT_S)
+                    threading.Timer(0.05, go_on.set).start()
+                    raise RuntimeError("stopped")
+            return self.head(x)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+        model = Stops()
+        step(model, pool).sum().backward()
+        monkeypatch.setattr(CpuDevice, "promote", slow)
+        model.stops = 1
+        with pytest.raises(RuntimeError, match="stopped"):
+            model(torch.randn(4, WIDTH))
+        if end == "release":
+            hydra_tune.release(model)
+        elif end == "collected":
+            del model
+            gc.collect()
+        else:
+            model.stops = 0
+            model(torch.randn(4, WIDTH)).sum().backward()
+            hydra_tune.release(model)
+        assert go_on.wait(WAIT_S)
+        while pool._copying:
+            time.sleep(0.001)
+        assert pool.devices[0].used_bytes == 0
+
+
+def test_a_copy_that_fails_is_made_again_by_its_task(monkeypatch):
+    failed, promote = [], CpuDevice.promote
+
+    def fails(device, copies):
+        if threading.current_thread() is not threading.main_thread():
+            failed.append(True)
+            raise RuntimeError("a copy engine that is broken")
+        promote(device, copies)
+
+    plain, x = Net(), torch.randn(4, WIDTH)
+    model = Net()
+    model.load_state_dict(plain.state_dict())
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+        step(model, pool)
+        model(x).sum().backward()
+        monkeypatch.setattr(CpuDevice, "promote", fails)
+        model.zero_grad()
+        model(x).sum().backward()
+        hydra_tune.release(model)
+    plain(x).sum().backward()
+    assert failed
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_the_scheduler_knows_how_many_mini_batches_remain():
+    """An evaluation is none; several forwards before one backward are one."""
+    data = torch.utils.data.TensorDataset(torch.randn(12, WIDTH))
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"], policy="sharded-lrtf") as pool:
+        model = Net()
+        _, _, loader = hydra_tune.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.utils.data.DataLoader(data, 4),
+            pool=pool,
+            epochs=2,
+        )
+        (trial,) = pool._machine.trials.values()
+        for (x,) in loader:
+            model(x).sum().backward()
+            with torch.no_grad():
+                model(x)
+        (model(x) + model(x)).sum().backward()
+        progress = trial.progress
+        assert (progress.total_steps, progress.steps_done) == (6, 4)
+        assert progress.remaining_s == 2 * progress.step_s > 0
+        hydra_tune.release(model)
+        hydra_tune.prepare(model, pool=pool, total_steps=7, epochs=2)
+        assert [trial.progress.total_steps for trial in pool._machine.trials.values()] == [7]
+        hydra_tune.release(model)
+        hydra_tune.prepare(model, None, iter([]), pool=pool, epochs=2)
+        assert [trial.progress.total_steps for trial in pool._machine.trials.values()] == [None]
+
+
+@pytest.mark.parametrize(("name", "value"), [("total_steps", 0), ("epochs", 1.5), ("total_steps", True)])
+def test_lengths_that_are_none_are_refused(name, value):
+    with pytest.raises(hydra_tune.ConfigError, match=f"{name} is a whole number of at least 1"):
+        hydra_tune.prepare(nn.Linear(2, 2), **{name: value})
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(hydra_tune.ConfigError, match="policy is a Policy or one of sharded-lrtf, fifo"):
+        hydra_tune.ShardPool(["cpu"], "1MiB", policy="random")

@@ -453,10 +453,11 @@ class Machine:
         return [instruction for index in sorted(devices) for instruction in self._advance(self.devices[index])]
 
     def _advance(self, device: DeviceState) -> list[Instruction]:
-        going_on = self._continue(device)
+        going_on = [] if device.running is None or device.started else self._continue(device)
         waiting = self._admit(device) + self._enter(device) if device.admissions or device.entries else []
-        next_one = self._grant(device) if device.running is None else self._look_ahead(device)
-        return [*going_on, *waiting, *next_one]
+        if device.running is None:
+            return [*going_on, *waiting, *self._grant(device)]
+        return [*going_on, *waiting, *([] if going_on else self._look_ahead(device))]
 
     def _admit(self, device: DeviceState) -> list[Instruction]:
         admitted: list[Instruction] = []
@@ -554,6 +555,8 @@ class Machine:
         """Whoever waited too long; else the first by rank of those at home here, unless another home's first is
         ahead of it by more than its slack."""
         ready, home = self.ready, device.index
+        if not ready.of:
+            return None
         if device.exclusive is not None:
             waiting = ready.of.get(device.exclusive)
             return waiting if waiting is not None and waiting.home == home else None
@@ -617,9 +620,11 @@ class Machine:
         if task is None or device.started or (task.trial, task.shard) in device.in_flight:
             return []
         work_bytes = self._work_bytes(device, task)
-        if not self._has_room(device, work_bytes):
-            return []
-        dropped = self._make_room(device, work_bytes)
+        dropped: list[Instruction] = []
+        if device.ledger.free_bytes < work_bytes:
+            if not self._has_room(device, work_bytes):
+                return []
+            dropped = self._make_room(device, work_bytes)
         device.ledger.start_work(work_bytes)
         device.started = True
         return [*dropped, Run(task, device.index), *self._look_ahead(device)]
@@ -627,23 +632,20 @@ class Machine:
     def _look_ahead(self, device: DeviceState) -> list[Instruction]:
         """While a task computes, choose the next one and promote its shard; only if it needs that, and within room
         that nobody will miss."""
-        running = device.running
-        if running is None or not device.started or device.promised or device.in_flight:
-            return []
-        if self._least_ahead_bytes is None:
+        running, least_bytes = device.running, self._least_ahead_bytes
+        if running is None or not device.started or device.promised or device.in_flight or least_bytes is None:
             return []
         waiting, after = self._choose(device), self._after(running)
-        if after is not None:
-            progress = self.trials[after.trial].progress
-            if waiting is None or self.policy.rank(after, progress) <= waiting.rank:
+        if after is not None and waiting is not None:
+            if self.policy.rank(after, self.trials[after.trial].progress) <= waiting.rank:
                 waiting = None
             else:
                 after = None
         task = after or (waiting.task if waiting is not None else None)
-        if task is None or not self._may_run(device, task):
+        if task is None or (task.trial, task.shard) in device.ledger.slots:
             return []
-        slot_bytes, key = self._shard(task).slot_bytes, (task.trial, task.shard)
-        if slot_bytes < max(self._least_ahead_bytes, 1) or key in device.ledger.slots:
+        slot_bytes = self._shard(task).slot_bytes
+        if slot_bytes < max(least_bytes, 1) or not self._may_run(device, task):
             return []
         offset, dropped = self._place_ahead(device, task, slot_bytes)
         if offset is None:
@@ -652,7 +654,7 @@ class Machine:
         if waiting is not None:
             self.ready.remove(task.trial)
             self.trials[task.trial].on = device.index
-        device.in_flight.add(key)
+        device.in_flight.add((task.trial, task.shard))
         return [*dropped, Promote(task, device.index, offset, slot_bytes, ahead=True)]
 
     def _after(self, task: Task) -> Task | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hydra_tune.integrations.optuna_runner import HydraTrialRunner
     from hydra_tune.pool import ShardPool
     from hydra_tune.prepare import prepare, release
+    from hydra_tune.simulation import simulate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,12 +36,14 @@ __all__ = [
     "TrialStopped",
     "prepare",
     "release",
+    "simulate",
 ]
 _HOME = {
     "HydraTrialRunner": "hydra_tune.integrations.optuna_runner",
     "ShardPool": "hydra_tune.pool",
     "prepare": "hydra_tune.prepare",
     "release": "hydra_tune.prepare",
+    "simulate": "hydra_tune.simulation",
 }
 
 _checkout = Path(__file__).parent.parent

@@ -74,7 +74,7 @@ def test_the_wheel_holds_the_packages_and_the_typing_marker(tmp_path):
     "name",
     [
         *["schedule", "policy", "ledger", "config", "errors", "shard"],
-        *["workload", "cost", "sweeps", "exact", "milp", "baselines"],
+        *["workload", "cost", "sweeps", "exact", "milp", "baselines", "replay", "simulation"],
     ],
 )
 def test_the_pure_column_knows_no_torch_thread_or_clock(name):

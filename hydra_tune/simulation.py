@@ -1,0 +1,144 @@
+"""What the scheduler would do with a sweep: the same machine that schedules real trials, driven by a clock and a cost
+model instead of devices (`replay.py`), and what came of it.
+
+    simulate([{"steps": 100, "forward_s": [0.1, 0.1], "backward_s": [0.3, 0.3], "shard_bytes": [500, 500]}], devices=8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from os import PathLike
+from typing import Any
+
+from hydra_tune.config import parse_bytes
+from hydra_tune.errors import BudgetError, ConfigError
+from hydra_tune.exact import lower_bound
+from hydra_tune.policy import Policy, policy_named
+from hydra_tune.replay import UNLIMITED_BYTES, Replay, SimulatedDevice
+from hydra_tune.shard import BlockProfile, Shard, TrialPlan
+from hydra_tune.workload import TrialWork, parse
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came of it, a tuple's entry for each device, or each trial for `ended_s`.
+
+    A device computes or stalls: `busy_s` and the sum of `stalled_s`, by cause, make up the makespan. The causes:
+
+        promotion        the shard of its next task is on its way
+        move             a task away from home waits for its input, or hands its output back
+        gradients        they are on their way to the host, where nothing is done meanwhile (no double buffering)
+        memory           trials wait until steps or admissions under way leave room
+        too few trials   fewer are live than there are devices
+        no ready task    all live trials run elsewhere, or the host steps their optimizers
+
+    `timeline` has the spans that `timeline.save` draws, if they were asked for.
+    """
+
+    makespan_s: float
+    lower_bound_s: float
+    busy_s: tuple[float, ...]
+    stalled_s: tuple[dict[str, float], ...]
+    ended_s: tuple[float, ...]
+    promoted_bytes: int
+    timeline: list[dict[str, Any]]
+
+    @property
+    def ratio(self) -> float:
+        """Of the makespan to the lower bound."""
+        return self.makespan_s / self.lower_bound_s
+
+    @property
+    def utilisation(self) -> tuple[float, ...]:
+        """The share of the makespan for which each device computed."""
+        return tuple(busy_s / self.makespan_s for busy_s in self.busy_s)
+
+
+def simulate(
+    workload: str | PathLike[str] | Sequence[TrialWork | Mapping[str, Any]],
+    devices: int | Sequence[SimulatedDevice | Mapping[str, Any]] = 8,
+    policy: Policy | str = "sharded-lrtf",
+    *,
+    memory: int | str | None = None,
+    link_bytes_per_s: float = inf,
+    double_buffering: bool = True,
+    timeline: bool = False,
+) -> Simulation:
+    """Schedule a sweep on paper.
+
+    Args:
+        workload: trials as in `hydra_tune.workload`, or a JSON file with them.
+        devices: how many equal ones; or each as a dict of memory, speed (1.0) and link_bytes_per_s.
+        policy: the order in which ready tasks get devices, an object or its name.
+        memory: of each device that does not say otherwise, ``"20GiB"`` or bytes; unlimited if None.
+        link_bytes_per_s: between the host and each such device, each way; infinitely fast unless said.
+        double_buffering: whether shards are promoted, and gradients sent to the host, while the device computes.
+            Without, a device does one after another.
+        timeline: whether spans of time are kept.
+
+    Raises:
+        ConfigError: what is wrong with the workload, the devices or the policy.
+        BudgetError: a trial does not fit the smallest device. It must fit each, for it may run on any.
+    """
+    works = parse(workload)
+    usual = {"memory": UNLIMITED_BYTES if memory is None else memory, "link_bytes_per_s": link_bytes_per_s}
+    specs = _devices(devices, usual)
+    plans = [_plan(work) for work in works]
+    _check_fit(works, plans, min(spec.memory for spec in specs))
+    replay = Replay(works, plans, specs, policy_named(policy), double_buffering=double_buffering, timeline=timeline)
+    replay.run()
+    return Simulation(
+        makespan_s=replay.now_s,
+        lower_bound_s=lower_bound(works, [spec.speed for spec in specs]),
+        busy_s=tuple(device.busy_s for device in replay.devices),
+        stalled_s=tuple(device.stalled_s for device in replay.devices),
+        ended_s=tuple(trial.ended_s for trial in replay.trials),
+        promoted_bytes=replay.promoted_bytes,
+        timeline=sorted(replay.spans or [], key=lambda span: (span["start_s"], span["end_s"])),
+    )
+
+
+def _devices(given: Any, usual: Mapping[str, Any]) -> list[SimulatedDevice]:
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return [_device({}, usual)] * given
+    if not isinstance(given, (list, tuple)) or not given:
+        raise ConfigError(
+            f"devices is how many, at least 1, or a list with an entry for each; got {given!r}. Write devices=8."
+        )
+    known = ("memory", "speed", "link_bytes_per_s")
+    for number, entry in enumerate(given):
+        if not isinstance(entry, SimulatedDevice) and not (isinstance(entry, Mapping) and set(entry) <= set(known)):
+            raise ConfigError(
+                f"device {number} is a dict, got {entry!r}. Its keys are {', '.join(known)}; leave out what is usual."
+            )
+    return [entry if isinstance(entry, SimulatedDevice) else _device(entry, usual) for entry in given]
+
+
+def _device(entry: Mapping[str, Any], usual: Mapping[str, Any]) -> SimulatedDevice:
+    options = {**usual, **entry}
+    return SimulatedDevice(**{**options, "memory": parse_bytes(options["memory"])})
+
+
+def _plan(work: TrialWork) -> TrialPlan:
+    """As the pilot would have measured it."""
+    blocks = tuple(
+        BlockProfile(f"shard {i}", work.shard_bytes[i], forward_s=work.forward_s[i], backward_s=work.backward_s[i])
+        for i in range(work.num_shards)
+    )
+    shards = tuple(
+        Shard((i,), slot_bytes, work_bytes, work_bytes, work.boundary_bytes)
+        for i, (slot_bytes, work_bytes) in enumerate(zip(work.shard_bytes, work.shard_work_bytes, strict=True))
+    )
+    return TrialPlan(False, shards, blocks, work.held_bytes, work.step_bytes)
+
+
+def _check_fit(works: Sequence[TrialWork], plans: Sequence[TrialPlan], least_bytes: int) -> None:
+    for number, (work, plan) in enumerate(zip(works, plans, strict=True)):
+        if plan.need_bytes > least_bytes:
+            raise BudgetError(
+                f"a trial may run on any device, but trial {number}{f' ({work.name})' if work.name else ''} needs "
+                f"{plan.need_bytes} bytes, and the smallest device has {least_bytes}. Raise memory, or cut the trial into "
+                "smaller shards."
+            )

@@ -139,6 +139,6 @@ def _check_fit(works: Sequence[TrialWork], plans: Sequence[TrialPlan], least_byt
         if plan.need_bytes > least_bytes:
             raise BudgetError(
                 f"a trial may run on any device, but trial {number}{f' ({work.name})' if work.name else ''} needs "
-                f"{plan.need_bytes} bytes, and the smallest device has {least_bytes}. Raise memory, or cut the trial into "
-                "smaller shards."
+                f"{plan.need_bytes} bytes, and the smallest device has {least_bytes}. Raise memory, "
+                "or cut the trial into smaller shards."
             )

@@ -331,7 +331,7 @@ class Machine:
             return home
         if not self._admissible(other, plan) or not self._steps_fit(other, plan.held_bytes, plan):
             return home
-        if other.ledger.free_bytes < plan.held_bytes + plan.step_bytes:
+        if other.ledger.free_bytes < plan.held_bytes + plan.step_bytes + self._yet_to_start(other):
             return home
         home.ledger.forget(number)
         other.ledger.hold(number, plan.held_bytes)
@@ -487,7 +487,7 @@ class Machine:
         held = device.ledger.held_bytes + plan.held_bytes
         most = max(p.step_bytes + p.task_bytes for p in [*plans, plan])
         fits = held + most <= device.ledger.budget_bytes and self._steps_fit(device, plan.held_bytes, None)
-        return fits and self._has_room(device, plan.held_bytes)
+        return fits and self._has_room(device, plan.held_bytes + self._yet_to_start(device))
 
     def _steps_fit(self, device: DeviceState, more_held: int, entering: TrialPlan | None) -> bool:
         ledger = device.ledger
@@ -511,7 +511,8 @@ class Machine:
                 entered.append(StartPilot(request.trial, device.ledger.reserve_rest(request.trial)))
             else:
                 plan = self._plan(request.trial)
-                if not self._steps_fit(device, 0, plan) or not self._has_room(device, plan.step_bytes):
+                needs = plan.step_bytes + self._yet_to_start(device)
+                if not self._steps_fit(device, 0, plan) or not self._has_room(device, needs):
                     break
                 entered += self._make_room(device, plan.step_bytes)
                 device.ledger.enter_step(request.trial, plan.step_bytes)
@@ -592,6 +593,11 @@ class Machine:
         """Away from home its inputs and outputs take room, too."""
         shard, away = self._shard(task), self.trials[task.trial].home != device.index
         return shard.work_bytes(task.direction) + (2 * shard.boundary_bytes if away else 0)
+
+    def _yet_to_start(self, device: DeviceState) -> int:
+        """What the work of who has the lease, and awaits its shard, is to take: it may be away from its reservation."""
+        task = device.running
+        return 0 if task is None or device.started else self._work_bytes(device, task)
 
     def _start(self, device: DeviceState, waiting: Waiting) -> list[Instruction]:
         task, key = waiting.task, (waiting.task.trial, waiting.task.shard)

@@ -476,6 +476,24 @@ def test_a_step_begins_on_the_device_with_fewer_trials():
     machine.validate()
 
 
+def test_a_step_leaves_room_for_the_work_of_a_traveller_whose_shard_is_on_its_way():
+    """The step once entered meanwhile. Its task waited for the lease, and who had the lease for the step's bytes."""
+    machine = Machine([100, 100], Fifo(), least_ahead_bytes=None)
+    for trial in (0, 1, 2):
+        machine.handle(TrialAdded(trial, travels=trial != 1))
+        machine.handle(PlanReady(trial, plan((30,), step=40) if trial == 1 else plan((50,), work=40, step=5)))
+    a, b, c = (task(trial, 0) for trial in (0, 1, 2))
+    for now in (a, c):
+        machine.handle(StepReady(now.trial))
+    assert machine.handle(TaskReady(a)) == [Promote(a, 0, 0, 50)]
+    assert machine.handle(TaskReady(c)) == [Promote(c, 1, 0, 50)], "its home has a task"
+    assert machine.handle(StepReady(1)) == [], "40 + 50 + 40 > 100"
+    assert machine.handle(Promoted(c, 1)) == [Run(c, 1)]
+    assert machine.handle(Done(c, 1.0)) == [Enter(1, 1)]
+    assert machine.handle(TaskReady(b)) == [Drop(2, 0, 1, 0, 50), Promote(b, 1, 70, 30)]
+    machine.validate()
+
+
 def test_out_of_memory_is_met_in_three_ways():
     machine = Machine([100], Fifo(), least_ahead_bytes=None)
     for trial in (0, 1):

@@ -31,7 +31,7 @@ class Ledger:
 
     @property
     def free_bytes(self) -> int:
-        return self.budget_bytes - self.used_bytes
+        return self.budget_bytes - self.held_bytes - self.step_bytes - self.slot_bytes - self.work_bytes
 
     def hold(self, trial: int, num_bytes: int) -> None:
         self.held[trial] = num_bytes

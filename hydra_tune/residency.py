@@ -17,6 +17,7 @@ from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.tree import map_tensors
 from hydra_tune.visit import Visit
 
+MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
 
@@ -27,7 +28,7 @@ class Residency:
         self.device = device
         self.meter = meter
         self.copies: dict[int, DeviceCopy] = {}  # by shard
-        self._former: dict[int, tuple[tuple[int, int], DeviceCopy]] = {}  # by shard, with the place it was made for
+        self._former: dict[tuple[int, int, int], DeviceCopy] = {}  # by shard, offset and bytes
         self._weights: HostWeights | None = None
         self._held: list[tuple[nn.Module, str]] = []
         self._count = count
@@ -51,7 +52,7 @@ class Residency:
 
     def forget_copies(self) -> None:
         """After an interruption, perhaps of their making."""
-        for copy in (*self.copies.values(), *(copy for _, copy in self._former.values())):
+        for copy in (*self.copies.values(), *self._former.values()):
             self.device.meter.remove(copy.slot)
         self.copies.clear()
         self._former.clear()
@@ -83,13 +84,14 @@ class Residency:
         self, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int, *, counting: bool
     ) -> None:
         """Where slots stay in place, the copy that was there before is filled again."""
-        before = self._former.get(shard)
-        if before is not None and before[0] == (offset, num_bytes) and before[1].is_of(blocks):
-            copy = before[1]
-        else:
+        place = (shard, offset, num_bytes)
+        copy = self._former.get(place)
+        if copy is None or not copy.is_of(blocks):
             copy = DeviceCopy(self.device, self.device.slot(offset, num_bytes), blocks, self._weights)
             if self.device.slots_stay:
-                self._former[shard] = (offset, num_bytes), copy
+                self._former[place] = copy
+            if len(self._former) > MOST_FORMER:
+                del self._former[next(iter(self._former))]
         self._fill(copy, counting=counting)
         self.copies[shard] = copy
 

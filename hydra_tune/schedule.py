@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import neg
@@ -65,7 +65,7 @@ from hydra_tune.ready import ReadyTasks, Waiting
 from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
 
 PATIENCE = 16
-_STORY_EVENTS = 10_000
+_STORY_EVENTS = 1_000
 
 
 class TaskState(Enum):
@@ -403,10 +403,15 @@ class Machine:
             trial.on = device.index
         if event.then is None:
             return self._advance(device)
+        if self._nobody_waits(device) and trial.home == device.index:
+            return self._start(device, event.then)
         waited = self._wait(event.then)
         advanced = self._advance(device)
         elsewhere = self._grant_anywhere(task.trial) if self.task_state(task.trial) is not TaskState.RUNNING else []
         return [*waited, *advanced, *elsewhere]
+
+    def _nobody_waits(self, device: DeviceState) -> bool:
+        return not (self.ready.of or device.entries or device.admissions or device.promised)
 
     def _on_OutOfMemory(self, event: OutOfMemory) -> list[Instruction]:
         trial, device = self.trials[event.task.trial], self._running_on(event.task, event)
@@ -535,7 +540,7 @@ class Machine:
             waiting = promised
         if waiting is None:
             waiting = self._promised_elsewhere(device)
-        return [] if waiting is None else self._start(device, waiting)
+        return [] if waiting is None else self._start(device, waiting.task)
 
     def _is_ahead(self, waiting: Waiting, of: Waiting) -> bool:
         """By more than what it takes to have promoted another one's shard in vain."""
@@ -599,26 +604,27 @@ class Machine:
         task = device.running
         return 0 if task is None or device.started else self._work_bytes(device, task)
 
-    def _start(self, device: DeviceState, waiting: Waiting) -> list[Instruction]:
-        task, key = waiting.task, (waiting.task.trial, waiting.task.shard)
-        shard = self._shard(task)
+    def _start(self, device: DeviceState, task: Task) -> list[Instruction]:
+        trial, key = self.trials[task.trial], (task.trial, task.shard)
+        slot_bytes = self._shard(task).slot_bytes
         made: list[Instruction] = []
-        if shard.slot_bytes and key not in device.ledger.slots:
-            offset, made = self._place(device, task, shard.slot_bytes)
+        if slot_bytes and key not in device.ledger.slots:
+            offset, made = self._place(device, task, slot_bytes)
             if offset is None:
                 return made  # a copy on its way is where it would go: it waits for that
             device.in_flight.add(key)
-            made.append(Promote(task, device.index, offset, shard.slot_bytes))
-        elif shard.slot_bytes:
+            made.append(Promote(task, device.index, offset, slot_bytes))
+        elif slot_bytes:
             device.ledger.touch(key)
-        if waiting is not device.waiting:
+        self.ready.of.pop(task.trial, None)
+        if device.promised is not None and device.promised.trial != task.trial:
             self._take_promise_back(device)
-            self.ready.remove(task.trial)
         device.promised = device.waiting = None
-        self.ready.queues[waiting.home].given += 1
-        device.running, self.trials[task.trial].on = task, device.index
-        self.trials[task.trial].visits.make((task.shard, task.direction))
-        return [*made, *self._continue(device)]
+        self.ready.queues[trial.home].given += 1
+        device.running, trial.on = task, device.index
+        trial.visits.make((task.shard, task.direction))
+        made += self._continue(device)
+        return made
 
     def _continue(self, device: DeviceState) -> list[Instruction]:
         """Run the task that has the lease, once its shard is there and its work has room."""
@@ -641,7 +647,10 @@ class Machine:
         running, least_bytes = device.running, self._least_ahead_bytes
         if running is None or not device.started or device.promised or device.in_flight or least_bytes is None:
             return []
-        waiting, after = self._choose(device), self._after(running)
+        after = self._after(running)
+        if not self.ready.of and (after is None or self._shard(after).slot_bytes < least_bytes):
+            return []
+        waiting = self._choose(device)
         if after is not None and waiting is not None:
             if self.policy.rank(after, self.trials[after.trial].progress) <= waiting.rank:
                 waiting = None
@@ -694,16 +703,16 @@ class Machine:
         if ledger.free_bytes < size:
             return None, dropped
         while (offset := ledger.place(key, size, at)) is None:
-            evictable = self._evictable(device)
-            if not evictable:
+            key_to_go = next(self._evictable(device), None)
+            if key_to_go is None:
                 return None, dropped
-            dropped += self._drop(device, evictable[:1])
+            dropped += self._drop(device, (key_to_go,))
         self.trials[task.trial].slots.add((device.index, task.shard))
         return offset, dropped
 
     def _place_ahead(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
         """As `_place`, but nothing makes way that may stay until it is needed again; None if the place is taken."""
-        ledger, evictable = device.ledger, self._evictable(device, ahead=task)
+        ledger, evictable = device.ledger, list(self._evictable(device, ahead=task))
         if ledger.free_bytes + sum(ledger.slots[key][1] for key in evictable) < size:
             return None, []
         at = self._reserved_offset(device, task)
@@ -746,7 +755,7 @@ class Machine:
             return None
         return to_end[bisect_left(to_end, -arena_bytes, key=neg)] - to_end[task.shard]
 
-    def _evictable(self, device: DeviceState, *, ahead: Task | None = None) -> list[SlotKey]:
+    def _evictable(self, device: DeviceState, *, ahead: Task | None = None) -> Iterator[SlotKey]:
         """Slots that may be dropped, those first that will be needed last.
 
         Within one step a trial visits its shards forwards, then backwards, so the slot used last is
@@ -754,22 +763,31 @@ class Machine:
         first, goes what is needed last (Belady). For a promotion `ahead` goes none of the same trial's that
         may stay until its backward.
         """
-        busy = (device.running.trial, device.running.shard) if device.running else None
-        keys = [key for key in device.ledger.slots if key != busy and key not in device.in_flight]
-        if device.promised is not None:
-            promised = (device.promised.trial, device.promised.shard)
-            keys.sort(key=lambda key: key == promised)
-        if ahead is None or ahead.direction is Direction.BACKWARD:
-            return keys
-        to_end, arena_bytes = self._plan(ahead.trial).bytes_to_end, device.ledger.budget_bytes
-        return [key for key in keys if key[0] != ahead.trial or to_end[key[1]] > arena_bytes]
+        running, promised = device.running, device.promised
+        busy = (running.trial, running.shard) if running is not None else None
+        last = (promised.trial, promised.shard) if promised is not None else None
+        to_end: tuple[int, ...] = ()
+        if ahead is not None and ahead.direction is Direction.FORWARD:
+            to_end = self._plan(ahead.trial).bytes_to_end
+        for key in list(device.ledger.slots):
+            if key in (busy, last) or key in device.in_flight:
+                continue
+            if ahead is None or key[0] != ahead.trial or not to_end or to_end[key[1]] > device.ledger.budget_bytes:
+                yield key
+        if last in device.ledger.slots and last != busy and last not in device.in_flight:
+            yield last
 
     def _has_room(self, device: DeviceState, num_bytes: int) -> bool:
         """Whether enough is free, or would be if all that can go went."""
-        ledger = device.ledger
-        if ledger.free_bytes >= num_bytes:
-            return True
-        return ledger.free_bytes + sum(ledger.slots[key][1] for key in self._evictable(device)) >= num_bytes
+        return num_bytes <= device.ledger.free_bytes + device.ledger.slot_bytes - self._staying_bytes(device)
+
+    def _staying_bytes(self, device: DeviceState) -> int:
+        """Of slots that may not be dropped."""
+        running, slots = device.running, device.ledger.slots
+        staying = set(device.in_flight)
+        if running is not None and (running.trial, running.shard) in slots:
+            staying.add((running.trial, running.shard))
+        return sum(slots[key][1] for key in staying)
 
     def _make_room(self, device: DeviceState, num_bytes: int) -> list[Instruction]:
         """Drop idle slots until `num_bytes` are free, or none is left to drop."""
@@ -777,9 +795,9 @@ class Machine:
         if device.ledger.free_bytes >= num_bytes:
             return dropped
         for key in self._evictable(device):
+            dropped += self._drop(device, (key,))
             if device.ledger.free_bytes >= num_bytes:
                 break
-            dropped += self._drop(device, [key])
         return dropped
 
     def _drop(self, device: DeviceState, keys: Iterable[SlotKey]) -> list[Instruction]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -54,6 +55,14 @@ class ReadyTasks:
         while heap and self.of.get(heap[0][2].task.trial) is not heap[0][2]:
             heappop(heap)
         return heap[0][2] if heap else None
+
+    def firsts(self, before: float | None) -> Iterator[Waiting]:
+        """Of each home, where it ranks before that. So may an entry at a front that is to be forgotten: never later."""
+        for home, queue in enumerate(self.queues):
+            if queue.by_rank and (before is None or queue.by_rank[0][0] < before):
+                waiting = self.first(home)
+                if waiting is not None:
+                    yield waiting
 
     def oldest(self, home: int) -> Waiting | None:
         ages = self.queues[home].by_age

@@ -570,9 +570,7 @@ class Machine:
         if oldest is not None and ready.queues[home].given - oldest.since > PATIENCE * (len(device.trials) + 1):
             return oldest
         best = own = ready.first(home)
-        for other in range(len(self.devices)) if len(ready) > (own is not None) else ():
-            if other == home or (waiting := ready.first(other)) is None:
-                continue
+        for waiting in ready.firsts(None if own is None else own.rank):
             gains = best is None or (self._is_ahead(waiting, best) if best is own else waiting.rank < best.rank)
             if gains and self._may_run(device, waiting.task):
                 best = waiting

@@ -33,6 +33,8 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.single_trial
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.simulation
+	$(BIN)/python -m benchmarks.scheduler
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

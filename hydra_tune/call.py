@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from hydra_tune.shard import Direction, Edges
 from hydra_tune.surroundings import Surroundings, autocast_state, kept, refuse_modes
 from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_in_place, map_tensors, tensors_in, unflatten
 from hydra_tune.visit import Visit
+
+ResultT = TypeVar("ResultT")
 
 
 class Executor(Protocol):
@@ -42,6 +44,8 @@ class Executor(Protocol):
     def visit(self, block: Block, direction: Direction) -> AbstractContextManager[Visit]: ...
 
     def probe(self, call: BlockCall) -> bool: ...
+
+    def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT: ...
 
     def measuring(self, call: BlockCall) -> AbstractContextManager[None]: ...
 
@@ -204,10 +208,18 @@ class BlockCall:
 
     def run_forward(self) -> tuple[torch.Tensor, ...]:
         """The block on its promoted weights, keeping no graph; notes what `run_backward` must restore."""
+        self._random_states = generator_states(self.trial.residency.device.generators())
+        return self.trial.with_room(self.block, self._run_forward, self._rewound)
+
+    def _rewound(self) -> bool:
+        """After a forward that had no room: it has changed nothing else, or its block would not be one."""
+        set_generator_states(self.trial.residency.device.generators(), self._random_states)
+        return True
+
+    def _run_forward(self) -> tuple[torch.Tensor, ...]:
         block, tensors = self.block, self.tensors
         self._note_buffers()
         versions = versions_of(tensors)
-        self._random_states = generator_states(self.trial.residency.device.generators())
         self._surroundings = Surroundings(block.modules)
         with self.trial.visit(block, Direction.FORWARD) as visit:
             weight_versions = versions_of(visit.leaves)
@@ -236,6 +248,15 @@ class BlockCall:
 
     def run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block as it is called: no backward follows, so it may change what it is given."""
+        self._random_states = generator_states(self.trial.residency.device.generators())
+        versions = versions_of(self.tensors)
+
+        def rewound() -> bool:
+            return not self._may_change and versions == versions_of(self.tensors) and self._rewound()
+
+        return self.trial.with_room(self.block, lambda: self._run_without_graph(args, kwargs), rewound)
+
+    def _run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._note_buffers()
         with self.trial.visit(self.block, Direction.FORWARD) as visit, torch.no_grad(), self.trial.measuring(self):
             weight_versions = versions_of(visit.leaves)
@@ -253,9 +274,12 @@ class BlockCall:
         return outputs
 
     def _computed(self, visit: Visit, forward: Callable[..., Any], *arguments: Any) -> Any:
-        """What the forward gives; the buffers that a failing one has changed so far stay changed."""
+        """What the forward gives; the buffers that a failing one has changed so far stay changed, unless it is to run
+        again for lack of room."""
         try:
             return forward(*arguments)
+        except torch.OutOfMemoryError:
+            raise
         except Exception:
             self._write_back(visit.copy.changed_buffers(self.block))
             raise
@@ -297,6 +321,14 @@ class BlockCall:
 
         `needed` says which edges want one; `grad_outputs` has one entry for each output that the block made.
         """
+        return self.trial.with_room(self.block, lambda: self._run_backward(tensors, needed, grad_outputs), lambda: True)
+
+    def _run_backward(
+        self,
+        tensors: Sequence[torch.Tensor],
+        needed: Sequence[bool],
+        grad_outputs: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
         if self._versions != versions_of(self.block.parameters) or not all(
             map(same_values, self._rewritten, self.block.slot_parameters)
         ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hydra_tune.errors import PrepareError
+from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
@@ -70,7 +69,7 @@ def trial_context(pool: ShardPool, number: int) -> Iterator[Context]:
         with random_state.active(), torch.autograd.set_multithreading_enabled(False), context.mode:  # type: ignore[union-attr]
             yield context
     except BaseException as error:
-        _clear_frames(error)
+        clear_frames(error)
         raise
     finally:
         _local.context = outer
@@ -78,17 +77,3 @@ def trial_context(pool: ShardPool, number: int) -> Iterator[Context]:
         for trial in context.trials:
             trial.end()
         context.trials.clear()
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Exceptions keep frames, frames keep tensors: let go of the locals, keep the traceback's lines."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        if current.__traceback__ is not None:
-            traceback.clear_frames(current.__traceback__)
-        pending += [current.__cause__, current.__context__]

@@ -70,6 +70,9 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
 
+    def free_cache(self) -> None:
+        """Give back what an allocator keeps for later."""
+
     def pin(self, buffer: torch.Tensor) -> None:
         """Make a host buffer fast to copy from, if this device can."""
 
@@ -172,6 +175,9 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def free_cache(self) -> None:
+        torch.cuda.empty_cache()
 
     def pin(self, buffer: torch.Tensor) -> None:
         error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)

@@ -5,6 +5,8 @@ Each message says the rule, what arrived, and the next step.
 
 from __future__ import annotations
 
+import traceback
+
 
 class HydraTuneError(Exception):
     """Base of all errors below, except `TrialStopped`."""
@@ -52,3 +54,17 @@ class TrialStopped(BaseException):
 
     A `BaseException`, so that an objective's own `except Exception` cannot keep the trial alive.
     """
+
+
+def clear_frames(error: BaseException) -> None:
+    """Exceptions keep frames, frames keep tensors: let go of the locals, keep the traceback's lines."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        if current.__traceback__ is not None:
+            traceback.clear_frames(current.__traceback__)
+        pending += [current.__cause__, current.__context__]

@@ -92,15 +92,16 @@ class Done:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The running task found less room than was reserved for it, as where memory is fragmented. What may go is
-    dropped and it runs again; the second time its trial is to be packed anew."""
+    """The trial found less room at home than was reserved for it, as where memory is fragmented: what can go is to be
+    dropped, and for the rest of the step nothing is promoted while it computes."""
 
-    task: Task
+    trial: int
 
 
 @dataclass(frozen=True)
 class Repacked:
-    """The trial's shards within a step, in smaller ones; what it holds and its step reserves is as before."""
+    """The trial has smaller shards from here on, within a step and between tasks; what it holds and its step reserves
+    is as before."""
 
     trial: int
     plan: TrialPlan
@@ -192,13 +193,6 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Repack:
-    """The task is not running any more; its trial is to tell of smaller shards, and then which of them is ready."""
-
-    task: Task
-
-
-@dataclass(frozen=True)
 class Drop:
     """Forget a clean device copy; nothing is copied back."""
 
@@ -209,4 +203,4 @@ class Drop:
     num_bytes: int
 
 
-Instruction: TypeAlias = Place | StartPilot | Admit | Enter | Promote | Run | Repack | Drop
+Instruction: TypeAlias = Place | StartPilot | Admit | Enter | Promote | Run | Drop

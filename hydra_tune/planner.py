@@ -38,6 +38,7 @@ from hydra_tune.partition import (
     pack_shards,
     plan_key,
     promotions,
+    shards_of_one,
     switches,
 )
 from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains, larger_of
@@ -87,6 +88,7 @@ class Planner:
         self.pilot: Pilot | None = None
         self.failed_pilot_bytes: int | None = None  # the most of one that failed and still has its reservation
         self._shard_of: dict[str, int] = {}
+        self._repacked = False  # this trial alone has smaller shards
         self.unmeasured: set[Block] = set()
         self._key = PlanKey(b"", ())
         self._kinds: set[type | None] = set()  # kept for as long as plans are looked up by keys that name them
@@ -234,7 +236,9 @@ class Planner:
         known = flags == self._flags and parameters == self._parameters and covers(self._signature, signature)
         if self.plan is not None and known and (self.plan.modes or forward_only):
             shared = pool.plans[self._key]
-            if shared is not self.plan and not trial.in_step:  # measured anew, by its first step or another trial
+            if (
+                shared is not self.plan and not trial.in_step and not self._repacked
+            ):  # measured anew, by its first step or another trial
                 self.settled = False
                 trial.residency.bring_home(trial.optimizer)
                 pool.admit(trial, shared)
@@ -328,7 +332,7 @@ class Planner:
 
     def _settle(self, plan: TrialPlan) -> None:
         """Put every weight where the plan wants it."""
-        self.plan = plan
+        self.plan, self._repacked = plan, False
         self._adopt_cut(plan.cut, plan.blocks)
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         self.unmeasured = {
@@ -355,6 +359,14 @@ class Planner:
             trial.pool.admit(trial, plan)
             self._settle(plan)
         self.settled = True
+
+    def repack(self) -> None:
+        """Within a step, between tasks: each block in a shard of its own, until this trial is settled anew."""
+        assert self.plan is not None
+        self.plan = replace(self.plan, shards=shards_of_one(self.plan.blocks))
+        self._repacked = True
+        self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(self.plan.shards) for i in shard.blocks}
+        self._trial.pool.repack(self._trial, self.plan)
 
     def _hold(self, except_blocks: Sequence[Block]) -> None:
         self._trial.residency.hold(self._trial.model, except_blocks, self._trial.optimizer)

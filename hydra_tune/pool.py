@@ -284,6 +284,15 @@ class ShardPool:
             end_s = self._note("run", task, start_s, self._trace.now_s())
             self._handle(e.Done(task, end_s - start_s))
 
+    def drop_idle(self, trial: Client) -> None:
+        """All that can go from the trial's device, which has run out of memory."""
+        self._tell(e.OutOfMemory(trial.id))
+
+    def repack(self, trial: Client, plan: TrialPlan) -> None:
+        """Within a step, between tasks."""
+        self.await_copies(trial)
+        self._tell(e.Repacked(trial.id, plan))
+
     def slot_of(self, task: Task) -> tuple[int, int]:
         """Offset and bytes of its shard's slot; none for a shard whose weights are all held."""
         with self._lock:
@@ -358,9 +367,7 @@ class ShardPool:
             if isinstance(instruction, e.Promote) and instruction.ahead:
                 self._promote_ahead(instruction)
                 continue
-            trial = (
-                instruction.task.trial if isinstance(instruction, (e.Promote, e.Run, e.Repack)) else instruction.trial
-            )
+            trial = instruction.task.trial if isinstance(instruction, (e.Promote, e.Run)) else instruction.trial
             self._granted[trial].append(instruction)
             self._wake[trial].notify_all()
         self._handling = False

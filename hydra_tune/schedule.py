@@ -47,7 +47,6 @@ from hydra_tune.events import (
     PlanReady,
     Promote,
     Promoted,
-    Repack,
     Repacked,
     Reported,
     Run,
@@ -97,7 +96,7 @@ class TrialState:
     plan: TrialPlan | None = None
     admitted: bool = False
     on: int | None = None  # the device that its task is running on, or promised to
-    lacking: Task | None = None  # what was repeated with all others' slots dropped
+    lacks_room: bool = False  # it has run out of memory in this step
     slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard)
     visits: Visits = field(default_factory=Visits)
 
@@ -291,7 +290,7 @@ class Machine:
             home.exclusive = None
         home.ledger.recount()
         home.ledger.forget(number)
-        trial.lacking = None
+        trial.lacks_room = False
         return self._drop_all_of(number), freed
 
     def _stop(self, number: int) -> DeviceState | None:
@@ -344,6 +343,7 @@ class Machine:
         trial, device = self.trials[event.trial], self._home(event.trial)
         trial.progress.end_step(trained=event.trained)
         trial.visits.end_step()
+        trial.lacks_room = False
         assert self.task_state(event.trial) is not TaskState.RUNNING, self._impossible(event)
         self._stop(event.trial)
         device.ledger.leave_step(event.trial)
@@ -394,7 +394,7 @@ class Machine:
         task, trial = event.task, self.trials[event.task.trial]
         device = self._running_on(task, event)
         device.ledger.end_work()
-        device.running, device.started, trial.on, trial.lacking = None, False, None, None
+        device.running, device.started, trial.on = None, False, None
         trial.progress.spend(event.seconds)
         key = (task.trial, task.shard)
         if task.direction is Direction.BACKWARD and key in device.ledger.slots:
@@ -414,19 +414,18 @@ class Machine:
         return not (self.ready.of or device.entries or device.admissions or device.promised)
 
     def _on_OutOfMemory(self, event: OutOfMemory) -> list[Instruction]:
-        trial, device = self.trials[event.task.trial], self._running_on(event.task, event)
-        if trial.lacking != event.task:
-            trial.lacking = event.task
-            return [*self._drop(device, self._evictable(device)), Run(event.task, device.index)]
-        self._stop(event.task.trial)
-        return [Repack(event.task), *self._advance(device)]
+        trial, device = self.trials[event.trial], self._home(event.trial)
+        trial.lacks_room = True
+        return self._drop(device, self._evictable(device))
 
     def _on_Repacked(self, event: Repacked) -> list[Instruction]:
         trial = self.trials[event.trial]
-        assert trial.plan is not None and trial.on is None and event.trial not in self.ready.of, self._impossible(event)
+        assert trial.plan is not None and event.trial not in self.ready.of, self._impossible(event)
+        assert self.task_state(event.trial) is not TaskState.RUNNING, self._impossible(event)
         same = (trial.plan.held_bytes, trial.plan.step_bytes) == (event.plan.held_bytes, event.plan.step_bytes)
         assert same and event.plan.task_bytes <= trial.plan.task_bytes, self._impossible(event)
         freed = {index for index, _ in trial.slots}
+        self._stop(event.trial)
         dropped = self._drop_all_of(event.trial)
         trial.plan = event.plan
         trial.visits.forget()
@@ -644,6 +643,8 @@ class Machine:
         that nobody will miss."""
         running, least_bytes = device.running, self._least_ahead_bytes
         if running is None or not device.started or device.promised or device.in_flight or least_bytes is None:
+            return []
+        if self.trials[running.trial].lacks_room:
             return []
         after = self._after(running)
         if not self.ready.of and (after is None or self._shard(after).slot_bytes < least_bytes):

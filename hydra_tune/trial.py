@@ -10,6 +10,7 @@ its optimizer step, whichever comes first: host memory is the truth, and may hav
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +21,10 @@ import torch
 from torch import nn
 
 from hydra_tune.block import Block
-from hydra_tune.call import BlockCall
+from hydra_tune.call import BlockCall, ResultT
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
-from hydra_tune.errors import PrepareError
+from hydra_tune.errors import BudgetError, PrepareError, clear_frames
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import keep_again
@@ -431,6 +432,51 @@ class Trial:
     def finds(self, block: Block, error: PrepareError) -> bool:
         return self.planner.finds(block, error)
 
+    def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
+        """Run a visit to the block. Where that runs out of memory, and all is as if it had not run, drop what can be
+        dropped and run it again; then with each of the trial's blocks in a shard of its own.
+
+        Raises:
+            BudgetError: it has run out of memory in all these ways.
+        """
+        if self.planner.pilot is not None or self.plan is None or self.plan.resident:
+            return run()
+        for make_room in (self._drop_others, self._repack):
+            try:
+                return run()
+            except torch.OutOfMemoryError as error:
+                clear_frames(error)  # which keep what it has computed
+                if not rewound():
+                    self.leave_after_error()
+                    raise
+            make_room(block)
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            self.leave_after_error()
+            raise BudgetError(
+                f"block {block.name} of {self.name} ran out of memory, again when all that could go from "
+                f"{self.device.name} had gone, and again in a shard of its own: {error} Its first batch needed less. "
+                "Raise ShardPool(memory=...), or lower the batch size."
+            ) from None
+
+    def _drop_others(self, block: Block) -> None:
+        logger.warning("%s: block %s ran out of memory; all other shards are dropped", self.name, block.name)
+        if self._task is not None:
+            self.residency.drop_shard(self._task.shard)  # the failed forward may have changed its buffers
+        self._free_all_idle()
+
+    def _repack(self, block: Block) -> None:
+        logger.warning("%s: block %s ran out of memory; each block has a shard of its own now", self.name, block.name)
+        self.leave()
+        self.planner.repack()
+        self._free_all_idle()
+
+    def _free_all_idle(self) -> None:
+        self.pool.drop_idle(self)
+        gc.collect()
+        self.device.free_cache()
+
     def visit(self, block: Block, direction: Direction) -> LeasedVisit:
         return LeasedVisit(self, block, direction)
 
@@ -523,10 +569,11 @@ class LeasedVisit:
         except BaseException:
             self._end_in_error()
             raise
-        if error[0] is not None:
+        if isinstance(error[1], torch.OutOfMemoryError):
+            self._trial.residency.close_visits()  # the lease stays: it may run again
+        elif error[0] is not None:
             self._end_in_error()
-        else:
-            self._trial.meter.outside_starts()
+        self._trial.meter.outside_starts()
 
     def _end_in_error(self) -> None:
         self._trial.residency.close_visits()

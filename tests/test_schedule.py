@@ -24,7 +24,6 @@ from hydra_tune.events import (
     PlanReady,
     Promote,
     Promoted,
-    Repack,
     Repacked,
     Reported,
     Run,
@@ -494,23 +493,21 @@ def test_a_step_leaves_room_for_the_work_of_a_traveller_whose_shard_is_on_its_wa
     machine.validate()
 
 
-def test_out_of_memory_is_met_in_three_ways():
-    machine = Machine([100], Fifo(), least_ahead_bytes=None)
-    for trial in (0, 1):
-        machine.handle(TrialAdded(trial))
-        machine.handle(PlanReady(trial, plan()))
-        machine.handle(StepReady(trial))
-    a, b = task(0, 0), task(1, 0)
-    for now in (a, b):
-        machine.handle(TaskReady(now))
-        machine.handle(Promoted(now, 0))
-        if now is a:
-            machine.handle(Done(now, 1.0))
-    assert machine.handle(OutOfMemory(b)) == [Drop(0, 0, 0, 0, 30), Run(b, 0)], "what can go has gone"
-    assert machine.handle(OutOfMemory(b)) == [Repack(b)]
-    assert machine.task_state(1) is None
-    assert machine.handle(Repacked(1, plan((20, 10, 30)))) == [Drop(1, 0, 0, 70, 30)]
-    assert machine.handle(TaskReady(b)) == [Promote(b, 0, 0, 20)]
+def test_a_trial_that_runs_out_of_memory_gets_what_can_go_and_then_smaller_shards():
+    machine = looking_ahead(0, 1, slots=(25, 25), work=5)
+    a, b = task(0, 0, step=2), task(1, 0, step=2)
+    machine.handle(TaskReady(a))
+    machine.handle(Promoted(a, 0))
+    machine.handle(Promoted(task(0, 1, step=2), 0))
+    machine.handle(Done(a, 1.0))
+    machine.handle(TaskReady(b))
+    assert machine.handle(Promoted(b, 0))[0] == Run(b, 0)
+    machine.handle(Promoted(task(1, 1, step=2), 0))
+    dropped = machine.handle(OutOfMemory(1))
+    assert [(drop.trial, drop.shard) for drop in dropped] == [(0, 0), (1, 1)]
+    assert machine.handle(TaskReady(task(0, 1, step=2))) == [], "nothing is promoted beside it"
+    assert machine.handle(Done(b, 1.0))[0].task.trial == 0
+    assert machine.handle(Repacked(1, plan((20, 5, 25), work=5))) == [Drop(1, 0, 0, 75, 25)]
     machine.validate()
 
 
@@ -588,7 +585,7 @@ class Player:
             elif isinstance(instruction, Drop):
                 gone = (instruction.trial, instruction.shard, instruction.device)
                 self.copies = [c for c in self.copies if (c.task.trial, c.task.shard, c.device) != gone]
-            elif isinstance(instruction, (Run, Repack)):
+            elif isinstance(instruction, Run):
                 self.granted[instruction.task.trial].append(instruction)
             else:
                 self.granted[instruction.trial].append(instruction)
@@ -651,11 +648,12 @@ class Player:
 
     def answer(self, trial, waiting):
         instruction = self.granted[trial].pop(0)
-        if isinstance(instruction, Repack):
+        if isinstance(instruction, Run) and self.rng.random() < self.lacks:
+            self.send(OutOfMemory(trial))
+        if isinstance(instruction, Run) and self.rng.random() < self.lacks:
+            self.send(Done(instruction.task, 0.0))
             self.send(Repacked(trial, self.machine.trials[trial].plan))
             self.send(TaskReady(instruction.task))
-        elif isinstance(instruction, Run) and self.rng.random() < self.lacks:
-            self.send(OutOfMemory(instruction.task))
         else:
             assert isinstance(instruction, waiting.pop(trial))
 

@@ -1,0 +1,167 @@
+"""A block that needs more than on the first batch: what can go goes, then shards get smaller, then its trial ends."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_tune
+import scripts
+from hydra_tune.context import trial_context
+from scripts import WIDTH, Net, Script
+
+KIB = 1 << 10
+BUDGET = 190 * KIB
+
+
+def in_backward():
+    return torch._C._current_graph_task_id() != -1
+
+
+class Lacks(Script):
+    """A block raises as a device would, `times` in a row, after it has drawn and counted."""
+
+    times, steps = 1, (2,)
+
+    class Layer(scripts.Layer):
+        def set_up(self):
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x):
+            x = super().forward(self.norm(nn.functional.dropout(x, 0.2)))
+            self.script.use_memory(self)
+            return x
+
+    def model(self):
+        model = Net(self.Layer)
+        for layer in model.layers:
+            layer.__dict__["script"] = self
+        self.step, self.left, self.pool = 0, 0, None
+        return model
+
+    def forward(self, model, x):
+        self.layer, self.step = model.layers[3], self.step + 1
+        self.left = self.times if self.pool is not None and self.step in self.steps else 0
+        return model(x)
+
+    def run(self, pool=None):
+        original, self.model = self.model, lambda: self._note(original(), pool)
+        return super().run(pool)
+
+    def _note(self, model, pool):
+        self.pool = pool
+        return model
+
+    def use_memory(self, layer):
+        if layer is self.layer and self.left and self.wants():
+            self.left -= 1
+            self.raised = True
+            raise torch.OutOfMemoryError("no room for what this batch needs")
+
+    def wants(self):
+        return not in_backward()
+
+
+class LacksInBackward(Lacks):
+    def wants(self):
+        return in_backward()
+
+
+class LacksTwice(Lacks):
+    times = 2
+
+
+class LacksTwiceInBackward(LacksInBackward):
+    times = 2
+
+
+class LacksInEachStep(Lacks):
+    times, steps = 2, (2, 3)
+
+
+@pytest.mark.parametrize("where", ["script", "objective"])
+@pytest.mark.parametrize(
+    "script",
+    [Lacks, LacksInBackward, LacksTwice, LacksTwiceInBackward, LacksInEachStep],
+    ids=lambda script: script.__name__,
+)
+def test_a_visit_that_runs_out_of_memory_is_repeated_and_changes_no_number(script, where):
+    plain, lacking = script().run(), script()
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        with trial_context(pool, 0) if where == "objective" else nullcontext():
+            prepared = lacking.run(pool)
+        assert lacking.raised
+        assert pool.devices[0].used_bytes == 0
+    assert len(plain) == len(prepared)
+    for i, (a, b) in enumerate(zip(plain, prepared, strict=True)):
+        assert a is b is None or (None not in (a, b) and torch.equal(a, b)), i
+
+
+@pytest.mark.parametrize("script", [Lacks, LacksInBackward], ids=lambda script: script.__name__)
+def test_a_trial_that_lacks_room_in_every_way_ends_alone_and_says_what_was_tried(script):
+    script = script()
+    script.times = 3
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        with pytest.raises(
+            hydra_tune.BudgetError, match=r"block layers\.3 .* again when .* in a shard of its own: no ro"
+        ):
+            script.run(pool)
+        assert pool.devices[0].used_bytes == 0
+        assert scripts.Script().run(pool)
+
+
+def test_the_second_time_each_block_has_a_shard_of_its_own():
+    shards = []
+
+    class Looks(LacksTwice):
+        def between(self, model):
+            if self.pool is not None:
+                shards.append([len(shard["blocks"]) for shard in self.pool.report()["trials"][0]["shards"]])
+
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        Looks().run(pool)
+    assert max(shards[0]) > 1 and set(shards[1]) == {1} == set(shards[2])
+
+
+class Grows(Net):
+    """A device's own count: one block needs room that only others' shards have."""
+
+    bytes = 0
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = layer(x, self.bytes if i == 3 else 0)
+        return self.head(x)
+
+
+class Takes(scripts.Layer):
+    def forward(self, x, num_bytes=0):
+        if num_bytes:
+            x = x + (x.new_zeros(num_bytes // 4 // WIDTH, WIDTH) + 0 * x.sum()).sum()
+        return super().forward(x)
+
+
+def test_a_virtual_device_raises_and_what_it_drops_is_room():
+    """With a budget for several shards, a block takes more than is free beside them, and less than all."""
+    x = torch.randn(4, WIDTH)
+    losses = {}
+    for num_bytes in (0, 60 * KIB, 400 * KIB):
+        torch.manual_seed(0)
+        plain, model = Grows(Takes), Grows(Takes)
+        model.load_state_dict(plain.state_dict())
+        with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+            scripts.step(model, pool).sum().backward()
+            model.zero_grad()
+            plain.bytes = model.bytes = num_bytes or 4
+            if num_bytes > BUDGET:
+                with pytest.raises(hydra_tune.BudgetError, match="ran out of memory, again when"):
+                    model(x)
+            else:
+                model(x).sum().backward()
+                plain(x).sum().backward()
+                pairs = zip(plain.parameters(), model.parameters(), strict=True)
+                losses[num_bytes] = all(torch.equal(a.grad, b.grad) for a, b in pairs)
+            hydra_tune.release(model)
+            assert pool.devices[0].used_bytes == 0
+    assert losses == {0: True, 60 * KIB: True}

@@ -12,7 +12,7 @@ from math import inf
 from os import PathLike
 from typing import Any
 
-from hydra_tune.config import parse_bytes
+from hydra_tune.config import format_bytes, parse_bytes
 from hydra_tune.errors import BudgetError, ConfigError
 from hydra_tune.exact import lower_bound
 from hydra_tune.policy import Policy, policy_named
@@ -137,8 +137,9 @@ def _plan(work: TrialWork) -> TrialPlan:
 def _check_fit(works: Sequence[TrialWork], plans: Sequence[TrialPlan], least_bytes: int) -> None:
     for number, (work, plan) in enumerate(zip(works, plans, strict=True)):
         if plan.need_bytes > least_bytes:
+            need, least = format_bytes(plan.need_bytes), format_bytes(least_bytes)
+            name = f" ({work.name})" if work.name else ""
             raise BudgetError(
-                f"a trial may run on any device, but trial {number}{f' ({work.name})' if work.name else ''} needs "
-                f"{plan.need_bytes} bytes, and the smallest device has {least_bytes}. Raise memory, "
-                "or cut the trial into smaller shards."
+                f"a trial may run on any device, but trial {number}{name} needs {need}, and the smallest device has "
+                f"{least}. Raise memory, or cut the trial into smaller shards."
             )

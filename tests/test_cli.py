@@ -1,0 +1,87 @@
+"""`hydra-tune simulate`: what it prints, what it writes, and how it refuses. The demo has tests of its own."""
+
+import json
+
+import pytest
+
+from hydra_tune.cli import main
+
+TRIAL = {"steps": 1, "forward_s": [1.0, 1.0], "backward_s": [1.0, 1.0], "shard_bytes": [10, 10]}
+
+
+@pytest.fixture
+def workload(tmp_path):
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps([TRIAL] * 3))
+    return str(path)
+
+
+def test_a_table_shows_the_schedule_beside_what_others_take(workload, capsys):
+    assert main(["simulate", workload, "--devices", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "                                           makespan_s  of simulated",
+        "simulated                                         6.0         1.000",
+        "lower bound                                       6.0         1.000",
+        "model parallelism                                12.0         2.000",
+        "model parallelism, activations kept               6.0         1.000",
+        "task parallelism, as if each trial fitted         8.0         1.333",
+        "one spilled trial at a time, prefetched          12.0         2.000",
+        "one spilled trial a device, prefetched            8.0         1.333",
+        "",
+        "device  busy_s    busy",
+        "0          6.0  100.0%",
+        "1          6.0  100.0%",
+    ]
+
+
+def test_stalls_are_told_by_cause_and_every_option_counts(workload, capsys):
+    options = ["--devices", "1", "--memory", "10B", "--link", "10", "--policy", "fifo", "--no-double-buffering"]
+    assert main(["simulate", workload, *options]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "device  busy_s   busy  gradients  promotion",
+        "0         12.0  40.0%        6.0       12.0",
+    ]
+
+
+def test_json_has_all_figures(workload, capsys):
+    assert main(["simulate", workload, "--devices", "2", "--link", "10B", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert list(figures) == [
+        *("makespan_s", "lower_bound_s", "ratio", "promoted_bytes", "ended_s"),
+        *("devices", "baselines_s"),
+    ]
+    assert figures["lower_bound_s"] == 6 < figures["makespan_s"] == max(figures["ended_s"])
+    for device in figures["devices"]:
+        assert device["busy_s"] + sum(device["stalled_s"].values()) == pytest.approx(figures["makespan_s"])
+        assert device["utilisation"] == device["busy_s"] / figures["makespan_s"]
+
+
+def test_a_timeline_is_saved_and_a_sweep_has_a_name(tmp_path, capsys):
+    out = tmp_path / "run.json"
+    assert main(["simulate", "random-heterogeneous", "--devices", "4", "--timeline", str(out)]) == 0
+    assert "simulated" in capsys.readouterr().out
+    events = json.loads(out.read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"device 0", "device 3"}
+    assert any(event.get("cat") == "run" for event in events)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.json"], "a workload is a JSON file or one of hydra-bert, "),
+        (["hydra-bert", "--memory", "1GB"], "needs 8.3 GiB, and the smallest device has 953.7 MiB. Raise"),
+        (["random-heterogeneous", "--policy", "lifo"], "policy is a Policy or one of sharded-lrtf, "),
+        (["random-heterogeneous", "--devices", "0"], "devices is how many, at least 1, "),
+        (["random-heterogeneous", "--link", "fast"], "a positive number of bytes, got 'fast'"),
+        (["random-heterogeneous", "--link", "nan"], "link_bytes_per_s of a device is a positive number, got nan"),
+        (["random-heterogeneous", "--timeline", "run.png"], "saved as .json (for ui.perfetto.dev) or .html"),
+        (["random-heterogeneous", "--timeline", "no/such/run.json"], "No such file or directory"),
+        (["."], "cannot be read: Is a directory"),
+    ],
+)
+def test_what_means_nothing_is_one_line_and_status_1(arguments, message, capsys):
+    assert main(["simulate", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("hydra-tune: ") and printed.err.count("\n") == 1
+    assert message in printed.err

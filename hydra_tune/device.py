@@ -258,6 +258,25 @@ def _parse_device(name: str) -> torch.device:
     raise ConfigError(f'a device is "cpu" (virtual) or one of the {torch.cuda.device_count()} GPUs here, got {name!r}.')
 
 
+def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
+    """What trials may have of host memory, from what the user wrote.
+
+    Raises:
+        ConfigError: not bytes, or more than there are.
+    """
+    most = host_free_bytes()
+    virtual = sum(device.budget_bytes for device in devices if device.torch_device.type == "cpu")
+    if host_memory == "auto":
+        return max(1, most - virtual)
+    num_bytes = parse_bytes(host_memory)
+    if num_bytes > most:
+        raise ConfigError(
+            f"host_memory lies within what the host has free, {format_bytes(most)}; asked were "
+            f'{format_bytes(num_bytes)}. Lower it, or use host_memory="auto".'
+        )
+    return num_bytes
+
+
 def host_free_bytes() -> int:
     """Host memory that this process may still take: what the system has and the cgroup allows."""
     available: int = psutil.virtual_memory().available

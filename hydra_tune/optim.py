@@ -28,6 +28,14 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | None, parameters: S
         return assumed
 
 
+def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Weights, gradients and optimizer state; without an optimizer, none of its state."""
+    parameters = list(model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    return weights + gradients + (0 if optimizer is None else optimizer_state_bytes(optimizer, parameters))
+
+
 def _state_bytes_on_meta(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> int:
     wanted = set(parameters)
     groups = []

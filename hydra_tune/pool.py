@@ -23,8 +23,8 @@ from hydra_tune import events as e
 from hydra_tune import timeline
 from hydra_tune.config import format_bytes
 from hydra_tune.copier import Copier
-from hydra_tune.device import Device, open_devices
-from hydra_tune.errors import ConfigError, PoolClosedError, TrialStopped
+from hydra_tune.device import Device, host_bytes_for, open_devices
+from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.mode import TrialMode
 from hydra_tune.policy import Policy, policy_named
@@ -35,6 +35,7 @@ from hydra_tune.trace import Span, Trace
 
 logger = logging.getLogger("hydra_tune")
 InstructionT = TypeVar("InstructionT", bound=e.Instruction)
+_LOOK_AROUND_S = 1.0  # nobody says that a model was collected
 _SEED_STRIDE = 1_000_003  # seeds of neighbouring trials lie apart
 
 
@@ -97,6 +98,8 @@ class ShardPool:
             ``["cpu", "cpu"]`` makes two virtual devices.
         memory: budget in bytes a device: ``"20GiB"``, an int, a list with one for each device, or
             ``"auto"``: what is free on a GPU, less a margin; a quarter of what the host has left.
+        host_memory: bytes for weights, gradients and optimizer states of all trials that live together; those beyond
+            wait in `prepare`. ``"auto"``: what the host has left beside its virtual devices.
         policy: the order in which ready tasks get devices, an object of `hydra_tune.policy` or its name.
         seed: what trials without a seed of their own derive theirs from; `torch.initial_seed()` if None.
 
@@ -109,6 +112,7 @@ class ShardPool:
         devices: str | Sequence[str | torch.device] = "auto",
         memory: int | str | Sequence[int | str] = "auto",
         *,
+        host_memory: int | str = "auto",
         policy: Policy | str = "sharded-lrtf",
         seed: int | None = None,
     ) -> None:
@@ -124,6 +128,7 @@ class ShardPool:
         self._machine = Machine(
             [device.budget_bytes for device in self._devices],
             order,
+            host_bytes=host_bytes_for(host_memory, self._devices),
             least_ahead_bytes=_least_ahead_bytes(self._devices),
         )
         self._lock = threading.RLock()
@@ -190,6 +195,11 @@ class ShardPool:
             for wake in self._wake.values():
                 wake.notify_all()
 
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """What weights, gradients and optimizer states of all live trials may take."""
+        return self._machine.host_bytes
+
     def __enter__(self) -> ShardPool:
         return self
 
@@ -198,20 +208,54 @@ class ShardPool:
 
     # ---- for trials ----
 
-    def add_trial(self, make: Callable[[int, int, Device], ClientT], total_steps: int | None = None) -> ClientT:
-        """Place a trial, which has so many mini-batches, if that is known."""
+    def add_trial(
+        self,
+        make: Callable[[int, int, Device], ClientT],
+        total_steps: int | None = None,
+        host_bytes: int = 0,
+        name: str | None = None,
+    ) -> ClientT:
+        """Place a trial, once host memory has room for it. It has so many mini-batches, if that is known.
+
+        Raises:
+            BudgetError: it needs more than all trials together may have.
+        """
         with self._lock:
             self.check_usable()
             self._end_abandoned()
-            number = next(self._ids)
+            number, most = next(self._ids), self._machine.host_bytes
+            if most is not None and host_bytes > most:
+                raise BudgetError(
+                    f"{name or f'trial {number}'} needs {format_bytes(host_bytes)} of host memory for its weights, "
+                    f"gradients and optimizer state, but all trials of this pool may have {format_bytes(most)}. Raise "
+                    "ShardPool(host_memory=...), or train a smaller model."
+                )
             self._granted[number] = deque()
             self._wake[number] = threading.Condition(self._lock)
-            self._handle(e.TrialAdded(number, total_steps))
-            home = self._take(number, e.Place).device
-            trial = self._trials[number] = make(number, home, self._devices[home])
+            try:
+                home = self._await_place(e.TrialAdded(number, total_steps, host_bytes), name)
+                trial = self._trials[number] = make(number, home, self._devices[home])
+            except BaseException:
+                self._summaries.pop(number, None)
+                self._handle(e.TrialEnded(number))
+                self._granted.pop(number, None)
+                self._wake.pop(number, None)
+                raise
             self.note_summary(trial)
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
             return trial
+
+    def _await_place(self, event: e.TrialAdded, name: str | None) -> int:
+        self._handle(event)
+        while not self._granted[event.trial]:
+            self.check_usable()
+            self._summaries[event.trial] = {
+                "name": name or f"trial {event.trial}",
+                "state": f"waits for {format_bytes(event.host_bytes)} of host memory",
+            }
+            self._wake[event.trial].wait(_LOOK_AROUND_S)
+            self._end_abandoned()
+        return self._take(event.trial, e.Place).device
 
     def start_pilot(self, trial: Client, *, empty: bool) -> int:
         """Wait for the device to be the trial's alone; the bytes free on it."""

@@ -17,6 +17,7 @@ from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.fork import gate
 from hydra_tune.node import end_orphans
+from hydra_tune.optim import training_bytes
 from hydra_tune.pool import ShardPool, default_pool
 from hydra_tune.root import RootForward
 from hydra_tune.trial import Trial
@@ -56,6 +57,7 @@ def prepare(
     Raises:
         PrepareError: the model or the optimizer cannot be prepared; says which part and why.
         PoolClosedError: the pool is closed.
+        BudgetError: the pool's host memory does not hold the model, its gradients and optimizer state.
         ConfigError: `total_steps` or `epochs` is no positive whole number, or `pool` is another than the runner's.
     """
     context = current_context()
@@ -77,8 +79,10 @@ def prepare(
 
     with _binding:
         _refuse_shared(model)
-        trial = chosen.add_trial(make, num_steps)
+    trial = chosen.add_trial(make, num_steps, training_bytes(model, optimizer), name or context.name)
+    with _binding:
         try:
+            _refuse_shared(model)
             trial.bind(model, optimizer)
         except BaseException:
             trial.end()

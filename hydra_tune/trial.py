@@ -56,6 +56,7 @@ class Trial:
         self.meter = TrialMeter(device.meter, number, always=checks_enabled())
         self.mode: TrialMode | None = None  # the runner's, where there is one
         self.planner = Planner(self)
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self.step = 0
         self.ended = False
         self._plain = False  # the model, again

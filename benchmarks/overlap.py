@@ -23,7 +23,7 @@ import hydra_tune
 from benchmarks.measure import interleaved, save
 from hydra_tune.device import CpuDevice
 
-LAYERS, WIDTH, BATCH = 24, 1024, 256
+LAYERS, WIDTH, BATCH = 24, 2048, 256
 LAYER_BYTES = WIDTH * (WIDTH + 1) * 4
 SHARDS_WITH_ROOM = 3
 GOAL = 1.10

@@ -766,12 +766,13 @@ class Machine:
         busy = (running.trial, running.shard) if running is not None else None
         last = (promised.trial, promised.shard) if promised is not None else None
         to_end: tuple[int, ...] = ()
+        room_bytes = device.ledger.budget_bytes - device.ledger.held_bytes - device.ledger.step_bytes
         if ahead is not None and ahead.direction is Direction.FORWARD:
             to_end = self._plan(ahead.trial).bytes_to_end
         for key in list(device.ledger.slots):
             if key in (busy, last) or key in device.in_flight:
                 continue
-            if ahead is None or key[0] != ahead.trial or not to_end or to_end[key[1]] > device.ledger.budget_bytes:
+            if ahead is None or key[0] != ahead.trial or not to_end or to_end[key[1]] > room_bytes:
                 yield key
         if last in device.ledger.slots and last != busy and last not in device.in_flight:
             yield last

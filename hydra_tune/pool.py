@@ -287,6 +287,9 @@ class ShardPool:
         """Kept for the report, should the trial be collected with its model."""
         self._summaries[trial.id] = trial.summary()
 
+    def note_objective(self, trial: Client, value: float) -> None:
+        self._tell(e.Reported(trial.id, value))
+
     def invalidate(self, trial: Client) -> None:
         self.await_copies(trial)
         self._tell(e.Invalidated(trial.id))

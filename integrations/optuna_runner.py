@@ -6,9 +6,10 @@ import concurrent.futures.thread
 import logging
 import os
 from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from hydra_tune.context import trial_context
+from hydra_tune.context import Context, trial_context
 from hydra_tune.errors import ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.pool import ShardPool, default_pool
 
@@ -86,7 +87,8 @@ def run_objective(pool: ShardPool, objective: Callable[[optuna.Trial], Any], tri
     """One trial, from its random state to its last byte."""
     logger.info("trial %d: starts", trial.number)
     try:
-        with trial_context(pool, trial.number):
+        with trial_context(pool, trial.number) as context:
+            trial.report = _noted(trial.report, context)  # type: ignore[method-assign]
             value = objective(trial)
     except TrialStopped as stop:
         raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
@@ -95,6 +97,17 @@ def run_objective(pool: ShardPool, objective: Callable[[optuna.Trial], Any], tri
         raise
     logger.info("trial %d: finished with %s", trial.number, value)
     return value
+
+
+def _noted(report: Callable[..., None], context: Context) -> Callable[..., None]:
+    """`trial.report`, of which the pool's policy learns too."""
+
+    @wraps(report)
+    def report_and_note(value: float, step: int) -> None:
+        report(value, step)
+        context.note_objective(float(value))
+
+    return report_and_note
 
 
 def _forget_executor_threads() -> None:

@@ -136,6 +136,7 @@ class ShardPool:
         self._granted: dict[int, deque[e.Instruction]] = {}
         self._wake: dict[int, threading.Condition] = {}
         self._copiers = [Copier(device.name, self.num_threads) for device in self._devices]
+        self._idle: dict[int, tuple[float, str]] = {}  # devices that compute nothing: since when, and why
         self._copying: dict[int, e.Promote] = {}  # ahead of their tasks, by trial
         self._ids = itertools.count()
         self._summaries: dict[int, dict[str, Any]] = {}
@@ -300,36 +301,51 @@ class ShardPool:
         trial = self._trials[task.trial]
         try:
             with self._lock:
-                start_s = self._trace.now_s()
+                asked_s = self._trace.now_s()
                 if after is None:
                     self.check_open(trial)
                     self._handle(e.TaskReady(task))
                 else:
-                    self._note("run", after[0], after[1], start_s)
-                    self._handle(e.Done(after[0], start_s - after[1], task))
+                    self._end_task(after[0], after[1], asked_s, task)
                     self.check_open(trial)
                 waits = not self._granted[task.trial]
                 granted = self._await(task.trial, (e.Promote, e.Run))
-                if waits:
-                    start_s = self._note("wait", task, start_s, self._trace.now_s())
             if isinstance(granted, e.Promote):
+                promote_s = self._trace.now_s()
                 trial.promote_shard(task.shard, granted.offset, granted.num_bytes)
                 with self._lock:
+                    self._note("promote", task, promote_s, self._trace.now_s())
                     self._handle(e.Promoted(task, granted.device))
                     self._await(task.trial, (e.Run,))
-                    start_s = self._note("promote", task, start_s, self._trace.now_s())
+            return self._note_start(task, asked_s, waited=waits or isinstance(granted, e.Promote))
         except BaseException:
             with self._lock:
                 if not self._handling:
                     self._handle(e.Failed(task))
                     self._granted[task.trial].clear()
             raise
-        return start_s
 
     def release(self, task: Task, start_s: float) -> None:
         with self._lock:
-            end_s = self._note("run", task, start_s, self._trace.now_s())
-            self._handle(e.Done(task, end_s - start_s))
+            self._end_task(task, start_s, self._trace.now_s(), None)
+
+    def _end_task(self, task: Task, start_s: float, end_s: float, then: Task | None) -> None:
+        home = self._note("run", task, start_s, end_s)
+        self._handle(e.Done(task, end_s - start_s, then))
+        if cause := self._machine.idle_cause(home):
+            self._idle[home] = end_s, cause
+
+    def _note_start(self, task: Task, asked_s: float, *, waited: bool) -> float:
+        """Of a task, in seconds; and what it and its device have waited for until now."""
+        with self._lock:
+            start_s = self._trace.now_s()
+            if waited:
+                self._note("wait", task, asked_s, start_s)
+            home = self._machine.trials[task.trial].home
+            since_s, cause = self._idle.pop(home, (start_s, ""))
+            if start_s > since_s:
+                self._trace.add(Span("stall", home, -1, -1, "", since_s, start_s, cause))
+            return start_s
 
     def drop_idle(self, trial: Client) -> None:
         """All that can go from the trial's device, which has run out of memory."""
@@ -458,10 +474,11 @@ class ShardPool:
         assert isinstance(instruction, answers), (instruction, answers)
         return instruction
 
-    def _note(self, kind: str, task: Task, start_s: float, end_s: float) -> float:
+    def _note(self, kind: str, task: Task, start_s: float, end_s: float) -> int:
+        """A span of a task; its trial's home."""
         home = self._machine.trials[task.trial].home
         self._trace.add(Span(kind, home, task.trial, task.shard, task.direction.value, start_s, end_s))
-        return end_s
+        return home
 
     def end_abandoned(self) -> None:
         """Take back what trials held whose models were collected."""

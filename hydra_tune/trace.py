@@ -11,7 +11,8 @@ MAX_SPANS = 200_000  # the oldest are forgotten first
 
 
 class Span(NamedTuple):
-    """`kind` is run, promote or wait; seconds since the pool began."""
+    """`kind` is run, promote, wait (of a trial) or stall (of a device, which computed nothing, for `cause`); seconds
+    since the pool began."""
 
     kind: str
     device: int
@@ -20,11 +21,12 @@ class Span(NamedTuple):
     direction: str
     start_s: float
     end_s: float
+    cause: str = ""
 
 
 @dataclass
 class Totals:
-    """busy: tasks ran. stalled: of a device, its task waited for a promotion; of a trial, it waited at all."""
+    """busy: tasks ran. stalled: a device had trials, but computed nothing; a trial had a task, but it waited."""
 
     promoted_bytes: int = 0
     spilled_bytes: int = 0
@@ -52,10 +54,10 @@ class Trace:
         if span.kind == "run":
             self.devices[span.device].busy_s += seconds
             self.trials[span.trial].busy_s += seconds
-        else:
+        elif span.kind == "wait":
             self.trials[span.trial].stalled_s += seconds
-            if span.kind == "promote":
-                self.devices[span.device].stalled_s += seconds
+        elif span.kind == "stall":
+            self.devices[span.device].stalled_s += seconds
 
     def count(self, what: str, device: int, trial: int, num_bytes: int) -> None:
         for totals in (self.devices[device], self.trials[trial]):

@@ -222,10 +222,17 @@ def drawn_in(page):
     return go.Figure(traces).data
 
 
+def device_s(spans):
+    """Seconds busy and stalled; at no time both."""
+    mine = sorted((s["start_s"], s["end_s"], s["kind"]) for s in spans if s["kind"] in ("run", "stall"))
+    assert all(end <= start for (_, end, _), (start, _, _) in pairwise(mine))
+    return [sum(end - start for start, end, kind in mine if kind == wanted) for wanted in ("run", "stall")]
+
+
 def test_a_spilled_run_is_saved_in_both_formats(tmp_path):
     with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
         Script().run(pool)
-        spans, (device,) = pool.timeline(), pool.devices
+        spans, (device,), (device_report,) = pool.timeline(), pool.devices, pool.report()["devices"]
         trace, page = pool.save_timeline(tmp_path / "run.json"), pool.save_timeline(str(tmp_path / "run.html"))
     kinds = Counter(s["kind"] for s in spans)
     assert kinds["run"] > 0 and kinds["promote"] > 0, "else it was not spilled"
@@ -238,6 +245,9 @@ def test_a_spilled_run_is_saved_in_both_formats(tmp_path):
 
     text = page.read_text()
     assert "<script src=" not in text and len(text) > 1_000_000, "plotly is in the page"
-    (bars,) = drawn_in(text)
-    assert bars.name == "trial 0"
+    bars, stalled = drawn_in(text)
+    assert (bars.name, stalled.name) == ("trial 0", "stalled")
     assert Counter(bars.marker.pattern.shape) == {"": kinds["run"], "/": kinds["promote"]}
+    assert len(stalled.x) == kinds["stall"] > 0
+    assert {s["cause"] for s in spans if s["kind"] == "stall"} <= {"promotion", "no ready task"}
+    assert device_s(spans) == pytest.approx((device_report["busy_s"], device_report["stalled_s"]))

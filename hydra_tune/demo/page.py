@@ -93,7 +93,7 @@ def _curves(curves: dict[int, list[float]]) -> str:
 
 def _timeline(spans: Sequence[dict[str, Any]], numbers: dict[int, int]) -> str:
     """One row a trial (shards from top to bottom), one for the device. The last spans, if there are too many."""
-    shown = [s for s in spans if s["kind"] != "wait"][-MAX_BARS:]
+    shown = [s for s in spans if s["kind"] in ("run", "promote")][-MAX_BARS:]
     if not shown:
         return "<p>Nothing ran.</p>"
     start, end = shown[0]["start_s"], shown[-1]["end_s"]

@@ -162,7 +162,7 @@ def _first_kept(needs: Sequence[tuple[int, int]], room_bytes: int) -> int:
     """The first of the shards that are on the device from their forward to their backward.
 
     `needs` are slot and work of each. Whoever is kept leaves room for those after it, up to each one and
-    its work: after that one's backward its copy goes first (see `schedule.py`).
+    its work: after that one's backward its copy goes first (see `slots.py`).
     """
     after = 0  # what the later ones need at most, all slots up to one of them and its work
     for i in reversed(range(len(needs))):

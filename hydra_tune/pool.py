@@ -29,8 +29,9 @@ from hydra_tune.fingerprint import PlanKey
 from hydra_tune.mode import TrialMode
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.random_state import RandomState
-from hydra_tune.schedule import Machine, Standing
+from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
+from hydra_tune.state import Standing
 from hydra_tune.trace import Span, Trace
 
 logger = logging.getLogger("hydra_tune")

@@ -22,18 +22,13 @@ Known slack: a step's reservation stays at home while its tasks travel; who move
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from operator import neg
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from hydra_tune.events import (
     Admit,
     Done,
-    Drop,
     Enter,
     Event,
     Failed,
@@ -57,63 +52,16 @@ from hydra_tune.events import (
     TrialAdded,
     TrialEnded,
 )
-from hydra_tune.ledger import Ledger, SlotKey
+from hydra_tune.ledger import Ledger
 from hydra_tune.policy import Policy, ShardedLRTF
-from hydra_tune.progress import Neighbours, Progress, Visits
+from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.ready import ReadyTasks, Waiting
 from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
+from hydra_tune.slots import Slots
+from hydra_tune.state import DeviceState, Standing, TaskState, TrialState
 
 PATIENCE = 16
 _STORY_EVENTS = 1_000
-
-
-class TaskState(Enum):
-    """WAITING   ready; holds nothing but what its trial and step do.
-    PROMISED  next on a device: its shard is there or on its way.
-    RUNNING   has the device's lease, its shard and room for its work."""
-
-    WAITING = "waiting"
-    PROMISED = "promised"
-    RUNNING = "running"
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What a trial has now; its thread knows the same, unless it was interrupted."""
-
-    admitted: bool
-    in_step: bool
-    running: Task | None
-    slots: frozenset[int]  # shards
-
-
-@dataclass
-class TrialState:
-    home: int
-    travels: bool
-    host_bytes: int
-    progress: Progress
-    plan: TrialPlan | None = None
-    admitted: bool = False
-    on: int | None = None  # the device that its task is running on, or promised to
-    lacks_room: bool = False  # it has run out of memory in this step
-    slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard)
-    visits: Visits = field(default_factory=Visits)
-
-
-@dataclass
-class DeviceState:
-    index: int
-    ledger: Ledger
-    admissions: list[PilotReady | PlanReady] = field(default_factory=list)
-    entries: list[PilotReady | StepReady] = field(default_factory=list)
-    running: Task | None = None
-    started: bool = False  # else the running task awaits its shard, or room for its work
-    promised: Task | None = None
-    waiting: Waiting | None = None  # the promised task, once it is ready
-    in_flight: set[SlotKey] = field(default_factory=set)
-    exclusive: int | None = None  # the trial whose pilot or unmeasured step has the device to itself
-    trials: set[int] = field(default_factory=set)  # at home here
 
 
 class Machine:
@@ -136,6 +84,7 @@ class Machine:
         self.policy = policy or ShardedLRTF()
         self.devices = [DeviceState(i, Ledger(budget)) for i, budget in enumerate(budgets_bytes)]
         self.trials: dict[int, TrialState] = {}
+        self.slots = Slots(self.trials, self.devices)
         self.ready = ReadyTasks(len(self.devices))
         self.arrivals: list[TrialAdded] = []
         self.host_bytes = host_bytes
@@ -230,7 +179,7 @@ class Machine:
         trial, device = self.trials[event.trial], self._home(event.trial)
         assert event.trial not in device.ledger.steps, self._impossible(event)
         freed = {trial.home, *(index for index, _ in trial.slots)}
-        dropped = self._drop_all_of(event.trial)
+        dropped = self.slots.drop_all_of(event.trial)
         device.ledger.forget(event.trial)
         trial.plan, trial.admitted = None, False
         (device.admissions if event.empty else device.entries).append(event)
@@ -291,7 +240,7 @@ class Machine:
         home.ledger.recount()
         home.ledger.forget(number)
         trial.lacks_room = False
-        return self._drop_all_of(number), freed
+        return self.slots.drop_all_of(number), freed
 
     def _stop(self, number: int) -> DeviceState | None:
         """Take the lease, or the promise of one, from the trial; the device on which it had it."""
@@ -416,7 +365,7 @@ class Machine:
     def _on_OutOfMemory(self, event: OutOfMemory) -> list[Instruction]:
         trial, device = self.trials[event.trial], self._home(event.trial)
         trial.lacks_room = True
-        return self._drop(device, self._evictable(device))
+        return self.slots.drop(device, self.slots.evictable(device))
 
     def _on_Repacked(self, event: Repacked) -> list[Instruction]:
         trial = self.trials[event.trial]
@@ -426,7 +375,7 @@ class Machine:
         assert same and event.plan.task_bytes <= trial.plan.task_bytes, self._impossible(event)
         freed = {index for index, _ in trial.slots}
         self._stop(event.trial)
-        dropped = self._drop_all_of(event.trial)
+        dropped = self.slots.drop_all_of(event.trial)
         trial.plan = event.plan
         trial.visits.forget()
         return [*dropped, *self._advance_all(freed)]
@@ -439,7 +388,7 @@ class Machine:
         if device is None or on is None:
             return []
         key = (number, event.task.shard)
-        dropped = self._drop(device, [key] if key in device.ledger.slots else [])
+        dropped = self.slots.drop(device, [key] if key in device.ledger.slots else [])
         return dropped + self._advance(device)
 
     def _on_Invalidated(self, event: Invalidated) -> list[Instruction]:
@@ -449,7 +398,7 @@ class Machine:
             return []
         freed = {index for index, _ in trial.slots}
         self._stop(event.trial)
-        return [*self._drop_all_of(event.trial), *self._advance_all(freed)]
+        return [*self.slots.drop_all_of(event.trial), *self._advance_all(freed)]
 
     # ---- what can go on now ----
 
@@ -481,7 +430,7 @@ class Machine:
     def _admit_one(self, device: DeviceState, request: PlanReady) -> list[Instruction]:
         self.trials[request.trial].plan = request.plan
         self.trials[request.trial].admitted = True
-        dropped = self._make_room(device, request.plan.held_bytes)
+        dropped = self.slots.make_room(device, request.plan.held_bytes)
         device.ledger.hold(request.trial, request.plan.held_bytes)
         return [*dropped, Admit(request.trial)]
 
@@ -491,7 +440,7 @@ class Machine:
         held = device.ledger.held_bytes + plan.held_bytes
         most = max(p.step_bytes + p.task_bytes for p in [*plans, plan])
         fits = held + most <= device.ledger.budget_bytes and self._steps_fit(device, plan.held_bytes, None)
-        return fits and self._has_room(device, plan.held_bytes + self._yet_to_start(device))
+        return fits and self.slots.has_room(device, plan.held_bytes + self._yet_to_start(device))
 
     def _steps_fit(self, device: DeviceState, more_held: int, entering: TrialPlan | None) -> bool:
         ledger = device.ledger
@@ -511,14 +460,14 @@ class Machine:
                 break
             if isinstance(request, PilotReady):
                 self._take_promise_back(device)
-                entered += self._drop(device, list(device.ledger.slots))
+                entered += self.slots.drop(device, list(device.ledger.slots))
                 entered.append(StartPilot(request.trial, device.ledger.reserve_rest(request.trial)))
             else:
                 plan = self._plan(request.trial)
                 needs = plan.step_bytes + self._yet_to_start(device)
-                if not self._steps_fit(device, 0, plan) or not self._has_room(device, needs):
+                if not self._steps_fit(device, 0, plan) or not self.slots.has_room(device, needs):
                     break
-                entered += self._make_room(device, plan.step_bytes)
+                entered += self.slots.make_room(device, plan.step_bytes)
                 device.ledger.enter_step(request.trial, plan.step_bytes)
                 entered.append(Enter(request.trial, device.index))
             if alone:
@@ -606,7 +555,7 @@ class Machine:
         slot_bytes = self._shard(task).slot_bytes
         made: list[Instruction] = []
         if slot_bytes and key not in device.ledger.slots:
-            offset, made = self._place(device, task, slot_bytes)
+            offset, made = self.slots.place(device, task, slot_bytes)
             if offset is None:
                 return made  # a copy on its way is where it would go: it waits for that
             device.in_flight.add(key)
@@ -631,9 +580,9 @@ class Machine:
         work_bytes = self._work_bytes(device, task)
         dropped: list[Instruction] = []
         if device.ledger.free_bytes < work_bytes:
-            if not self._has_room(device, work_bytes):
+            if not self.slots.has_room(device, work_bytes):
                 return []
-            dropped = self._make_room(device, work_bytes)
+            dropped = self.slots.make_room(device, work_bytes)
         device.ledger.start_work(work_bytes)
         device.started = True
         return [*dropped, Run(task, device.index), *self._look_ahead(device)]
@@ -661,7 +610,7 @@ class Machine:
         slot_bytes = self._shard(task).slot_bytes
         if slot_bytes < max(least_bytes, 1) or not self._may_run(device, task):
             return []
-        offset, dropped = self._place_ahead(device, task, slot_bytes)
+        offset, dropped = self.slots.place_ahead(device, task, slot_bytes)
         if offset is None:
             return dropped
         device.promised, device.waiting = task, waiting
@@ -688,145 +637,16 @@ class Machine:
         if waiting is not None:
             self.ready.add(waiting.task, waiting.rank, trial.home)
 
-    # ---- slots ----
-
-    def _place(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
-        """Where the slot goes, after others have made way; None if a copy on its way is there.
-
-        A trial's last shards, as many as the arena holds, have places side by side, so that the bytes that are
-        free alone decide which of them stay until their backward, never the gaps between them.
-        """
-        key, ledger = (task.trial, task.shard), device.ledger
-        at, dropped = self._clear_place(device, task, size)
-        dropped += self._make_room(device, size)
-        if ledger.free_bytes < size:
-            return None, dropped
-        while (offset := ledger.place(key, size, at)) is None:
-            key_to_go = next(self._evictable(device), None)
-            if key_to_go is None:
-                return None, dropped
-            dropped += self._drop(device, (key_to_go,))
-        self.trials[task.trial].slots.add((device.index, task.shard))
-        return offset, dropped
-
-    def _place_ahead(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
-        """As `_place`, but nothing makes way that may stay until it is needed again; None if the place is taken."""
-        ledger, evictable = device.ledger, list(self._evictable(device, ahead=task))
-        if ledger.free_bytes + sum(ledger.slots[key][1] for key in evictable) < size:
-            return None, []
-        at = self._reserved_offset(device, task)
-        if at is not None and not set(ledger.slots_at(at, size)).issubset(evictable):
-            return None, []
-        dropped = [] if at is None else self._drop(device, ledger.slots_at(at, size))
-        evictable = [key for key in evictable if key in ledger.slots]
-        while True:
-            fits = ledger.free_bytes >= size
-            offset = ledger.place((task.trial, task.shard), size, at) if fits else None
-            if offset is not None:
-                self.trials[task.trial].slots.add((device.index, task.shard))
-                return offset, dropped
-            if not evictable:
-                return None, dropped
-            dropped += self._drop(device, [evictable.pop(0)])
-
-    def _clear_place(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
-        """Where the shard has its place, after its trial's own slots have made way; None if it has none, or
-        another trial's slot is there, or a copy on its way."""
-        at, to_end = self._reserved_offset(device, task), self._plan(task.trial).bytes_to_end
-        if at is None:
-            return None, []
-        there = device.ledger.slots_at(at, size)
-        arena_bytes = device.ledger.budget_bytes
-        if any(trial != task.trial or to_end[shard] <= arena_bytes for trial, shard in there):
-            return None, []
-        dropped: list[Instruction] = []
-        own = [key for key in self._evictable(device) if key[0] == task.trial]
-        while device.ledger.slots_at(at, size):
-            if not own:
-                return None, dropped
-            dropped += self._drop(device, [own.pop(0)])
-        return at, dropped
-
-    def _reserved_offset(self, device: DeviceState, task: Task) -> int | None:
-        """None for a shard that does not belong to the last ones which fit the arena together."""
-        to_end, arena_bytes = self._plan(task.trial).bytes_to_end, device.ledger.budget_bytes
-        if to_end[task.shard] > arena_bytes:
-            return None
-        return to_end[bisect_left(to_end, -arena_bytes, key=neg)] - to_end[task.shard]
-
-    def _evictable(self, device: DeviceState, *, ahead: Task | None = None) -> Iterator[SlotKey]:
-        """Slots that may be dropped, those first that will be needed last.
-
-        Within one step a trial visits its shards forwards, then backwards, so the slot used last is
-        the one needed first, and after its backward it is not needed: in this order, with those retired
-        first, goes what is needed last (Belady). For a promotion `ahead` goes none of the same trial's that
-        may stay until its backward.
-        """
-        running, promised = device.running, device.promised
-        busy = (running.trial, running.shard) if running is not None else None
-        last = (promised.trial, promised.shard) if promised is not None else None
-        to_end: tuple[int, ...] = ()
-        room_bytes = device.ledger.budget_bytes - device.ledger.held_bytes - device.ledger.step_bytes
-        if ahead is not None and ahead.direction is Direction.FORWARD:
-            to_end = self._plan(ahead.trial).bytes_to_end
-        for key in list(device.ledger.slots):
-            if key in (busy, last) or key in device.in_flight:
-                continue
-            if ahead is None or key[0] != ahead.trial or not to_end or to_end[key[1]] > room_bytes:
-                yield key
-        if last in device.ledger.slots and last != busy and last not in device.in_flight:
-            yield last
-
-    def _has_room(self, device: DeviceState, num_bytes: int) -> bool:
-        """Whether enough is free, or would be if all that can go went."""
-        return num_bytes <= device.ledger.free_bytes + device.ledger.slot_bytes - self._staying_bytes(device)
-
-    def _staying_bytes(self, device: DeviceState) -> int:
-        """Of slots that may not be dropped."""
-        running, slots = device.running, device.ledger.slots
-        staying = set(device.in_flight)
-        if running is not None and (running.trial, running.shard) in slots:
-            staying.add((running.trial, running.shard))
-        return sum(slots[key][1] for key in staying)
-
-    def _make_room(self, device: DeviceState, num_bytes: int) -> list[Instruction]:
-        """Drop idle slots until `num_bytes` are free, or none is left to drop."""
-        dropped: list[Instruction] = []
-        if device.ledger.free_bytes >= num_bytes:
-            return dropped
-        for key in self._evictable(device):
-            dropped += self._drop(device, (key,))
-            if device.ledger.free_bytes >= num_bytes:
-                break
-        return dropped
-
-    def _drop(self, device: DeviceState, keys: Iterable[SlotKey]) -> list[Instruction]:
-        dropped: list[Instruction] = []
-        for key in keys:
-            device.in_flight.discard(key)
-            self.trials[key[0]].slots.discard((device.index, key[1]))
-            dropped.append(Drop(*key, device.index, *device.ledger.remove(key)))
-        return dropped
-
-    def _drop_all_of(self, number: int) -> list[Instruction]:
-        return [
-            drop
-            for index, shard in sorted(self.trials[number].slots)
-            for drop in self._drop(self.devices[index], [(number, shard)])
-        ]
-
     # ---- shorthand ----
 
     def _home(self, trial: int) -> DeviceState:
         return self.devices[self.trials[trial].home]
 
     def _plan(self, trial: int) -> TrialPlan:
-        plan = self.trials[trial].plan
-        assert plan is not None, f"trial {trial} has no plan"
-        return plan
+        return self.trials[trial].its_plan()
 
     def _shard(self, task: Task) -> Shard:
-        return self._plan(task.trial).shards[task.shard]
+        return self.trials[task.trial].shard(task)
 
     def _running_on(self, task: Task, event: object) -> DeviceState:
         on = self.trials[task.trial].on

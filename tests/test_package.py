@@ -73,7 +73,7 @@ def test_the_wheel_holds_the_packages_and_the_typing_marker(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *["schedule", "policy", "ledger", "config", "errors", "shard"],
+        *["schedule", "slots", "state", "events", "progress", "ready", "policy", "ledger", "config", "errors", "shard"],
         *["workload", "cost", "sweeps", "exact", "milp", "baselines", "replay", "simulation"],
     ],
 )

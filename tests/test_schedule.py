@@ -36,8 +36,9 @@ from hydra_tune.events import (
 )
 from hydra_tune.policy import BestFirst, FairShare, Fifo, RungSynchronous, ShardedLRTF, Shuffled, policy_named
 from hydra_tune.progress import Neighbours, Progress
-from hydra_tune.schedule import PATIENCE, Machine, Standing, TaskState
+from hydra_tune.schedule import PATIENCE, Machine
 from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
+from hydra_tune.state import Standing, TaskState
 
 
 def plan(slots=(30, 30), work=10, held=0, step=10):

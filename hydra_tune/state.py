@@ -1,0 +1,73 @@
+"""What the scheduler knows of each trial and each device. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hydra_tune.events import PilotReady, PlanReady, StepReady
+from hydra_tune.ledger import Ledger, SlotKey
+from hydra_tune.progress import Progress, Visits
+from hydra_tune.ready import Waiting
+from hydra_tune.shard import Shard, Task, TrialPlan
+
+
+class TaskState(Enum):
+    """WAITING   ready; holds nothing but what its trial and step do.
+    PROMISED  next on a device: its shard is there or on its way.
+    RUNNING   has the device's lease, its shard and room for its work."""
+
+    WAITING = "waiting"
+    PROMISED = "promised"
+    RUNNING = "running"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a trial has now; its thread knows the same, unless it was interrupted."""
+
+    admitted: bool
+    in_step: bool
+    running: Task | None
+    slots: frozenset[int]  # shards
+
+
+@dataclass
+class TrialState:
+    home: int
+    travels: bool
+    host_bytes: int
+    progress: Progress
+    plan: TrialPlan | None = None
+    admitted: bool = False
+    on: int | None = None  # the device that its task is running on, or promised to
+    lacks_room: bool = False  # it has run out of memory in this step
+    slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard)
+    visits: Visits = field(default_factory=Visits)
+
+    def its_plan(self) -> TrialPlan:
+        assert self.plan is not None, f"trial {self.progress.trial} has no plan"
+        return self.plan
+
+    def shard(self, task: Task) -> Shard:
+        return self.its_plan().shards[task.shard]
+
+
+@dataclass
+class DeviceState:
+    index: int
+    ledger: Ledger
+    admissions: list[PilotReady | PlanReady] = field(default_factory=list)
+    entries: list[PilotReady | StepReady] = field(default_factory=list)
+    running: Task | None = None
+    started: bool = False  # else the running task awaits its shard, or room for its work
+    promised: Task | None = None
+    waiting: Waiting | None = None  # the promised task, once it is ready
+    in_flight: set[SlotKey] = field(default_factory=set)
+    exclusive: int | None = None  # the trial whose pilot or unmeasured step has the device to itself
+    trials: set[int] = field(default_factory=set)  # at home here
+
+    @property
+    def busy(self) -> SlotKey | None:
+        """The slot that the running task uses."""
+        return None if self.running is None else (self.running.trial, self.running.shard)

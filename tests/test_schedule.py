@@ -41,9 +41,11 @@ from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
 from hydra_tune.state import Standing, TaskState
 
 
-def plan(slots=(30, 30), work=10, held=0, step=10):
+def plan(slots=(30, 30), work=10, held=0, step=10, boundary=0):
     works = work if isinstance(work, tuple) else (work,) * len(slots)
-    shards = tuple(Shard((i,), size, work, work) for i, (size, work) in enumerate(zip(slots, works, strict=True)))
+    shards = tuple(
+        Shard((i,), size, work, work, boundary) for i, (size, work) in enumerate(zip(slots, works, strict=True))
+    )
     return TrialPlan(False, shards, (), held, step)
 
 
@@ -665,15 +667,14 @@ RATES = ("fails", "interrupted", "lacks", "travels")
 
 @st.composite
 def workloads(draw):
-    budgets = draw(st.lists(st.integers(100, 200), min_size=1, max_size=4))
+    budgets = draw(st.lists(st.integers(100, 200), min_size=1, max_size=3))
     plans = []
-    for _ in range(draw(st.integers(1, 6))):
-        held, step, work = draw(st.integers(0, 20)), draw(st.integers(0, 30)), draw(st.integers(0, 20))
+    for _ in range(draw(st.integers(1, 8))):
+        held, step, work = draw(st.integers(0, 20)), draw(st.integers(0, 30)), draw(st.integers(0, 45))
         rest = min(budgets) - held - step - work
-        plans.append(
-            plan(draw(st.lists(st.integers(0, rest), min_size=1, max_size=5)), work=work, held=held, step=step)
-        )
-    rates = dict(zip(RATES, (draw(st.sampled_from([0.0, rate])) for rate in (0.02, 0.02, 0.1, 1.0)), strict=True))
+        slots = draw(st.lists(st.integers(0, rest), min_size=1, max_size=5))
+        plans.append(plan(slots, work=work, held=held, step=step, boundary=draw(st.integers(0, 10))))
+    rates = dict(zip(RATES, (draw(st.sampled_from([0.0, rate])) for rate in (0.02, 0.02, 0.1, 0.7)), strict=True))
     options = {
         "policy": draw(st.sampled_from(POLICIES)),
         "least_ahead_bytes": draw(st.sampled_from([None, 0, 20])),

@@ -19,7 +19,7 @@ from hydra_tune.fork import gate
 from hydra_tune.node import end_orphans
 from hydra_tune.optim import training_bytes
 from hydra_tune.pool import ShardPool, default_pool
-from hydra_tune.root import RootForward
+from hydra_tune.root import RootForward, refuse_unsupported
 from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
@@ -77,6 +77,7 @@ def prepare(
     def make(number: int, home: int, device: Device) -> Trial:
         return Trial(number, home, pool=chosen, device=device, name=name or context.name)
 
+    refuse_unsupported(model)
     with _binding:
         _refuse_shared(model)
     trial = chosen.add_trial(make, num_steps, training_bytes(model, optimizer), name or context.name)

@@ -183,6 +183,34 @@ def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
         assert pool.devices[0].used_bytes == 0
 
 
+def test_what_is_written_while_a_shard_is_copied_is_not_missed(monkeypatch):
+    """A forward may write into weights of blocks that come later, after the copy thread has read them."""
+    written, promote, x = [], CpuDevice.promote, torch.randn(4, WIDTH)
+    plain, model = Net(), Net()
+    model.load_state_dict(plain.state_dict())
+    weight = model.layers[4].up.weight
+
+    def slow(device, copies):
+        promote(device, copies)
+        read = any(0 <= weight.data_ptr() - host.data_ptr() < host.nbytes for _, host in copies)
+        if read and not written and threading.current_thread() is not threading.main_thread():
+            with torch.no_grad():
+                weight.mul_(0.5)
+            written.append(True)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+        step(model, pool).sum().backward()
+        model.zero_grad()
+        monkeypatch.setattr(CpuDevice, "promote", slow)
+        model(x).sum().backward()
+        hydra_tune.release(model)
+    with torch.no_grad():
+        plain.layers[4].up.weight.mul_(0.5)
+    plain(x).sum().backward()
+    assert written
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
 def test_a_copy_that_fails_is_made_again_by_its_task(monkeypatch):
     failed, promote = [], CpuDevice.promote
 

@@ -41,7 +41,7 @@ class Executor(Protocol):
 
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
 
-    def visit(self, block: Block, direction: Direction) -> AbstractContextManager[Visit]: ...
+    def visit(self, block: Block, direction: Direction, *, at_home: bool = False) -> AbstractContextManager[Visit]: ...
 
     def probe(self, call: BlockCall) -> bool: ...
 
@@ -217,13 +217,13 @@ class BlockCall:
         return True
 
     def _run_forward(self) -> tuple[torch.Tensor, ...]:
-        block, tensors = self.block, self.tensors
+        block = self.block
         self._note_buffers()
-        versions = versions_of(tensors)
         self._surroundings = Surroundings(block.modules)
         with self.trial.visit(block, Direction.FORWARD) as visit:
             weight_versions = versions_of(visit.leaves)
-            given = detached(tensors)
+            given = visit.brought(detached(self.tensors))
+            versions = versions_of(given)
             arguments = self.arguments(given)
             outputs = self._computed(visit, self.forward_unsaved, arguments)
             block.refuse_changed_weights(visit.leaves, weight_versions)
@@ -234,16 +234,16 @@ class BlockCall:
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if not self.measured and any(map(_has_hooks, block.parameters)):
                 self._cut_unused_edges(made, visit.leaves)
-            plain = [visit.copy.kept(alias_of(x)) for x in made]
-            changed = visit.copy.changed_buffers(block)
+            plain = visit.taken_home([visit.copy.kept(alias_of(x)) for x in made])
+            changed = visit.changed_buffers()
+            self.refuse_changed_inputs(given, versions)
             del made, given
-        self.refuse_changed_inputs(tensors, versions)
         self._versions = versions_of(block.parameters)
         if block.rewritten:
             with self.trial.residency.meter.paused():
                 self._rewritten = [p.detach().clone() for p in block.slot_parameters]
         self._made_like = [(x.shape, x.dtype) for x in plain]
-        self._write_back(changed)
+        self._write_back(visit, changed)
         return tuple(plain)
 
     def run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -258,7 +258,8 @@ class BlockCall:
 
     def _run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._note_buffers()
-        with self.trial.visit(self.block, Direction.FORWARD) as visit, torch.no_grad(), self.trial.measuring(self):
+        here = self.trial.visit(self.block, Direction.FORWARD, at_home=True)
+        with here as visit, torch.no_grad(), self.trial.measuring(self):
             weight_versions = versions_of(visit.leaves)
             outputs = self._computed(visit, self.block.forward, args, kwargs)
             self.block.refuse_changed_weights(visit.leaves, weight_versions)
@@ -268,8 +269,8 @@ class BlockCall:
                 outputs = map_tensors(visit.copy.kept, outputs)
             if self._may_change:
                 map_in_place(visit.copy.kept, [*args, *kwargs.values()])
-            changed = visit.copy.changed_buffers(self.block)
-        self._write_back(changed)
+            changed = visit.changed_buffers()
+        self._write_back(visit, changed)
         self._watch([*self.tensors, *made])
         return outputs
 
@@ -281,21 +282,21 @@ class BlockCall:
         except torch.OutOfMemoryError:
             raise
         except Exception:
-            self._write_back(visit.copy.changed_buffers(self.block))
+            self._write_back(visit, visit.changed_buffers())
             raise
 
     def _note_buffers(self) -> None:
         self._buffers = [(buffer, version_of(buffer)) for buffer in self.block.buffers()]
 
-    def _write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        """Buffers that the forward has changed, as `DeviceCopy.changed_buffers` tells them, to their host masters."""
+    def _write_back(self, visit: Visit, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Buffers that the forward has changed, as `Visit.changed_buffers` tells them, to their host masters."""
         if not changed:
             return
         self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
         for (i, value), (_, host, _) in zip(self._buffers_before, changed, strict=True):
             # a call in a graph that lives may have seen it too
             self.trial.residency.former_buffers[id(host), self._buffers[i][1]] = value
-        self.trial.residency.write_back(changed)
+        self.trial.residency.write_back(visit.device, changed)
 
     def _watch(self, known: Sequence[torch.Tensor]) -> None:
         """What shares memory and is changed in place later, plain PyTorch would change in both."""
@@ -346,7 +347,7 @@ class BlockCall:
             now = visit.copy.swap_buffers(self.block, buffers)
             try:
                 set_generator_states(generators, self._random_states)
-                inputs = [alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
+                inputs = visit.brought([alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)])
                 first_node = torch._C._autograd._get_sequence_nr()
                 with torch.enable_grad(), self._surroundings.restored(self.block.name):
                     made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
@@ -356,12 +357,13 @@ class BlockCall:
             self._refuse_other_outputs(made)
             if self._surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
-            grads = self._local_backward(inputs, made, wanted, grad_outputs, visit)
+            grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit)
             if now:  # by a checkpoint within the block, which repeats its forward in plain PyTorch too
-                self.trial.residency.write_back(visit.copy.changed_buffers(self.block))
+                self.trial.residency.write_back(visit.device, visit.changed_buffers())
             num_tensors, parameters = len(tensors), self.block.parameters
             masters = [*parameters, *(parameters[i] for i in self._recast)]
-            spilled = self.trial.residency.spill_gradients(self.block, masters, grads[num_tensors:])
+            spilled = self.trial.residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:])
+            grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
         return [g for source in grads for g in source]
 

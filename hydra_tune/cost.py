@@ -34,6 +34,7 @@ class CostModel:
     `h2d_bytes_per_s`   of one device's link, host to device
     `d2h_bytes_per_s`   of the same link the other way, at the same time
     `host_bytes_per_s`  of host memory, where optimizers step
+    `task_s`            seconds of a task beside its arithmetic, for each of its blocks
     `measured_on`       hardware and versions, or where the figures come from
     """
 
@@ -41,6 +42,7 @@ class CostModel:
     h2d_bytes_per_s: float = inf
     d2h_bytes_per_s: float = inf
     host_bytes_per_s: float = inf
+    task_s: float = 0.0
     measured_on: str = ""
 
     def __post_init__(self) -> None:
@@ -52,6 +54,8 @@ class CostModel:
                 )
         if self.flops_per_s == inf:
             raise ConfigError("flops_per_s is finite, got inf. Write what a device reaches, such as 1e14.")
+        if isinstance(self.task_s, bool) or not isinstance(self.task_s, (int, float)) or not 0 <= self.task_s < inf:
+            raise ConfigError(f"task_s is finite seconds of at least 0, got {self.task_s!r}. Leave it out for none.")
 
     def promote_s(self, num_bytes: float) -> float:
         return num_bytes / self.h2d_bytes_per_s
@@ -94,18 +98,20 @@ class CostModel:
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-_RATES = tuple(field.name for field in fields(CostModel) if field.name != "measured_on")
+_RATES = tuple(field.name for field in fields(CostModel) if field.name.endswith("_per_s"))
 
 
 @dataclass(frozen=True)
 class _Block:
-    """`multiplied` weights are computed with for each token; `trained` ones have gradients and moments."""
+    """`multiplied` weights are computed with for each token; `trained` ones have gradients and moments. Of so many
+    blocks together."""
 
     slot_bytes: int
     multiplied: int
     trained: int
     gradient_bytes: int
     activation_bytes: int
+    blocks: int = 1
 
     def __add__(self, other: _Block) -> _Block:
         return _Block(*map(add, astuple(self), astuple(other)))
@@ -121,7 +127,7 @@ class _Block:
         return 2 * self.slot_bytes + self.work_bytes
 
 
-_NOTHING = _Block(0, 0, 0, 0, 0)
+_NOTHING = _Block(0, 0, 0, 0, 0, 0)
 
 
 def transformer_trial(
@@ -184,10 +190,12 @@ def transformer_trial(
     boundary_bytes = tokens * width * weight_bytes
     cut = _cut(blocks, shards, memory, boundary_bytes)
     forward_s = [2 * shard.multiplied * tokens / cost.flops_per_s for shard in cut]
+    backward_s = [(2 if frozen else 3) * seconds for seconds in forward_s]
+    task_s = [cost.task_s * shard.blocks for shard in cut]
     return TrialWork(
         steps=steps,
-        forward_s=tuple(forward_s),
-        backward_s=tuple((2 if frozen else 3) * seconds for seconds in forward_s),
+        forward_s=tuple(map(add, forward_s, task_s)),
+        backward_s=tuple(map(add, backward_s, task_s)),
         shard_bytes=tuple(shard.slot_bytes for shard in cut),
         name=name,
         work_bytes=tuple(shard.work_bytes for shard in cut),

@@ -13,6 +13,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from hydra_tune.config import checks_enabled, format_bytes, parse_bytes
 from hydra_tune.errors import ConfigError
 from hydra_tune.meter import Meter
+from hydra_tune.transfer import copies_on
 
 logger = logging.getLogger("hydra_tune")
 POISON = 0xFF  # NaN in every float format, -1 in every signed integer
@@ -34,9 +36,12 @@ class Device(ABC):
 
     foreach_by_default = False  # does torch.optim choose `foreach` here by itself?
     slots_stay = False  # is a slot at the same offset the same memory?
+    takes_travellers = False  # may tasks of trials that are at home elsewhere run here?
+    link_bytes_per_s = inf
     least_ahead_bytes: int | None = None  # of a promotion that pays in a thread of its own, ahead of its task
 
-    def __init__(self, name: str, torch_device: torch.device, budget_bytes: int, *, enforce: bool) -> None:
+    def __init__(self, number: int, name: str, torch_device: torch.device, budget_bytes: int, *, enforce: bool) -> None:
+        self.number = number  # in its pool
         self.name = name
         self.torch_device = torch_device
         self.budget_bytes = budget_bytes
@@ -53,6 +58,10 @@ class Device(ABC):
     @abstractmethod
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy host tensors to device tensors, (to, from) each; later compute sees the copies done."""
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of another device's tensors, in all else as they are."""
+        return copies_on(self.torch_device, tensors)
 
     @abstractmethod
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -89,10 +98,12 @@ class CpuDevice(Device):
     """A virtual device in host memory. Freed slots are poisoned under ``HYDRA_TUNE_CHECKS=1``."""
 
     slots_stay = True
+    takes_travellers = True
+    link_bytes_per_s = 5e9  # as one core copies; decides only which ways are worth it
     least_ahead_bytes = 1 << 20  # a copy of 0.1 ms; to wake the thread takes about as long
 
-    def __init__(self, index: int, budget_bytes: int) -> None:
-        super().__init__(f"cpu:{index} (virtual)", torch.device("cpu"), budget_bytes, enforce=True)
+    def __init__(self, number: int, budget_bytes: int) -> None:
+        super().__init__(number, f"cpu:{number} (virtual)", torch.device("cpu"), budget_bytes, enforce=True)
         self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)
         self._poison = checks_enabled()
 
@@ -132,9 +143,9 @@ class CudaDevice(Device):
 
     foreach_by_default = True
 
-    def __init__(self, index: int, budget_bytes: int) -> None:
+    def __init__(self, number: int, index: int, budget_bytes: int) -> None:
         device = torch.device("cuda", index)
-        super().__init__(str(device), device, budget_bytes, enforce=False)
+        super().__init__(number, str(device), device, budget_bytes, enforce=False)
         self._h2d = torch.cuda.Stream(device)
         self._d2h = torch.cuda.Stream(device)
         self._pinned: set[int] = set()
@@ -221,7 +232,7 @@ def open_devices(devices: str | Sequence[str | torch.device], memory: int | str 
         raise ConfigError(f"memory has {len(budgets)} entries for {len(parsed)} devices. Give one, or one a device.")
     num_cpu = sum(d.type == "cpu" for d in parsed)
     opened: list[Device] = []
-    for index, (device, budget) in enumerate(zip(parsed, budgets, strict=True)):
+    for number, (device, budget) in enumerate(zip(parsed, budgets, strict=True)):
         most = _cuda_free_bytes(device) if device.type == "cuda" else host_free_bytes()
         if budget == "auto":
             budget_bytes = most - CUDA_MARGIN_BYTES if device.type == "cuda" else most // CPU_SHARE // num_cpu
@@ -233,7 +244,7 @@ def open_devices(devices: str | Sequence[str | torch.device], memory: int | str 
                 f'asked were {format_bytes(budget_bytes)}. Lower memory, or use memory="auto".'
             )
         opened.append(
-            CudaDevice(device.index, budget_bytes) if device.type == "cuda" else CpuDevice(index, budget_bytes)
+            CudaDevice(number, device.index, budget_bytes) if device.type == "cuda" else CpuDevice(number, budget_bytes)
         )
     return opened
 

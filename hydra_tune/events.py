@@ -1,7 +1,7 @@
 """What a trial tells the scheduler, and what the scheduler has it do. Plain data.
 
 trial  TrialAdded -> Place -> [PilotReady -> StartPilot -> PilotDone] -> PlanReady -> Admit -> ... -> TrialEnded
-step   StepReady -> Enter -> task -> task -> ... -> StepDone
+step   StepReady -> [Move] -> Enter -> task -> task -> ... -> StepDone
 task   TaskReady -> [Promote -> Promoted] -> Run -> Done (which may say what comes next)
 slot   Promote, perhaps ahead of its task -> Promoted -> Drop
 """
@@ -70,7 +70,10 @@ class StepDone:
 
 @dataclass(frozen=True)
 class TaskReady:
+    """With `at_home`, the task does not travel, though its trial may."""
+
     task: Task
+    at_home: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,13 @@ class Done:
 
     task: Task
     seconds: float = 0.0
-    then: Task | None = None
+    then: TaskReady | None = None
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The trial found less room at home than was reserved for it, as where memory is fragmented: what can go is to be
-    dropped, and for the rest of the step nothing is promoted while it computes."""
+    """The trial found less room where it is than was reserved for it, as where memory is fragmented: what can go is to
+    be dropped, and for the rest of the step nothing is promoted while it computes."""
 
     trial: int
 
@@ -168,11 +171,18 @@ class Admit:
 
 
 @dataclass(frozen=True)
-class Enter:
-    """The step begins, and `device` is its home."""
+class Move:
+    """`device` is the trial's home from here on, between two steps; what it holds moves along."""
 
     trial: int
     device: int
+
+
+@dataclass(frozen=True)
+class Enter:
+    """The step begins."""
+
+    trial: int
 
 
 @dataclass(frozen=True)
@@ -203,4 +213,4 @@ class Drop:
     num_bytes: int
 
 
-Instruction: TypeAlias = Place | StartPilot | Admit | Enter | Promote | Run | Drop
+Instruction: TypeAlias = Place | StartPilot | Admit | Move | Enter | Promote | Run | Drop

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ class Journal:
         self._others = _by_storage(others)
         self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # values of what was written, by storage
         self._read: dict[int, bool] = {}  # by storage: beside a tensor on the device?
+        self._around: dict[int, torch.UntypedStorage] = {}  # see `looking_around`
+        self.looked_around = False
         self._shared: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # see `watch`
         self.changed_shared: set[str] = set()  # those blocks of which something was written later
 
@@ -37,6 +40,7 @@ class Journal:
         """`inputs` are the tensors among the arguments; `on_device` says that the operator computes there."""
         for tensor in inputs:
             key = _key(tensor)
+            self.looked_around |= key in self._around
             if key in self._weights:
                 self._read[key] = on_device or self._read.get(key, False)
         schema = getattr(func, "_schema", None)
@@ -48,6 +52,18 @@ class Journal:
                 for written in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(written, torch.Tensor):
                         self._keep(_key(written))
+
+    @contextmanager
+    def looking_around(self, storages: Iterable[torch.UntypedStorage], given: Iterable[torch.Tensor]) -> Iterator[None]:
+        """`looked_around` tells afterwards whether an operator has had one of these storages among its inputs that was
+        not given to it."""
+        allowed = set(map(_key, given))
+        self._around = {s._cdata: s for s in storages if s._cdata not in allowed}
+        self.looked_around = False
+        try:
+            yield
+        finally:
+            self._around = {}
 
     def watch(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Note whether something writes into these inputs and outputs of a block, some of which share their memory;

@@ -23,7 +23,6 @@ from hydra_tune.errors import MixedDevicesError
 from hydra_tune.fork import gate
 from hydra_tune.journal import Journal
 
-VISITOR = -2  # owner of what a trial computes on another trial's device
 _COPIES_INTO = (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
 _COPY_TO = torch.ops.aten._to_copy
 
@@ -81,6 +80,10 @@ class Meter:
                 return
             if self.enforce and self.live_bytes + num_bytes > self.budget_bytes:
                 raise self._out_of_memory(num_bytes)
+            self._enter(key, storage, trial, num_bytes)
+
+    def _enter(self, key: int, storage: torch.UntypedStorage, trial: int, num_bytes: int) -> None:
+        if key not in self._storages:
             ref = weakref.ref(storage, lambda _: self._forget(key))
             _meters_of[key] = (*_meters_of.get(key, ()), self)
             self._storages[key] = (ref, trial, num_bytes)
@@ -140,6 +143,21 @@ class Meter:
             self._window_peak.pop(trial, None)
             self._trial_bytes.pop(trial, None)
 
+    def storages(self, trial: int) -> list[torch.UntypedStorage]:
+        """That live, of this trial."""
+        with _lock:
+            found = [ref() for ref, owner, _ in self._storages.values() if owner == trial]
+        return [storage for storage in found if storage is not None]
+
+    def hand_over(self, trial: int, to: Meter) -> None:
+        """The trial's storages are that device's from here on."""
+        with _lock:
+            for key, (ref, owner, num_bytes) in list(self._storages.items()):
+                storage = ref()
+                if owner == trial and storage is not None:
+                    self._remove(key)
+                    to._enter(key, storage, trial, num_bytes)
+
     def recount(self) -> None:
         """After a change that was interrupted halfway."""
         with _lock:
@@ -152,10 +170,11 @@ class Meter:
 
 
 class TrialMeter:
-    """One trial's view of its device's meter: where it stands, and whether operators are counted."""
+    """One trial's view of the meter of its home: where it stands, and whether operators are counted. `here` is the
+    meter of the device that the trial's visit is on."""
 
     def __init__(self, meter: Meter, trial: int, *, always: bool) -> None:
-        self.meter = meter
+        self.meter = self.here = meter
         self.trial = trial
         self.always = always  # the checks of HYDRA_TUNE_CHECKS
         self.counting = always
@@ -172,6 +191,7 @@ class TrialMeter:
 
     def reset(self) -> None:
         """After an interruption: idle."""
+        self.here = self.meter
         self.meter.recount()
         self.inside, self.watched, self.journal = 0, False, None
         self.counting, self._outside_start = self.always, None
@@ -188,13 +208,13 @@ class TrialMeter:
             return None
         found = [(t.dim(), meters) for t in inputs if (meters := _known(t))]
         if not found:
-            return self.meter if self.inside and not inputs else None
+            return self.here if self.inside and not inputs else None
         if packet is _COPY_TO:
-            return self.meter
+            return self.here
         sets = [meters for dim, meters in found if dim] or [found[0][1]]
         common = [meter for meter in sets[0] if all(meter in meters for meters in sets)]
         if common:
-            return self.meter if self.meter in common else common[0]
+            return self.here if self.here in common else common[0]
         if self.always:
             first = sets[0][0]
             second = next(meters for meters in sets if first not in meters)[0]
@@ -203,7 +223,7 @@ class TrialMeter:
                 f"{second.name}! (in {operator}, of trial {self.trial}) Give other trials numbers (.item(), "
                 ".tolist()), or copy a tensor into the trial that uses it (.to(device, copy=True))."
             )
-        return self.meter
+        return self.here
 
     def note(self, operator: Any, args: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> None:
         """Tell a pilot's journal of an operator that is to run."""
@@ -215,7 +235,7 @@ class TrialMeter:
     def observe(self, device: Meter | None, outputs: list[torch.Tensor]) -> None:
         """Count what an operator made there."""
         if device is not None:
-            device.add(self.trial if device is self.meter else VISITOR, outputs)
+            device.add(self.trial, outputs)
 
     @property
     def trial_bytes(self) -> int:
@@ -259,6 +279,11 @@ class TrialMeter:
         """Count tensors that arrived on the device by a copy, not by an operator."""
         for tensor in tensors:
             self.meter.add_copy(self.trial, tensor)
+
+    def move(self, to: Meter) -> None:
+        """The trial's home is another one, and so is that of all it has."""
+        self.meter.hand_over(self.trial, to)
+        self.meter = self.here = to
 
     def disown(self, tensor: torch.Tensor) -> None:
         """Count a tensor no longer that left the device without a copy."""

@@ -56,6 +56,7 @@ from hydra_tune.rewind import Rewind
 from hydra_tune.shard import BlockProfile
 from hydra_tune.snapshot import Snapshot
 from hydra_tune.spill import DeviceCopy
+from hydra_tune.transfer import copied_bytes
 from hydra_tune.tree import map_tensors, tensors_in
 
 OUTPUT_COPIES = 3  # what a loss makes of the model's outputs: log-probabilities, their gradient, one more
@@ -100,6 +101,7 @@ class Pilot:
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
     peak_bytes: int = 0
     written: Sequence[nn.Parameter] = ()  # weights that the forward itself writes into
+    _journal: Journal = field(default_factory=lambda: Journal(()))
     _copy: tuple[Block, DeviceCopy] | None = None
     _hooks_off: TensorHooksOff = field(default_factory=TensorHooksOff)
     _made: list[torch.Tensor] = field(default_factory=list)  # what the block under measurement made at first
@@ -175,7 +177,7 @@ class Pilot:
         has run as far as in plain PyTorch."""
         meter = self.residency.meter
         rewind = Rewind(self.model, (args, kwargs), meter, self.residency.device.generators())
-        journal = meter.journal = Journal(self.model.parameters(), rewind.tensors)
+        journal = meter.journal = self._journal = Journal(self.model.parameters(), rewind.tensors)
         is_of_model = False
         try:
             yield journal
@@ -285,7 +287,9 @@ class Pilot:
             raise DoesNotFitError(block, self.free_bytes - block.weight_bytes) from None
         self.residency.device.synchronize()
         seconds, boundary = time.perf_counter() - start, sum(map(storage_bytes, call.made))
-        self._note(block, BlockProfile(block.name, block.weight_bytes, used[0], 0, 0, boundary, seconds, visits=1))
+        self._note(
+            block, BlockProfile(block.name, block.weight_bytes, used[0], 0, 0, boundary, forward_s=seconds, visits=1)
+        )
 
     def _note(self, block: Block, profile: BlockProfile) -> None:
         known = self.profiles.get(block)
@@ -308,7 +312,7 @@ class Pilot:
                 given = Snapshot({"an object that it is given": call.objects}, self.model)
             try:
                 with random_state_kept(self.residency.device.generators()):
-                    forward_s, forward_work, boundary = self._forward(call, copy)
+                    forward_s, forward_work, boundary, carried = self._forward(call, copy)
                 with self.residency.meter.paused():
                     changes = list(given.changes())
                     given.restore()
@@ -324,13 +328,17 @@ class Pilot:
                 given.restore()
         refuse_changes(block, (*changes, *attributes.changes()), repeats=self._repeats)
         refuse_side_channel(block, leaves)
+        uses_home = call.shares_memory or block.held or block.borrowed or self._journal.looked_around
         return BlockProfile(
-            block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, forward_s, backward_s,
+            block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, carried,
+            bool(uses_home), forward_s, backward_s,
             visits=1 + any(t.requires_grad for t in (*call.tensors, *block.parameters)), reentrant=reentrant,
         )  # fmt: skip
 
-    def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int]:
-        with self.residency.inside(call.block, copy) as visit, self._measured() as used:
+    def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int, int]:
+        meter = self.residency.meter
+        around = self._journal.looking_around(meter.meter.storages(meter.trial), call.tensors)
+        with self.residency.inside(call.block, copy) as visit, self._measured() as used, around:
             weight_versions = versions_of(visit.leaves)
             versions, start = versions_of(call.tensors), time.perf_counter()
             given, draws, hooks = detached(call.tensors), draws_of_others(), hooks_of(call.block.modules)
@@ -354,9 +362,10 @@ class Pilot:
             seconds = time.perf_counter() - start
             made = tensors_in(outputs)
             boundary = sum(map(storage_bytes, made))
+            carried = max(copied_bytes(given), copied_bytes(made))
             with self.residency.meter.paused():
                 self._made = [x.detach().to("cpu", copy=True) for x in made]
-        return seconds, used[0], boundary
+        return seconds, used[0], boundary, carried
 
     def _backward(
         self, call: BlockCall, copy: DeviceCopy

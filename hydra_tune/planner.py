@@ -57,10 +57,12 @@ class Planned(Executor, Client, Protocol):
 
     name: str
     pool: ShardPool
-    device: Device
     meter: TrialMeter
     optimizer: torch.optim.Optimizer | None
     in_step: bool
+
+    @property
+    def device(self) -> Device: ...
 
     @property
     def model(self) -> nn.Module: ...

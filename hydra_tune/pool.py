@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
@@ -44,13 +44,16 @@ class Client(Protocol):
     """What the pool needs of a trial."""
 
     id: int
-    home: int
     mode: TrialMode | None
     ended: bool
 
-    def promote_shard(self, shard: int, offset: int, num_bytes: int, *, ahead: bool = False) -> None: ...
+    def promote_shard(
+        self, device: Device, shard: int, offset: int, num_bytes: int, *, ahead: bool = False
+    ) -> None: ...
 
-    def drop_shard(self, shard: int) -> None: ...
+    def drop_shard(self, device: Device, shard: int) -> None: ...
+
+    def move_home(self, device: Device) -> None: ...
 
     def summary(self) -> dict[str, Any]: ...
 
@@ -131,14 +134,16 @@ class ShardPool:
             order,
             host_bytes=host_bytes_for(host_memory, self._devices),
             least_ahead_bytes=_least_ahead_bytes(self._devices),
+            links_bytes_per_s=[device.link_bytes_per_s for device in self._devices],
         )
+        self._travels = all(device.takes_travellers for device in self._devices)
         self._lock = threading.RLock()
         self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
         self._granted: dict[int, deque[e.Instruction]] = {}
         self._wake: dict[int, threading.Condition] = {}
         self._copiers = [Copier(device.name, self.num_threads) for device in self._devices]
         self._idle: dict[int, tuple[float, str]] = {}  # devices that compute nothing: since when, and why
-        self._copying: dict[int, e.Promote] = {}  # ahead of their tasks, by trial
+        self._copying: Counter[int] = Counter()  # how many shards of a trial, ahead of their tasks
         self._ids = itertools.count()
         self._summaries: dict[int, dict[str, Any]] = {}
         self._abandoned: deque[int] = deque()  # collected with their models; only noted there, ended later
@@ -212,7 +217,7 @@ class ShardPool:
 
     def add_trial(
         self,
-        make: Callable[[int, int, Device], ClientT],
+        make: Callable[[int, Device], ClientT],
         total_steps: int | None = None,
         host_bytes: int = 0,
         name: str | None = None,
@@ -235,8 +240,8 @@ class ShardPool:
             self._granted[number] = deque()
             self._wake[number] = threading.Condition(self._lock)
             try:
-                home = self._await_place(e.TrialAdded(number, total_steps, host_bytes), name)
-                trial = self._trials[number] = make(number, home, self._devices[home])
+                home = self._await_place(e.TrialAdded(number, total_steps, host_bytes, self._travels), name)
+                trial = self._trials[number] = make(number, self._devices[home])
             except BaseException:
                 self._summaries.pop(number, None)
                 self._handle(e.TrialEnded(number))
@@ -296,29 +301,30 @@ class ShardPool:
         self.await_copies(trial)
         self._tell(e.Invalidated(trial.id))
 
-    def acquire(self, task: Task, after: tuple[Task, float] | None = None) -> float:
-        """Wait for the lease and the shard; when the task began, in seconds. `after` is the task that ends with
-        this, and when it began."""
-        trial = self._trials[task.trial]
+    def acquire(self, ready: e.TaskReady, after: tuple[Task, float] | None = None) -> tuple[float, Device]:
+        """Wait for the lease and the shard; when the task began, in seconds, and where. `after` is the task that ends
+        with this, and when it began."""
+        task, trial = ready.task, self._trials[ready.task.trial]
         try:
             with self._lock:
                 asked_s = self._trace.now_s()
                 if after is None:
                     self.check_open(trial)
-                    self._handle(e.TaskReady(task))
+                    self._handle(ready)
                 else:
-                    self._end_task(after[0], after[1], asked_s, task)
+                    self._end_task(after[0], after[1], asked_s, ready)
                     self.check_open(trial)
                 waits = not self._granted[task.trial]
                 granted = self._await(task.trial, (e.Promote, e.Run))
             if isinstance(granted, e.Promote):
                 promote_s = self._trace.now_s()
-                trial.promote_shard(task.shard, granted.offset, granted.num_bytes)
+                trial.promote_shard(self._devices[granted.device], task.shard, granted.offset, granted.num_bytes)
                 with self._lock:
-                    self._note("promote", task, promote_s, self._trace.now_s())
+                    self._note("promote", task, granted.device, promote_s, self._trace.now_s())
                     self._handle(e.Promoted(task, granted.device))
                     self._await(task.trial, (e.Run,))
-            return self._note_start(task, asked_s, waited=waits or isinstance(granted, e.Promote))
+            waited = waits or isinstance(granted, e.Promote)
+            return self._note_start(task, granted.device, asked_s, waited=waited), self._devices[granted.device]
         except BaseException:
             with self._lock:
                 if not self._handling:
@@ -330,26 +336,32 @@ class ShardPool:
         with self._lock:
             self._end_task(task, start_s, self._trace.now_s(), None)
 
-    def _end_task(self, task: Task, start_s: float, end_s: float, then: Task | None) -> None:
-        home = self._note("run", task, start_s, end_s)
+    def _end_task(self, task: Task, start_s: float, end_s: float, then: e.TaskReady | None) -> None:
+        device = self._device_of(task)
+        self._note("run", task, device, start_s, end_s)
         self._handle(e.Done(task, end_s - start_s, then))
-        if cause := self._machine.idle_cause(home):
-            self._idle[home] = end_s, cause
+        if cause := self._machine.idle_cause(device):
+            self._idle[device] = end_s, cause
 
-    def _note_start(self, task: Task, asked_s: float, *, waited: bool) -> float:
+    def _device_of(self, task: Task) -> int:
+        """That it runs on."""
+        device = self._machine.trials[task.trial].on
+        assert device is not None, f"{task} does not run"
+        return device
+
+    def _note_start(self, task: Task, device: int, asked_s: float, *, waited: bool) -> float:
         """Of a task, in seconds; and what it and its device have waited for until now."""
         with self._lock:
             start_s = self._trace.now_s()
             if waited:
-                self._note("wait", task, asked_s, start_s)
-            home = self._machine.trials[task.trial].home
-            since_s, cause = self._idle.pop(home, (start_s, ""))
+                self._note("wait", task, device, asked_s, start_s)
+            since_s, cause = self._idle.pop(device, (start_s, ""))
             if start_s > since_s:
-                self._trace.add(Span("stall", home, -1, -1, "", since_s, start_s, cause))
+                self._trace.add(Span("stall", device, -1, -1, "", since_s, start_s, cause))
             return start_s
 
     def drop_idle(self, trial: Client) -> None:
-        """All that can go from the trial's device, which has run out of memory."""
+        """All that can go from the device that the trial is on, which has run out of memory."""
         self._tell(e.OutOfMemory(trial.id))
 
     def repack(self, trial: Client, plan: TrialPlan) -> None:
@@ -360,12 +372,14 @@ class ShardPool:
     def slot_of(self, task: Task) -> tuple[int, int]:
         """Offset and bytes of its shard's slot; none for a shard whose weights are all held."""
         with self._lock:
-            home = self._machine.trials[task.trial].home
-            return self._machine.devices[home].ledger.slots.get((task.trial, task.shard), (0, 0))
+            ledger = self._machine.devices[self._device_of(task)].ledger
+            return ledger.slots.get((task.trial, task.shard), (0, 0))
 
     def end_trial(self, trial: Client) -> None:
         """Take back everything; the others go on."""
         self.await_copies(trial)
+        for device in self._devices:  # before others may have its bytes
+            device.meter.end_trial(trial.id)
         with self._lock:
             self.note_summary(trial)
             self._forget(trial.id)
@@ -390,9 +404,9 @@ class ShardPool:
         if self._handling and len(self._machine.trials) > 1:
             self.close()
 
-    def count(self, what: str, trial: int, home: int, num_bytes: int) -> None:
+    def count(self, what: str, trial: int, device: Device, num_bytes: int) -> None:
         with self._lock:
-            self._trace.count(what, home, trial, num_bytes)
+            self._trace.count(what, device.number, trial, num_bytes)
 
     def check_usable(self) -> None:
         if self._closed:
@@ -431,6 +445,9 @@ class ShardPool:
             if isinstance(instruction, e.Promote) and instruction.ahead:
                 self._promote_ahead(instruction)
                 continue
+            if isinstance(instruction, e.Move):
+                self._trials[instruction.trial].move_home(self._devices[instruction.device])
+                continue
             trial = instruction.task.trial if isinstance(instruction, (e.Promote, e.Run)) else instruction.trial
             self._granted[trial].append(instruction)
             self._wake[trial].notify_all()
@@ -439,19 +456,21 @@ class ShardPool:
     def _drop(self, drop: e.Drop) -> None:
         trial = self._trials.get(drop.trial)
         if trial is not None:
-            trial.drop_shard(drop.shard)
+            trial.drop_shard(self._devices[drop.device], drop.shard)
         self._devices[drop.device].free_slot(drop.offset, drop.num_bytes)
         self._trace.count("dropped_bytes", drop.device, drop.trial, drop.num_bytes)
 
     def _promote_ahead(self, promote: e.Promote) -> None:
-        self._copying[promote.task.trial] = promote
+        self._copying[promote.task.trial] += 1
         self._copiers[promote.device].submit(partial(_promote_ahead, weakref.ref(self), promote))
 
     def _has_arrived(self, promote: e.Promote, start_s: float) -> None:
         """Of a copy ahead of its task; one that failed is made again when the task runs."""
         with self._lock:
-            del self._copying[promote.task.trial]
-            self._note("promote", promote.task, start_s, self._trace.now_s())
+            self._copying[promote.task.trial] -= 1
+            if not self._copying[promote.task.trial]:
+                del self._copying[promote.task.trial]
+            self._note("promote", promote.task, promote.device, start_s, self._trace.now_s())
             self._wake[promote.task.trial].notify_all()
             self._handle(e.Promoted(promote.task, promote.device))
 
@@ -475,11 +494,8 @@ class ShardPool:
         assert isinstance(instruction, answers), (instruction, answers)
         return instruction
 
-    def _note(self, kind: str, task: Task, start_s: float, end_s: float) -> int:
-        """A span of a task; its trial's home."""
-        home = self._machine.trials[task.trial].home
-        self._trace.add(Span(kind, home, task.trial, task.shard, task.direction.value, start_s, end_s))
-        return home
+    def _note(self, kind: str, task: Task, device: int, start_s: float, end_s: float) -> None:
+        self._trace.add(Span(kind, device, task.trial, task.shard, task.direction.value, start_s, end_s))
 
     def end_abandoned(self) -> None:
         """Take back what trials held whose models were collected."""
@@ -517,7 +533,8 @@ def _promote_ahead(reference: weakref.ref[ShardPool], promote: e.Promote) -> Non
     start_s, trial = pool._trace.now_s(), pool._trials.get(promote.task.trial)
     try:
         if trial is not None and not trial.ended:
-            trial.promote_shard(promote.task.shard, promote.offset, promote.num_bytes, ahead=True)
+            device = pool._devices[promote.device]
+            trial.promote_shard(device, promote.task.shard, promote.offset, promote.num_bytes, ahead=True)
     except Exception as error:  # the trial's thread will meet it, too
         logger.debug("%s could not be promoted ahead: %s", promote.task, error)
     finally:

@@ -74,8 +74,8 @@ def prepare(
         logger.warning("%s is not in host memory; moving it there", type(model).__name__)
         model.to("cpu")
 
-    def make(number: int, home: int, device: Device) -> Trial:
-        return Trial(number, home, pool=chosen, device=device, name=name or context.name)
+    def make(number: int, home: Device) -> Trial:
+        return Trial(number, home, pool=chosen, name=name or context.name)
 
     refuse_unsupported(model)
     with _binding:

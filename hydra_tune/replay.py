@@ -101,7 +101,7 @@ class Replay:
             [spec.memory for spec in devices],
             policy,
             least_ahead_bytes=0 if double_buffering else None,
-            moves_worth=self._moves_worth,
+            links_bytes_per_s=[spec.link_bytes_per_s for spec in devices],
         )
         self.now_s = 0.0
         self.promoted_bytes = 0
@@ -113,7 +113,6 @@ class Replay:
         self._left = len(works)
         self._idle = set(range(len(devices)))
         self._optimizer_free_s = 0.0
-        self._slowest_link = min(spec.link_bytes_per_s for spec in devices)
 
     def run(self) -> None:
         """To the last trial's end, which `now_s` is then."""
@@ -133,10 +132,6 @@ class Replay:
         self._count += 1
         heappush(self._heap, (time_s, self._count, happen, arguments))
 
-    def _moves_worth(self, task: Task, num_bytes: int) -> bool:
-        """A move that takes longer than the task is not."""
-        return num_bytes / self._slowest_link <= self.trials[task.trial].work.task_s(task.direction, task.shard)
-
     # ---- what the machine orders ----
 
     def _tell(self, event: e.Event) -> None:
@@ -152,9 +147,10 @@ class Replay:
             elif isinstance(instruction, e.Place):
                 plan_ready = e.PlanReady(instruction.trial, self.trials[instruction.trial].plan)
                 self._at(self.now_s, self._tell, plan_ready)
-            else:
-                assert isinstance(instruction, e.Admit), f"nobody asked for {instruction}"
+            elif isinstance(instruction, e.Admit):
                 self._at(self.now_s, self._tell, e.StepReady(instruction.trial))
+            else:
+                assert isinstance(instruction, e.Move), f"nobody asked for {instruction}"
 
     def _promote(self, promote: e.Promote) -> None:
         task = promote.task
@@ -235,7 +231,7 @@ class Replay:
         trial, self.devices[number].copying = self.trials[task.trial], ""
         trial.at += 1
         if trial.at < len(trial.places):
-            self._tell(e.Done(task, seconds, Task(task.trial, task.step, *trial.places[trial.at])))
+            self._tell(e.Done(task, seconds, e.TaskReady(Task(task.trial, task.step, *trial.places[trial.at]))))
         else:
             self._tell(e.Done(task, seconds))
             self._step_done(task.trial)

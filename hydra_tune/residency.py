@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,18 +23,25 @@ SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a t
 
 
 class Residency:
-    """Moves a trial's bytes and counts them; `count` is given what moved (``"promoted_bytes"``) and how many."""
+    """Moves a trial's bytes and counts them; `count` is given what moved (``"promoted_bytes"``), to or from which
+    device, and how many."""
 
-    def __init__(self, device: Device, meter: TrialMeter, count: Callable[[str, int], None]) -> None:
-        self.device = device
+    def __init__(self, device: Device, meter: TrialMeter, count: Callable[[str, Device, int], None]) -> None:
+        self.device = device  # the trial's home
         self.meter = meter
-        self.copies: dict[int, DeviceCopy] = {}  # by shard
-        self._former: dict[tuple[int, int, int], DeviceCopy] = {}  # by shard, offset and bytes
+        self.copies: dict[tuple[int, int], DeviceCopy] = {}  # by the device's number and shard
+        self._former: dict[tuple[int, int, int, int], DeviceCopy] = {}  # by device, shard, offset and bytes
+        self._lock = Lock()  # of the former ones: two devices' threads may copy
         self._weights: HostWeights | None = None
         self._held: list[tuple[nn.Module, str]] = []
         self._count = count
         self.visit: Visit | None = None  # the one under way
         self.former_buffers: dict[tuple[int, int], torch.Tensor] = {}  # by buffer and version, for graphs that live
+
+    def move_home(self, to: Device) -> None:
+        """Between two steps. On virtual devices, bytes move by being counted elsewhere."""
+        self.device = to
+        self.meter.move(to.meter)
 
     @property
     def spilled(self) -> bool:
@@ -53,7 +61,7 @@ class Residency:
     def forget_copies(self) -> None:
         """After an interruption, perhaps of their making."""
         for copy in (*self.copies.values(), *self._former.values()):
-            self.device.meter.remove(copy.slot)
+            copy.device.meter.remove(copy.slot)
         self.copies.clear()
         self._former.clear()
 
@@ -62,69 +70,82 @@ class Residency:
         return Visit(self, block, copy)
 
     def promote(self, blocks: Sequence[Block], offset: int, num_bytes: int) -> DeviceCopy:
-        """In the trial's thread."""
+        """At home, in the trial's thread."""
         counting = self.meter.counting
         with self.meter.paused():
             copy = DeviceCopy(self.device, self.device.slot(offset, num_bytes), blocks, self._weights)
             self._fill(copy, counting=counting)
         return copy
 
-    def promote_shard(self, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
+    def promote_shard(self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
         """Into `copies`, in the trial's thread."""
         counting = self.meter.counting
         with self.meter.paused():
-            self._promote_shard(shard, blocks, offset, num_bytes, counting=counting)
+            self._promote_shard(device, shard, blocks, offset, num_bytes, counting=counting)
 
-    def promote_ahead(self, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
+    def promote_ahead(self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
         """Into `copies`, in a thread of the device's."""
         with copying():
-            self._promote_shard(shard, blocks, offset, num_bytes, counting=self.meter.always)
+            self._promote_shard(device, shard, blocks, offset, num_bytes, counting=self.meter.always)
 
     def _promote_shard(
-        self, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int, *, counting: bool
+        self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int, *, counting: bool
     ) -> None:
         """Where slots stay in place, the copy that was there before is filled again."""
-        place = (shard, offset, num_bytes)
+        place = (device.number, shard, offset, num_bytes)
         copy = self._former.get(place)
         if copy is None or not copy.is_of(blocks):
-            copy = DeviceCopy(self.device, self.device.slot(offset, num_bytes), blocks, self._weights)
-            if self.device.slots_stay:
-                self._former[place] = copy
-            if len(self._former) > MOST_FORMER:
-                del self._former[next(iter(self._former))]
+            copy = DeviceCopy(device, device.slot(offset, num_bytes), blocks, self._weights)
+            if device.slots_stay:
+                with self._lock:
+                    self._former[place] = copy
+                    if len(self._former) > MOST_FORMER:
+                        del self._former[next(iter(self._former))]
         self._fill(copy, counting=counting)
-        self.copies[shard] = copy
+        self.copies[device.number, shard] = copy
 
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
         copy.counted = counting
         if counting:
-            self.device.meter.add(SLOT_OWNER, [copy.slot])
+            copy.device.meter.add(SLOT_OWNER, [copy.slot])
         copy.fill()
-        self._count("promoted_bytes", copy.num_bytes)
+        self._count("promoted_bytes", copy.device, copy.num_bytes)
 
-    def drop_shard(self, shard: int) -> None:
-        copy = self.copies.pop(shard, None)
+    def drop_shard(self, device: Device, shard: int) -> None:
+        copy = self.copies.pop((device.number, shard), None)
         if copy is not None and copy.counted:
-            self.device.meter.remove(copy.slot)
+            copy.device.meter.remove(copy.slot)
 
     def refresh(self, copy: DeviceCopy, block: Block, *, forward: bool) -> None:
         """Copy anew what has changed on the host since it was copied."""
         stale = copy.stale(block, forward=forward)
         if stale:
             with self.meter.paused():
-                self.device.promote(stale)
+                copy.device.promote(stale)
 
-    def write_back(self, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        """Copy buffers that a forward has changed to their host masters."""
+    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies there of another device's tensors."""
+        with self.meter.paused():
+            copies = device.receive(tensors)
+        if self.meter.counting:
+            device.meter.add(self.meter.trial, copies)
+        return copies
+
+    def write_back(self, device: Device, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Copy buffers that a forward there has changed to their host masters."""
         if not changed:
             return
         with self.meter.paused():
             for _, host, slot in changed:
                 host.copy_(slot)
-        self._count("spilled_bytes", sum(tensor_bytes(host) for _, host, _ in changed))
+        self._count("spilled_bytes", device, sum(tensor_bytes(host) for _, host, _ in changed))
 
     def spill_gradients(
-        self, block: Block, masters: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor | None]]
+        self,
+        device: Device,
+        block: Block,
+        masters: Sequence[nn.Parameter],
+        grads: Sequence[Sequence[torch.Tensor | None]],
     ) -> list[list[torch.Tensor | None]]:
         """Fresh host tensors, laid out as their master, so that autograd can take them for `.grad` as they are.
 
@@ -133,8 +154,8 @@ class Residency:
         in_slot = set(block.slot_parameters)
         pairs = [(g, p) for p, row in zip(masters, grads, strict=True) for g in row if g is not None and p in in_slot]
         with self.meter.paused():
-            hosts = iter(self.device.to_host([g for g, _ in pairs], [p for _, p in pairs]))
-        self._count("spilled_bytes", sum(tensor_bytes(g) for g, _ in pairs))
+            hosts = iter(device.to_host([g for g, _ in pairs], [p for _, p in pairs]))
+        self._count("spilled_bytes", device, sum(tensor_bytes(g) for g, _ in pairs))
         return [
             [g if g is None or p not in in_slot else next(hosts) for g in row]
             for p, row in zip(masters, grads, strict=True)
@@ -178,7 +199,7 @@ class Residency:
                     tensor.grad = self.device.hold(tensor.grad)  # a virtual device's stays: it may be the user's view
             else:
                 tensor = module._buffers[name] = self.device.hold(tensor)
-        self._count("promoted_bytes", tensor_bytes(tensor))
+        self._count("promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor])
         return tensor
@@ -205,7 +226,7 @@ class Residency:
         self._move_state(optimizer)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._count("spilled_bytes", tensor_bytes(tensor))
+        self._count("spilled_bytes", self.device, tensor_bytes(tensor))
         return self.device.to_host([tensor], [tensor])[0]
 
     def _move_state(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -17,13 +17,15 @@ its next task at home.
 No starvation: admissions, steps and pilots are each served in the order in which they asked; a task goes first,
 whatever the policy, once its home has given `PATIENCE` tasks a trial to others since it was ready.
 
-Known slack: a step's reservation stays at home while its tasks travel; who moves is decided by bytes, not by seconds.
+Known slack: a step's reservation stays at home while its tasks travel; who moves home is decided by how many trials
+are at home where, not by seconds.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, get_args
 
 from hydra_tune.events import (
@@ -35,6 +37,7 @@ from hydra_tune.events import (
     Instruction,
     Interrupted,
     Invalidated,
+    Move,
     OutOfMemory,
     PilotDone,
     PilotReady,
@@ -68,8 +71,8 @@ class Machine:
     """All state is plain data; `handle` is the only way in, `validate` checks every invariant.
 
     `host_bytes` is what all trials together may have of host memory. A promotion of fewer than `least_ahead_bytes` is
-    left to the task's own time, none ahead is made where that is None. `moves_worth` says whether a task is to leave
-    its home for so many bytes to move; always, if None.
+    left to the task's own time, none ahead is made where that is None. `links_bytes_per_s` say how fast bytes get to
+    each device; infinitely fast, if they say nothing.
     """
 
     def __init__(
@@ -79,10 +82,12 @@ class Machine:
         *,
         host_bytes: int | None = None,
         least_ahead_bytes: int | None = 0,
-        moves_worth: Callable[[Task, int], bool] | None = None,
+        links_bytes_per_s: Sequence[float] = (),
     ) -> None:
         self.policy = policy or ShardedLRTF()
-        self.devices = [DeviceState(i, Ledger(budget)) for i, budget in enumerate(budgets_bytes)]
+        links = links_bytes_per_s or [inf] * len(budgets_bytes)
+        ledgers = map(Ledger, budgets_bytes)
+        self.devices = [DeviceState(i, *of) for i, of in enumerate(zip(ledgers, links, strict=True))]
         self.trials: dict[int, TrialState] = {}
         self.slots = Slots(self.trials, self.devices)
         self.ready = ReadyTasks(len(self.devices))
@@ -90,7 +95,6 @@ class Machine:
         self.host_bytes = host_bytes
         self.neighbours = Neighbours()
         self._least_ahead_bytes = least_ahead_bytes
-        self._moves_worth = moves_worth
         self._story: deque[tuple[Event, list[Instruction]]] = deque(maxlen=_STORY_EVENTS)
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -133,8 +137,7 @@ class Machine:
         awaits = trial in self.ready.of or any(e.trial == trial for e in (*home.admissions, *home.entries))
         if awaits or not home.ledger.is_sound or (running is not None and not on.started):
             return None
-        slots = frozenset(shard for owner, shard in home.ledger.slots if owner == trial)
-        return Standing(state.admitted, trial in home.ledger.steps, running, slots)
+        return Standing(state.admitted, trial in home.ledger.steps, running, frozenset(state.slots))
 
     def idle_cause(self, device: int) -> str:
         """Why this device computes nothing; empty where it does, or has no trial."""
@@ -237,7 +240,8 @@ class Machine:
         self._stop(number)
         if home.exclusive == number:
             home.exclusive = None
-        home.ledger.recount()
+        for index in freed:
+            self.devices[index].ledger.recount()
         home.ledger.forget(number)
         trial.lacks_room = False
         return self.slots.drop_all_of(number), freed
@@ -260,12 +264,14 @@ class Machine:
     def _on_StepReady(self, event: StepReady) -> list[Instruction]:
         trial, device = self.trials[event.trial], self._home(event.trial)
         assert trial.admitted and event.trial not in device.ledger.steps, self._impossible(event)
-        homes = {trial.home}
+        homes, moved = {trial.home}, list[Instruction]()
         if trial.travels and not event.alone:
             device = self._choose_home(event.trial)
-            homes.add(trial.home)
+            if trial.home not in homes:
+                homes.add(trial.home)
+                moved.append(Move(event.trial, trial.home))
         device.entries.append(event)
-        return self._advance_all(homes)
+        return [*moved, *self._advance_all(homes)]
 
     def _choose_home(self, number: int) -> DeviceState:
         """Another one, where that has fewer trials and room for this one now."""
@@ -304,21 +310,22 @@ class Machine:
 
     def _on_TaskReady(self, event: TaskReady) -> list[Instruction]:
         assert event.task.trial in self._home(event.task.trial).ledger.steps, self._impossible(event)
-        return self._wait(event.task) + self._grant_anywhere(event.task.trial)
+        self._wait(event)
+        return self._grant_anywhere(event.task.trial)
 
-    def _wait(self, task: Task) -> list[Instruction]:
-        """The task is ready: it stands in the queue, or where it is promised."""
-        trial = self.trials[task.trial]
+    def _wait(self, event: TaskReady) -> None:
+        """The task stands in the queue, or where it is promised."""
+        task, trial = event.task, self.trials[event.task.trial]
         rank = self.policy.rank(task, trial.progress)
+        trial.at_home = event.at_home
         if trial.on is not None:
             device = self.devices[trial.on]
             assert device.promised is not None and device.promised.trial == task.trial, self._impossible(task)
-            if device.promised == task:
+            if device.promised == task and (device.index == trial.home or not trial.at_home):
                 device.waiting = Waiting(task, rank, -1, trial.home, 0)
-                return []
+                return
             device.promised = trial.on = None  # the step has left its usual order
         self.ready.add(task, rank, trial.home)
-        return []
 
     def _grant_anywhere(self, number: int) -> list[Instruction]:
         """The trial's task, which has become ready, may go on where nothing runs."""
@@ -353,17 +360,19 @@ class Machine:
         if event.then is None:
             return self._advance(device)
         if self._nobody_waits(device) and trial.home == device.index:
-            return self._start(device, event.then)
-        waited = self._wait(event.then)
+            trial.at_home = event.then.at_home
+            return self._start(device, event.then.task)
+        self._wait(event.then)
         advanced = self._advance(device)
         elsewhere = self._grant_anywhere(task.trial) if self.task_state(task.trial) is not TaskState.RUNNING else []
-        return [*waited, *advanced, *elsewhere]
+        return [*advanced, *elsewhere]
 
     def _nobody_waits(self, device: DeviceState) -> bool:
         return not (self.ready.of or device.entries or device.admissions or device.promised)
 
     def _on_OutOfMemory(self, event: OutOfMemory) -> list[Instruction]:
-        trial, device = self.trials[event.trial], self._home(event.trial)
+        trial = self.trials[event.trial]
+        device = self.devices[trial.home if trial.on is None else trial.on]
         trial.lacks_room = True
         return self.slots.drop(device, self.slots.evictable(device))
 
@@ -469,7 +478,7 @@ class Machine:
                     break
                 entered += self.slots.make_room(device, plan.step_bytes)
                 device.ledger.enter_step(request.trial, plan.step_bytes)
-                entered.append(Enter(request.trial, device.index))
+                entered.append(Enter(request.trial))
             if alone:
                 device.exclusive = request.trial
             device.entries.pop(0)
@@ -525,20 +534,23 @@ class Machine:
         return best
 
     def _may_run(self, device: DeviceState, task: Task) -> bool:
-        """At home, always; elsewhere if it may travel, there is room, and the way is worth it."""
+        """At home, always; elsewhere if it may travel, there is room, and the way takes no longer than the task."""
         trial = self.trials[task.trial]
         if trial.home == device.index:
             return True
         if not trial.travels or device.exclusive is not None or self._plan(task.trial).resident:
             return False
         ledger, shard = device.ledger, self._shard(task)
+        if trial.at_home or shard.at_home:
+            return False
         there = (task.trial, task.shard) in ledger.slots
         needs = shard.slot_bytes + self._work_bytes(device, task)
         in_flight = sum(ledger.slots[key][1] for key in device.in_flight if key != (task.trial, task.shard))
         if ledger.held_bytes + ledger.step_bytes + needs + in_flight > ledger.budget_bytes:
             return False
         moved = 2 * shard.boundary_bytes + (0 if there else shard.slot_bytes)
-        return self._moves_worth is None or self._moves_worth(task, moved)
+        task_s = trial.its_plan().shards_s[task.shard][task.direction]
+        return moved <= task_s * device.link_bytes_per_s
 
     def _work_bytes(self, device: DeviceState, task: Task) -> int:
         """Away from home its inputs and outputs take room, too."""

@@ -81,6 +81,8 @@ class BlockProfile:
 
     `weight_bytes` is the slot it occupies (parameters and buffers, aligned); `saved_bytes` what plain
     autograd keeps of it between forward and backward; the work bytes are scratch beyond slot and inputs.
+    `carried_bytes` is the larger of what it takes and what it gives, copied to another device; `at_home` says that
+    it can be visited nowhere else, for it needs what its trial has there.
     `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called.
     """
 
@@ -90,6 +92,8 @@ class BlockProfile:
     backward_work_bytes: int = 0
     saved_bytes: int = 0
     boundary_bytes: int = 0
+    carried_bytes: int = 0
+    at_home: bool = False
     forward_s: float = 0.0
     backward_s: float = 0.0
     visits: int = 2
@@ -107,13 +111,14 @@ class BlockProfile:
 @dataclass(frozen=True)
 class Shard:
     """Consecutive blocks with one slot. Work is the largest of its blocks', which run one after another; the
-    boundary is the largest of what one of them takes or gives."""
+    boundary is the largest of what one of them takes or gives. `at_home` says that it can be nowhere else."""
 
     blocks: tuple[int, ...]
     slot_bytes: int
     forward_work_bytes: int
     backward_work_bytes: int
     boundary_bytes: int = 0
+    at_home: bool = False
 
     def work_bytes(self, direction: Direction) -> int:
         return self.forward_work_bytes if direction is Direction.FORWARD else self.backward_work_bytes
@@ -145,6 +150,17 @@ class TrialPlan:
     def task_bytes(self) -> int:
         """The most any one task needs beyond what the trial and its step hold."""
         return max((shard.slot_bytes + shard.work_bytes(d) for shard in self.shards for d in Direction), default=0)
+
+    @cached_property
+    def shards_s(self) -> tuple[dict[Direction, float], ...]:
+        """For each shard, what the pilot has measured of its blocks."""
+        return tuple(
+            {
+                Direction.FORWARD: sum(self.blocks[i].forward_s for i in shard.blocks),
+                Direction.BACKWARD: sum(self.blocks[i].backward_s for i in shard.blocks),
+            }
+            for shard in self.shards
+        )
 
     @cached_property
     def bytes_to_end(self) -> tuple[int, ...]:

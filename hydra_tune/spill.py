@@ -83,7 +83,7 @@ class DeviceCopy:
     """The weights of some blocks in one slot: leaves of the local graph, and buffers. `fill` copies the values."""
 
     def __init__(self, device: Device, slot: torch.Tensor, blocks: Sequence[Block], host: HostWeights | None) -> None:
-        self._device = device
+        self.device = device
         self.slot = slot
         self.blocks = blocks
         self.counted = False  # by the device's meter
@@ -125,7 +125,7 @@ class DeviceCopy:
                 self._copied[id(parameter)] = _state_of(parameter)
         for site, (_, host) in self._buffers.items():
             self._copied[site] = _state_of(host)
-        self._device.promote(self._copies)
+        self.device.promote(self._copies)
 
     def is_of(self, blocks: Sequence[Block]) -> bool:
         """Whether it may be filled again for these blocks: the host's tensors are where and what they were, and the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from hydra_tune.events import PilotReady, PlanReady, StepReady
 from hydra_tune.ledger import Ledger, SlotKey
@@ -29,7 +30,7 @@ class Standing:
     admitted: bool
     in_step: bool
     running: Task | None
-    slots: frozenset[int]  # shards
+    slots: frozenset[tuple[int, int]]  # (device, shard)
 
 
 @dataclass
@@ -41,6 +42,7 @@ class TrialState:
     plan: TrialPlan | None = None
     admitted: bool = False
     on: int | None = None  # the device that its task is running on, or promised to
+    at_home: bool = False  # the task that it has in flight does not travel
     lacks_room: bool = False  # it has run out of memory in this step
     slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard)
     visits: Visits = field(default_factory=Visits)
@@ -57,6 +59,7 @@ class TrialState:
 class DeviceState:
     index: int
     ledger: Ledger
+    link_bytes_per_s: float = inf
     admissions: list[PilotReady | PlanReady] = field(default_factory=list)
     entries: list[PilotReady | StepReady] = field(default_factory=list)
     running: Task | None = None

@@ -25,6 +25,7 @@ from hydra_tune.call import BlockCall, ResultT
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError, clear_frames
+from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import keep_again
@@ -47,13 +48,11 @@ logger = logging.getLogger("hydra_tune")
 class Trial:
     """Executes one prepared model. Used by one thread at a time; the pool's lock guards what is shared."""
 
-    def __init__(self, number: int, home: int, *, pool: ShardPool, device: Device, name: str | None) -> None:
+    def __init__(self, number: int, home: Device, *, pool: ShardPool, name: str | None) -> None:
         self.id = number
-        self.home = home
         self.pool = pool
-        self.device = device
         self.name = name or f"trial {number}"
-        self.meter = TrialMeter(device.meter, number, always=checks_enabled())
+        self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.mode: TrialMode | None = None  # the runner's, where there is one
         self.planner = Planner(self)
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -66,9 +65,10 @@ class Trial:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._warned = False
         self.residency = Residency(
-            device, self.meter, lambda what, num_bytes: pool.count(what, number, home, num_bytes)
+            home, self.meter, lambda what, device, num_bytes: pool.count(what, number, device, num_bytes)
         )
         self._task: Task | None = None
+        self._task_device = home  # of that task, or the one before
         self._task_start_s = 0.0
         self.in_step = False
         self._alone = False
@@ -78,6 +78,11 @@ class Trial:
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
         self._configs: list[Any] = []
+
+    @property
+    def device(self) -> Device:
+        """Its home."""
+        return self.residency.device
 
     @property
     def plan(self) -> TrialPlan | None:
@@ -121,7 +126,6 @@ class Trial:
             self._leave_device()
         finally:  # last: from here on others may have its bytes
             torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
-            self.device.meter.end_trial(self.id)
             self.pool.end_trial(self)
             self._plain = True
             if self.has_model:  # so far `release` may be called again, should it be interrupted
@@ -221,8 +225,9 @@ class Trial:
         standing = self.pool.standing(self)
         if standing is None or self.plan is None:
             return standing is not None
-        with_slot = {n for n, shard in enumerate(self.plan.shards) if shard.slot_bytes}
-        return standing.admitted and standing.slots == with_slot.intersection(residency.copies)
+        shards = self.plan.shards
+        in_slots = {(device, shard) for device, shard in residency.copies if shards[shard].slot_bytes}
+        return standing.admitted and standing.slots == in_slots
 
     def _agrees(self) -> bool:
         """Whether the pool believes the same of the step and the lease."""
@@ -457,14 +462,14 @@ class Trial:
             self.leave_after_error()
             raise BudgetError(
                 f"block {block.name} of {self.name} ran out of memory, again when all that could go from "
-                f"{self.device.name} had gone, and again in a shard of its own: {error} Its first batch needed less. "
-                "Raise ShardPool(memory=...), or lower the batch size."
+                f"{self._task_device.name} had gone, and again in a shard of its own: {error} Its first batch needed "
+                "less. Raise ShardPool(memory=...), or lower the batch size."
             ) from None
 
     def _drop_others(self, block: Block) -> None:
         logger.warning("%s: block %s ran out of memory; all other shards are dropped", self.name, block.name)
-        if self._task is not None:
-            self.residency.drop_shard(self._task.shard)  # the failed forward may have changed its buffers
+        if self._task is not None:  # the failed forward may have changed its buffers
+            self.residency.drop_shard(self._task_device, self._task.shard)
         self._free_all_idle()
 
     def _repack(self, block: Block) -> None:
@@ -476,30 +481,32 @@ class Trial:
     def _free_all_idle(self) -> None:
         self.pool.drop_idle(self)
         gc.collect()
-        self.device.free_cache()
+        self._task_device.free_cache()
 
-    def visit(self, block: Block, direction: Direction) -> LeasedVisit:
-        return LeasedVisit(self, block, direction)
+    def visit(self, block: Block, direction: Direction, *, at_home: bool = False) -> LeasedVisit:
+        return LeasedVisit(self, block, direction, at_home=at_home)
 
-    def take_lease(self, block: Block, direction: Direction) -> DeviceCopy:
+    def take_lease(self, block: Block, direction: Direction, *, at_home: bool) -> DeviceCopy:
         """Be where the block is; its copy there."""
         if self.planner.pilot is not None:
             return self.planner.pilot.copy_of(block)
-        copy: DeviceCopy = self._go_to(self.planner.shard_of(block), direction)
+        copy: DeviceCopy = self._go_to(self.planner.shard_of(block), direction, at_home=at_home)
         return copy
 
-    def _go_to(self, shard: int, direction: Direction) -> Any:
+    def _go_to(self, shard: int, direction: Direction, *, at_home: bool = False) -> Any:
         task = Task(self.id, self.step, shard, direction)
-        if self._task != task:
+        if self._task != task or (at_home and self._task_device is not self.device):
             if self._alone or self.planner.failed_pilot_bytes is not None:
                 self.leave()
             ended, self._task = self._task, None
-            self._task_start_s = self.pool.acquire(task, (ended, self._task_start_s) if ended else None)
+            after = (ended, self._task_start_s) if ended else None
+            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, at_home), after)
             self._task = task
         assert self.plan is not None
-        if not self.plan.resident and shard not in self.residency.copies:
-            self.promote_shard(shard, *self.pool.slot_of(task))  # not promoted yet, for it needs no slot or that failed
-        return self.residency.copies.get(shard)
+        device = self._task_device
+        if not self.plan.resident and (device.number, shard) not in self.residency.copies:
+            self.promote_shard(device, shard, *self.pool.slot_of(task))  # it needs no slot, or that failed
+        return self.residency.copies.get((device.number, shard))
 
     def leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease. And an
@@ -518,16 +525,20 @@ class Trial:
             self.pool.end_pilot(self, self.planner.failed_pilot_bytes)
             self.planner.failed_pilot_bytes = None
 
-    def promote_shard(self, shard: int, offset: int, num_bytes: int, *, ahead: bool = False) -> None:
+    def promote_shard(self, device: Device, shard: int, offset: int, num_bytes: int, *, ahead: bool = False) -> None:
         """Carry out the scheduler's `Promote`, in this trial's thread; with `ahead`, in a device's."""
         assert self.plan is not None
         blocks = [self.planner.blocks[i] for i in self.plan.shards[shard].blocks]
         promote = self.residency.promote_ahead if ahead else self.residency.promote_shard
-        promote(shard, blocks, offset, num_bytes)
+        promote(device, shard, blocks, offset, num_bytes)
 
-    def drop_shard(self, shard: int) -> None:
+    def drop_shard(self, device: Device, shard: int) -> None:
         """Carry out the scheduler's `Drop`, in any thread."""
-        self.residency.drop_shard(shard)
+        self.residency.drop_shard(device, shard)
+
+    def move_home(self, device: Device) -> None:
+        """Carry out the scheduler's `Move`."""
+        self.residency.move_home(device)
 
     def counted(self) -> Counted:
         """Count operators on the device, where anything counts them: in pilots and under checks."""
@@ -539,17 +550,19 @@ class LeasedVisit:
     after, for the next block of the same shard. No generator: one that is interrupted while it is entered or left
     cleans up when the exception is forgotten, too late for who saves the model in between."""
 
-    __slots__ = ("_block", "_counted", "_direction", "_trial", "_visit")
+    __slots__ = ("_at_home", "_block", "_counted", "_direction", "_trial", "_visit")
 
-    def __init__(self, trial: Trial, block: Block, direction: Direction) -> None:
+    def __init__(self, trial: Trial, block: Block, direction: Direction, *, at_home: bool) -> None:
         self._trial = trial
         self._block = block
         self._direction = direction
+        self._at_home = at_home
 
     def __enter__(self) -> Visit:
         trial, block = self._trial, self._block
-        copy = trial.take_lease(block, self._direction)
+        copy = trial.take_lease(block, self._direction, at_home=self._at_home)
         trial.meter.outside_ends()
+        trial.meter.here = copy.device.meter
         self._counted, self._visit = trial.counted(), trial.residency.inside(block, copy)
         try:
             trial.residency.refresh(copy, block, forward=self._direction is Direction.FORWARD)
@@ -574,12 +587,17 @@ class LeasedVisit:
             self._trial.residency.close_visits()  # the lease stays: it may run again
         elif error[0] is not None:
             self._end_in_error()
-        self._trial.meter.outside_starts()
+        self._leave_place()
 
     def _end_in_error(self) -> None:
         self._trial.residency.close_visits()
         self._trial.leave_after_error()
-        self._trial.meter.outside_starts()
+        self._leave_place()
+
+    def _leave_place(self) -> None:
+        meter = self._trial.meter
+        meter.here = meter.meter
+        meter.outside_starts()
 
 
 def _has_graph(reference: weakref.ref[ForwardPass]) -> bool:

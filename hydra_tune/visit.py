@@ -1,20 +1,30 @@
-"""A visit to a block: its module reaches the device copies of its weights under its own names."""
+"""A visit to a block: its module reaches the device copies of its weights under its own names. Away from the trial's
+home, what the block is given comes along, and what it makes is taken home."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from hydra_tune.block import Block, leaf_like
+from hydra_tune.device import Device
+from hydra_tune.meter import TrialMeter
 from hydra_tune.spill import DeviceCopy
+
+OptionalT = TypeVar("OptionalT", torch.Tensor, torch.Tensor | None)
 
 
 class Visited(Protocol):
     """Who must know that a visit is under way."""
 
+    device: Device
+    meter: TrialMeter
     visit: Visit | None
+
+    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
 
 class Visit:
@@ -25,6 +35,39 @@ class Visit:
         self.copy = copy
         self.leaves: list[nn.Parameter] = []
         self._residency = residency
+
+    @property
+    def device(self) -> Device:
+        return self.copy.device
+
+    @property
+    def is_away(self) -> bool:
+        return self.copy.device is not self._residency.device
+
+    def brought(self, tensors: Sequence[OptionalT]) -> list[OptionalT]:
+        """From home, where the visit is; leaves of a graph of their own, if the given ones are."""
+        return self._carried(self.device, tensors)
+
+    def taken_home(self, tensors: Sequence[OptionalT]) -> list[OptionalT]:
+        return self._carried(self._residency.device, tensors)
+
+    def _carried(self, to: Device, tensors: Sequence[OptionalT]) -> list[OptionalT]:
+        if not self.is_away:
+            return list(tensors)
+        given: list[torch.Tensor] = [t for t in tensors if t is not None]
+        copies = self._residency.received(to, given)
+        for copy, tensor in zip(copies, given, strict=True):
+            copy.requires_grad_(tensor.requires_grad)
+            copy.__dict__.update(tensor.__dict__)
+        arrived: Iterator[Any] = iter(copies)
+        return [None if t is None else next(arrived) for t in tensors]
+
+    def changed_buffers(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(site, host, device) of each buffer that the forward has changed."""
+        if not self.block.buffer_sites:
+            return []
+        with self._residency.meter.paused():
+            return self.copy.changed_buffers(self.block)
 
     def __enter__(self) -> Visit:
         block, copy = self.block, self.copy

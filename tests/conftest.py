@@ -11,6 +11,7 @@ import torch
 
 from hydra_tune.device import CpuDevice
 from hydra_tune.pool import ShardPool
+from hydra_tune.schedule import Machine
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +41,30 @@ def pools(monkeypatch):
             if device.name.startswith("cpu"):
                 assert device.measured_peak_bytes <= device.budget_bytes, device
         pool.close()
+
+
+@pytest.fixture
+def restless(monkeypatch):
+    """Each task that may run away from its trial's home does; those that did."""
+    away = []
+    grant_anywhere, acquire = Machine._grant_anywhere, ShardPool.acquire
+
+    def grant_elsewhere(machine, number):
+        waiting = machine.ready.of.get(number)
+        for device in machine.devices if waiting is not None else ():
+            elsewhere = device.index != waiting.home and device.running is None
+            if elsewhere and machine._may_run(device, waiting.task):
+                return machine._start(device, waiting.task)
+        return grant_anywhere(machine, number)
+
+    def noted(pool, ready, after=None):
+        start_s, device = acquire(pool, ready, after)
+        if device is not pool._trials[ready.task.trial].device:
+            away.append(ready.task)
+        return start_s, device
+
+    monkeypatch.setattr(Machine, "_grant_anywhere", grant_elsewhere)
+    monkeypatch.setattr(Machine, "_nobody_waits", lambda *_: False)
+    monkeypatch.setattr(CpuDevice, "link_bytes_per_s", float("inf"))
+    monkeypatch.setattr(ShardPool, "acquire", noted)
+    return away

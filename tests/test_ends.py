@@ -188,13 +188,13 @@ def test_others_get_a_trials_room_only_once_it_is_empty(way, where, monkeypatch)
 
     Where a module's hook raises, PyTorch keeps the module's output in a closure for as long as the exception lives.
     """
-    left, original = [], hydra_tune.ShardPool.end_trial
+    left, original = [], hydra_tune.ShardPool._forget
 
-    def end_trial(pool, trial):
+    def forget(pool, number):
         left.append((pool._devices[0].meter.live_bytes, len(alive(seen["activations"]))))
-        original(pool, trial)
+        original(pool, number)
 
-    monkeypatch.setattr(hydra_tune.ShardPool, "end_trial", end_trial)
+    monkeypatch.setattr(hydra_tune.ShardPool, "_forget", forget)
     seen = defaultdict(list)
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(

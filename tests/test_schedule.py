@@ -17,6 +17,7 @@ from hydra_tune.events import (
     Failed,
     Interrupted,
     Invalidated,
+    Move,
     OutOfMemory,
     PilotDone,
     PilotReady,
@@ -37,16 +38,18 @@ from hydra_tune.events import (
 from hydra_tune.policy import BestFirst, FairShare, Fifo, RungSynchronous, ShardedLRTF, Shuffled, policy_named
 from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.schedule import PATIENCE, Machine
-from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
+from hydra_tune.shard import BlockProfile, Direction, Shard, ShardState, Task, TrialPlan
 from hydra_tune.state import Standing, TaskState
 
 
-def plan(slots=(30, 30), work=10, held=0, step=10, boundary=0):
+def plan(slots=(30, 30), work=10, held=0, step=10, boundary=0, at_home=()):
     works = work if isinstance(work, tuple) else (work,) * len(slots)
     shards = tuple(
-        Shard((i,), size, work, work, boundary) for i, (size, work) in enumerate(zip(slots, works, strict=True))
+        Shard((i,), size, work, work, boundary, at_home=i in at_home)
+        for i, (size, work) in enumerate(zip(slots, works, strict=True))
     )
-    return TrialPlan(False, shards, (), held, step)
+    blocks = tuple(BlockProfile(f"{i}", size, forward_s=1.0, backward_s=2.0) for i, size in enumerate(slots))
+    return TrialPlan(False, shards, blocks, held, step)
 
 
 def task(trial, shard, direction=Direction.FORWARD, step=1):
@@ -71,7 +74,7 @@ def test_one_trial_alone(machine):
     assert machine.handle(PilotReady(0)) == [StartPilot(0, 100)]
     assert machine.handle(PilotDone(0, 40)) == []
     assert machine.handle(PlanReady(0, plan())) == [Admit(0)]
-    assert machine.handle(StepReady(0)) == [Enter(0, 0)]
+    assert machine.handle(StepReady(0)) == [Enter(0)]
     first, second = task(0, 0), task(0, 1)
     assert machine.handle(TaskReady(first)) == [Promote(first, 0, 0, 30)]
     assert machine.shard_state(0, 0) is ShardState.IN_FLIGHT
@@ -158,9 +161,9 @@ def test_a_place_that_another_trial_has_is_not_taken_from_it(machine):
 
 def test_a_step_waits_until_its_largest_task_fits_beside_the_others(machine):
     admitted(machine, 0, 1, step=35)  # 35 + 35 + 30 + 10 > 100
-    assert machine.handle(StepReady(0)) == [Enter(0, 0)]
+    assert machine.handle(StepReady(0)) == [Enter(0)]
     assert machine.handle(StepReady(1)) == []
-    assert machine.handle(StepDone(0)) == [Enter(1, 0)]
+    assert machine.handle(StepDone(0)) == [Enter(1)]
 
 
 def test_a_trial_waits_for_admission_until_every_step_would_fit(machine):
@@ -174,7 +177,7 @@ def test_two_trials_whose_steps_grow_beyond_the_room_beside_each_other_take_turn
     admitted(machine, 0, 1, held=20)
     assert machine.handle(PlanReady(0, plan(held=20, step=25))) == [], "20 + 20 + 25 + 30 + 10 > 100"
     assert machine.handle(PlanReady(1, plan(held=20, step=25))) == [Admit(1)]
-    assert machine.handle(StepReady(1)) == [Enter(1, 0)]
+    assert machine.handle(StepReady(1)) == [Enter(1)]
     assert machine.handle(TrialEnded(1)) == [Admit(0)]
 
 
@@ -188,7 +191,7 @@ def test_a_pilot_has_the_device_to_itself(machine):
     machine.handle(Done(task(0, 0)))
     assert machine.handle(StepDone(0)) == [Drop(0, 0, 0, 0, 30), StartPilot(1, 80)]
     assert machine.handle(StepReady(0)) == [], "the pilot comes first"
-    assert machine.handle(PilotDone(1, 50)) == [Enter(0, 0)]
+    assert machine.handle(PilotDone(1, 50)) == [Enter(0)]
     assert machine.devices[0].ledger.peak_bytes == 70
 
 
@@ -201,9 +204,9 @@ def test_a_pilot_that_needs_all_waits_for_what_others_hold(machine):
 
 def test_a_step_that_is_not_measured_yet_runs_alone(machine):
     admitted(machine, 0, 1)
-    assert machine.handle(StepReady(0, alone=True)) == [Enter(0, 0)]
+    assert machine.handle(StepReady(0, alone=True)) == [Enter(0)]
     assert machine.handle(StepReady(1)) == []
-    assert machine.handle(StepDone(0)) == [Enter(1, 0)]
+    assert machine.handle(StepDone(0)) == [Enter(1)]
 
 
 def test_trials_go_to_the_device_with_fewest():
@@ -241,11 +244,11 @@ def test_an_interrupted_trial_is_admitted_anew(machine):
         machine.handle(TaskReady(task(trial, 0)))
     assert machine.standing(0) is None, "its shard is on its way"
     assert machine.handle(Promoted(a, 0)) == [Run(a, 0)]
-    assert machine.standing(0) == Standing(admitted=True, in_step=True, running=a, slots=frozenset({0}))
+    assert machine.standing(0) == Standing(admitted=True, in_step=True, running=a, slots=frozenset({(0, 0)}))
     assert machine.handle(Interrupted(0)) == [Drop(0, 0, 0, 0, 30), Promote(b, 0, 0, 30)]
     assert machine.standing(0) == Standing(admitted=False, in_step=False, running=None, slots=frozenset())
     assert machine.handle(PlanReady(0, plan())) == [Admit(0)]
-    assert machine.handle(StepReady(0)) == [Enter(0, 0)]
+    assert machine.handle(StepReady(0)) == [Enter(0)]
 
 
 def test_an_interruption_within_an_event_leaves_sums_that_are_counted_anew(machine):
@@ -282,7 +285,7 @@ def looking_ahead(*trials, budget=100, devices=1, policy=None, **options):
         machine.handle(StepDone(trial))
         machine.handle(Invalidated(trial))
     for trial in trials:
-        assert Enter(trial, machine.trials[trial].home) in machine.handle(StepReady(trial))
+        assert Enter(trial) in machine.handle(StepReady(trial))
     return machine
 
 
@@ -293,7 +296,7 @@ def test_while_a_task_computes_the_shard_of_the_next_is_promoted():
     assert machine.handle(Promoted(first, 0)) == [Run(first, 0), Promote(second, 0, 40, 40, ahead=True)]
     assert (machine.shard_state(0, 0), machine.shard_state(0, 1)) == (ShardState.RESIDENT, ShardState.IN_FLIGHT)
     assert machine.handle(Promoted(second, 0)) == []
-    assert machine.handle(Done(first, 1.0, then=second)) == [Run(second, 0)]
+    assert machine.handle(Done(first, 1.0, TaskReady(second))) == [Run(second, 0)]
     machine.validate()
 
 
@@ -302,7 +305,7 @@ def test_a_task_whose_shard_is_on_its_way_runs_when_it_has_arrived():
     first, second = task(0, 0, step=2), task(0, 1, step=2)
     machine.handle(TaskReady(first))
     machine.handle(Promoted(first, 0))
-    assert machine.handle(Done(first, 1.0, then=second)) == []
+    assert machine.handle(Done(first, 1.0, TaskReady(second))) == []
     assert machine.task_state(0) is TaskState.RUNNING and machine.idle_cause(0) == "promotion"
     assert machine.handle(Promoted(second, 0)) == [Run(second, 0)]
     machine.validate()
@@ -326,7 +329,7 @@ def test_a_promise_that_proves_wrong_does_no_harm():
     first, second, other = (task(0, shard, step=2) for shard in (0, 1, 2))
     machine.handle(TaskReady(first))
     assert machine.handle(Promoted(first, 0)) == [Run(first, 0), Promote(second, 0, 25, 25, ahead=True)]
-    assert machine.handle(Done(first, 1.0, then=other)) == [Promote(other, 0, 50, 25)]
+    assert machine.handle(Done(first, 1.0, TaskReady(other))) == [Promote(other, 0, 50, 25)]
     assert machine.handle(Promoted(second, 0)) == [], "it stays, as long as there is room"
     assert machine.handle(Promoted(other, 0)) == [Run(other, 0)], "what comes next is not known now"
     machine.validate()
@@ -351,9 +354,9 @@ def test_nothing_that_is_to_stay_makes_way_for_a_promise():
     machine.handle(TaskReady(task(0, 0, step=2)))
     assert machine.handle(Promoted(task(0, 0, step=2), 0))[1:] == [Promote(task(0, 1, step=2), 0, 0, 30, ahead=True)]
     machine.handle(Promoted(task(0, 1, step=2), 0))
-    running = machine.handle(Done(task(0, 0, step=2), 1.0, then=task(0, 1, step=2)))
+    running = machine.handle(Done(task(0, 0, step=2), 1.0, TaskReady(task(0, 1, step=2))))
     assert running == [Drop(0, 0, 0, 60, 40), Run(task(0, 1, step=2), 0)]
-    assert machine.handle(Done(task(0, 1, step=2), 1.0, then=task(0, 2, step=2))) == [
+    assert machine.handle(Done(task(0, 1, step=2), 1.0, TaskReady(task(0, 2, step=2)))) == [
         Promote(task(0, 2, step=2), 0, 30, 35)
     ]
     machine.validate()
@@ -466,6 +469,67 @@ def test_a_task_that_may_not_travel_waits_for_its_home():
     machine.validate()
 
 
+def three_on_two_devices(its_plan, **options):
+    """Each has a ready step; the first device is home to trials 0 and 2, and runs a task of the former."""
+    machine = Machine([100, 100], Fifo(), least_ahead_bytes=None, **options)
+    for trial in (0, 1, 2):
+        machine.handle(TrialAdded(trial, travels=True))
+        machine.handle(PlanReady(trial, its_plan))
+        machine.handle(StepReady(trial))
+    machine.handle(TaskReady(task(0, 0)))
+    return machine
+
+
+def test_a_task_that_says_so_runs_at_home_though_its_trial_travels():
+    machine = three_on_two_devices(plan())
+    assert machine.handle(TaskReady(task(2, 0), at_home=True)) == []
+    machine.handle(Promoted(task(0, 0), 0))
+    assert machine.handle(Done(task(0, 0), 1.0)) == [Promote(task(2, 0), 0, 70, 30)]
+    machine.validate()
+
+
+def test_a_shard_that_needs_what_is_held_runs_at_home():
+    machine = three_on_two_devices(plan(at_home=(0,)))
+    assert machine.handle(TaskReady(task(2, 0))) == []
+    assert machine.handle(TaskReady(task(1, 0))) == [Promote(task(1, 0), 1, 0, 30)], "this is its home"
+    machine.validate()
+
+
+@pytest.mark.parametrize(("bytes_per_s", "goes"), [(50, True), (49, False)])
+def test_a_task_goes_where_the_way_takes_no_longer_than_itself(bytes_per_s, goes):
+    machine = three_on_two_devices(plan(boundary=10), links_bytes_per_s=[inf, bytes_per_s])
+    travelled = [Promote(task(2, 0), 1, 0, 30)] if goes else []
+    assert machine.handle(TaskReady(task(2, 0))) == travelled, "a second to compute, and 30 + 10 + 10 bytes to move"
+    machine.validate()
+
+
+def test_what_was_promised_abroad_returns_if_its_task_is_to_run_at_home():
+    """Trial 2's last step made its second visit where the first was; in this one that visit stays at home."""
+    machine = Machine([100, 100], Fifo(), least_ahead_bytes=0)
+    for trial in (0, 1, 2):
+        machine.handle(TrialAdded(trial, travels=True))
+        machine.handle(PlanReady(trial, plan()))
+    first, second = task(2, 0), task(2, 1)
+    machine.handle(StepReady(2))
+    for now in (first, second):
+        machine.handle(TaskReady(now))
+        machine.handle(Promoted(now, 0))
+        machine.handle(Done(now, 1.0))
+    machine.handle(StepDone(2))
+    machine.handle(Invalidated(2))
+    machine.handle(StepReady(0))
+    machine.handle(TaskReady(task(0, 0)))
+    machine.handle(StepReady(2))
+    first, second = task(2, 0, step=2), task(2, 1, step=2)
+    assert machine.handle(TaskReady(first)) == [Promote(first, 1, 0, 30)]
+    assert Promote(second, 1, 30, 30, ahead=True) in machine.handle(Promoted(first, 1))
+    machine.handle(Promoted(second, 1))
+    machine.handle(Promoted(task(0, 0), 0))
+    promised_at_home = Promote(second, 0, 30, 30, ahead=True)
+    assert machine.handle(Done(first, 1.0, TaskReady(second, at_home=True))) == [promised_at_home]
+    machine.validate()
+
+
 def test_a_step_begins_on_the_device_with_fewer_trials():
     machine = Machine([100, 100], Fifo())
     for trial in range(4):
@@ -473,8 +537,8 @@ def test_a_step_begins_on_the_device_with_fewer_trials():
         machine.handle(PlanReady(trial, plan()))
     machine.handle(TrialEnded(1))
     machine.handle(TrialEnded(3))
-    assert machine.handle(StepReady(0)) == [Enter(0, 1)]
-    assert machine.handle(StepReady(2)) == [Enter(2, 0)]
+    assert machine.handle(StepReady(0)) == [Move(0, 1), Enter(0)]
+    assert machine.handle(StepReady(2)) == [Enter(2)]
     machine.validate()
 
 
@@ -491,7 +555,7 @@ def test_a_step_leaves_room_for_the_work_of_a_traveller_whose_shard_is_on_its_wa
     assert machine.handle(TaskReady(c)) == [Promote(c, 1, 0, 50)], "its home has a task"
     assert machine.handle(StepReady(1)) == [], "40 + 50 + 40 > 100"
     assert machine.handle(Promoted(c, 1)) == [Run(c, 1)]
-    assert machine.handle(Done(c, 1.0)) == [Enter(1, 1)]
+    assert machine.handle(Done(c, 1.0)) == [Enter(1)]
     assert machine.handle(TaskReady(b)) == [Drop(2, 0, 1, 0, 50), Promote(b, 1, 70, 30)]
     machine.validate()
 
@@ -567,23 +631,28 @@ class Player:
             visits += [task(trial, s, Direction.BACKWARD, step) for s in reversed(shards)]
             if trial % 5 == 4 and step == 2 and len(shards) > 1:  # not in the order of the step before
                 visits[0], visits[1] = visits[1], visits[0]
-            yield TaskReady(visits[0]), Run
+            yield self.ready(visits[0]), Run
             for visit, after in zip(visits, [*visits[1:], None], strict=True):
                 seconds = self.rng.random()
                 if after is None or self.rng.random() < 0.3:
                     yield Done(visit, seconds), None
                     if after is not None:
-                        yield TaskReady(after), Run
+                        yield self.ready(after), Run
                 else:
-                    yield Done(visit, seconds, after), Run
+                    yield Done(visit, seconds, self.ready(after)), Run
             yield Reported(trial, self.rng.random()), None
             yield StepDone(trial), None
         yield TrialEnded(trial), None
 
+    def ready(self, visit):
+        return TaskReady(visit, at_home=self.rng.random() < 0.2)
+
     def send(self, event):
         for instruction in self.machine.handle(event):
             self.story.append(instruction)
-            if isinstance(instruction, Promote):
+            if isinstance(instruction, Move):
+                assert self.machine.trials[instruction.trial].home == instruction.device
+            elif isinstance(instruction, Promote):
                 self.copies.append(instruction)
             elif isinstance(instruction, Drop):
                 gone = (instruction.trial, instruction.shard, instruction.device)
@@ -594,7 +663,13 @@ class Player:
                 self.granted[instruction.trial].append(instruction)
             if isinstance(instruction, Run):
                 self.count_waits(instruction)
+                self.check_place(instruction)
         self.machine.validate()
+
+    def check_place(self, run):
+        trial = self.machine.trials[run.task.trial]
+        stays = trial.at_home or trial.shard(run.task).at_home or not trial.travels
+        assert run.device == trial.home or not stays, "a task that stays at home ran elsewhere"
 
     def count_waits(self, run):
         self.passed_over.pop(run.task.trial, None)
@@ -679,6 +754,7 @@ def workloads(draw):
         "policy": draw(st.sampled_from(POLICIES)),
         "least_ahead_bytes": draw(st.sampled_from([None, 0, 20])),
         "host_bytes": draw(st.sampled_from([None, 20])),
+        "links_bytes_per_s": [draw(st.sampled_from([inf, 20])) for _ in budgets],
     }
     return budgets, plans, draw(st.integers(0, 2**16)), options, rates
 

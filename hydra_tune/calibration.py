@@ -1,0 +1,146 @@
+"""Measures a machine for the simulator: what its devices reach when all of them work at once, as in a sweep."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_tune.cost import ADAMW_BYTES_PER_WEIGHT, CostModel
+from hydra_tune.device import Device, open_devices
+from hydra_tune.pool import ShardPool
+from hydra_tune.prepare import prepare, release
+
+COPY_BYTES = 32 << 20
+NUM_TRAINED = 1 << 22  # weights that the host's optimizer steps
+BATCH, SEQUENCE = 8, 128
+WIDTHS = {"cpu": 512, "cuda": 2048}  # of the layer that is trained
+TINY_BLOCKS, TINY_BUDGET = 64, 80_000
+_LEAST_S = 0.2  # of measuring each rate
+
+
+def calibrate(devices: str | Sequence[str | torch.device] = "auto", *, repeats: int = 5) -> CostModel:
+    """The rates of this machine, for `CostModel.save` and ``hydra-tune simulate --cost``. Takes some seconds.
+
+    Each rate is the median of `repeats` on each device, and then of the devices, which are measured at the same time:
+    those that share cores or links are as slow as they will be. Compute is a transformer layer's forward, and forward
+    and backward, in fp32; host memory is AdamW's; a task's own time is that of blocks so small that they compute
+    nothing. Threads are the process's (`torch.set_num_threads`), as in a pool.
+
+    Args:
+        devices: as in `ShardPool`.
+
+    Raises:
+        ConfigError: unknown devices.
+    """
+    opened = open_devices(devices, "auto")
+    rates = _at_once(opened, repeats)
+    names = ", ".join(device.name for device in opened)
+    return CostModel(
+        flops_per_s=rates["flops_per_s"],
+        h2d_bytes_per_s=rates["h2d_bytes_per_s"],
+        d2h_bytes_per_s=rates["d2h_bytes_per_s"],
+        host_bytes_per_s=ADAMW_BYTES_PER_WEIGHT * NUM_TRAINED / _median_s(_optimizer_step(), repeats),
+        task_s=_task_s(opened[0].torch_device, repeats),
+        measured_on=f"{names}; torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.platform()}",
+    )
+
+
+def _at_once(devices: Sequence[Device], repeats: int) -> dict[str, float]:
+    """Of each device in a thread of its own; each rate of all of them at the same time."""
+    found: list[dict[str, float]] = [{} for _ in devices]
+    together, num_threads = threading.Barrier(len(devices)), torch.get_num_threads()
+    errors: list[BaseException] = []
+
+    def measure(device: Device, rates: dict[str, float]) -> None:
+        try:
+            torch.set_num_threads(num_threads)
+            for rate, (amount, run) in _work_of(device).items():
+                together.wait()
+                rates[rate] = amount / _median_s(run, repeats, device)
+        except BaseException as error:
+            errors.append(error)
+            together.abort()
+
+    threads = [threading.Thread(target=measure, args=pair) for pair in zip(devices, found, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {rate: statistics.median(rates[rate] for rates in found) for rate in found[0]}
+
+
+def _work_of(device: Device) -> dict[str, tuple[float, Callable[[], Any]]]:
+    """For each rate an amount, and what does that much."""
+    where = device.torch_device
+    width = WIDTHS[where.type]
+    layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout=0.0, batch_first=True, device=where)
+    x = torch.randn(BATCH, SEQUENCE, width, device=where, requires_grad=True)
+    flops = 8 * (4 + 8) * width**2 * BATCH * SEQUENCE  # 2 Pn forward, 6 Pn with the repeated one backward
+
+    def train() -> None:
+        with torch.no_grad():
+            layer(x)
+        layer(x).sum().backward()
+
+    host, slot = torch.ones(COPY_BYTES, dtype=torch.uint8), device.slot(0, COPY_BYTES)
+    device.pin(host)
+    return {
+        "flops_per_s": (flops, train),
+        "h2d_bytes_per_s": (COPY_BYTES, lambda: device.promote([(slot, host)])),
+        "d2h_bytes_per_s": (COPY_BYTES, lambda: device.to_host([slot], [host])),
+    }
+
+
+def _optimizer_step() -> Callable[[], Any]:
+    weight = nn.Parameter(torch.randn(NUM_TRAINED))
+    weight.grad = torch.randn(NUM_TRAINED)
+    return torch.optim.AdamW([weight]).step
+
+
+def _task_s(device: torch.device, repeats: int) -> float:
+    """What a task takes beside its arithmetic: of a spilled trial whose blocks have hardly any, each a shard."""
+    x = torch.randn(8, 8)
+    plain, model = _tiny_model(), _tiny_model()
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        model(x).sum().backward()
+
+    budget_bytes = TINY_BUDGET
+    for _ in range(2):  # the first pilot tells what the second has no more than
+        with ShardPool([device], budget_bytes) as pool:
+            prepare(model, pool=pool)
+            step(model, x)
+            (plan,) = pool.plans.values()
+            budget_bytes = plan.held_bytes + plan.step_bytes + max(b.weight_bytes + b.work_bytes for b in plan.blocks)
+            seconds = _median_s(lambda: step(model, x), repeats)
+            release(model)
+    num_tasks = 2 * len(plan.shards)
+    return max(0.0, seconds - _median_s(lambda: step(plain, x), repeats)) / num_tasks
+
+
+def _tiny_model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(TINY_BLOCKS)))
+
+
+def _median_s(run: Callable[[], Any], repeats: int, device: Device | None = None) -> float:
+    """Of one run; each repeat takes a while."""
+    run()
+    seconds = []
+    for _ in range(repeats):
+        count, start = 0, time.perf_counter()
+        while time.perf_counter() - start < _LEAST_S:
+            run()
+            if device is not None:
+                device.synchronize()
+            count += 1
+        seconds.append((time.perf_counter() - start) / count)
+    return statistics.median(seconds)

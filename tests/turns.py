@@ -1,0 +1,131 @@
+"""Threads of a pool that take turns in an order which a seed decides: a run that can be repeated, event by event.
+
+One thread goes on at a time, until it waits for the pool or has been given a task; then any of them is next. Copies
+ahead of their tasks are made in between, by whoever has the turn. The pool's clock counts what is asked of it.
+"""
+
+import itertools
+import random
+import threading
+from types import SimpleNamespace
+
+import hydra_tune
+from hydra_tune import pilot
+from hydra_tune.context import trial_context
+
+MOST_TURNS = 1_000_000
+
+
+class Turns:
+    def __init__(self, seed):
+        self._rng = random.Random(seed)
+        self._changed = threading.Condition()
+        self._threads = []
+        self._whose = None
+        self._count = 0
+        self.jobs = []
+
+    def join(self, everyone):
+        """Wait for all the others, and for one's turn."""
+        with self._changed:
+            self._threads.append(name := threading.current_thread().name)
+            if len(self._threads) == everyone:
+                self._threads.sort()
+                self._choose()
+            self._await(name)
+
+    def pass_on(self):
+        while self.jobs and self._rng.random() < 0.5:
+            self.jobs.pop(0)()
+        with self._changed:
+            self._choose()
+            self._await(threading.current_thread().name)
+
+    def leave(self):
+        with self._changed:
+            self._threads.remove(threading.current_thread().name)
+            if self._threads:
+                self._choose()
+
+    def _choose(self):
+        self._count += 1
+        assert self._count < MOST_TURNS, "nobody goes on"
+        self._whose = self._rng.choice(self._threads)
+        self._changed.notify_all()
+
+    def _await(self, name):
+        while self._whose != name:
+            self._changed.wait()
+
+
+class Waits:
+    """In place of a condition of the pool's: who waits passes the turn on, and looks again when it is back."""
+
+    def __init__(self, pool):
+        self._pool = pool
+
+    def wait(self, timeout=None):
+        saved = self._pool._lock._release_save()
+        try:
+            self._pool.turns.pass_on()
+        finally:
+            self._pool._lock._acquire_restore(saved)
+
+    def notify_all(self):
+        pass
+
+
+class TurnsPool(hydra_tune.ShardPool):
+    def __init__(self, *args, turns_seed, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.turns = Turns(turns_seed)
+        self._wake = Wakes(self)
+        self.story = []  # all that the scheduler was told, and has said
+        self.away = 0  # tasks that ran away from home
+        ticks = itertools.count()
+        self._trace.now_s = lambda: float(next(ticks))
+        for copier in self._copiers:
+            copier.submit = self.turns.jobs.append
+
+    def acquire(self, ready, after=None):
+        start_s, device = super().acquire(ready, after)
+        self.away += device is not self._trials[ready.task.trial].device
+        self.turns.pass_on()
+        return start_s, device
+
+    def _handle(self, event):
+        super()._handle(event)
+        self.story.append(self._machine._story[-1])
+
+
+class Wakes(dict):
+    def __init__(self, pool):
+        self._pool = pool
+
+    def __setitem__(self, number, condition):
+        super().__setitem__(number, Waits(self._pool))
+
+
+def run_in_turns(monkeypatch, pool, objectives):
+    """Each in a thread of its own, with the random state of its number."""
+    ticks = itertools.count()
+    monkeypatch.setattr(pilot, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    errors = []
+
+    def run(number):
+        pool.turns.join(len(objectives))
+        try:
+            with trial_context(pool, number):
+                objectives[number](number)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            pool.turns.leave()
+
+    threads = [threading.Thread(target=run, args=(n,), name=f"objective {n}") for n in range(len(objectives))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

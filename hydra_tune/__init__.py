@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hydra_tune.calibration import calibrate
     from hydra_tune.errors import (
         BudgetError,
         ConfigError,
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     )
     from hydra_tune.integrations.optuna_runner import HydraTrialRunner
     from hydra_tune.pool import ShardPool
-    from hydra_tune.prepare import prepare, release
+    from hydra_tune.preparation import prepare, release
     from hydra_tune.simulation import simulate
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "PrepareError",
     "ShardPool",
     "TrialStopped",
+    "calibrate",
     "prepare",
     "release",
     "simulate",
@@ -41,8 +43,9 @@ __all__ = [
 _HOME = {
     "HydraTrialRunner": "hydra_tune.integrations.optuna_runner",
     "ShardPool": "hydra_tune.pool",
-    "prepare": "hydra_tune.prepare",
-    "release": "hydra_tune.prepare",
+    "calibrate": "hydra_tune.calibration",
+    "prepare": "hydra_tune.preparation",
+    "release": "hydra_tune.preparation",
     "simulate": "hydra_tune.simulation",
 }
 

@@ -15,7 +15,7 @@ from torch import nn
 from hydra_tune.cost import ADAMW_BYTES_PER_WEIGHT, CostModel
 from hydra_tune.device import Device, open_devices
 from hydra_tune.pool import ShardPool
-from hydra_tune.prepare import prepare, release
+from hydra_tune.preparation import prepare, release
 
 COPY_BYTES = 32 << 20
 NUM_TRAINED = 1 << 22  # weights that the host's optimizer steps

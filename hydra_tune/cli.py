@@ -1,4 +1,4 @@
-"""The command line: `hydra-tune demo` and `hydra-tune simulate`."""
+"""The command line: `hydra-tune demo`, `hydra-tune simulate` and `hydra-tune calibrate`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import sys
+from inspect import signature
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import hydra_tune
 from hydra_tune.errors import ConfigError, HydraTuneError
 
 if TYPE_CHECKING:
+    from hydra_tune.cost import CostModel
     from hydra_tune.simulation import Simulation
     from hydra_tune.workload import TrialWork
 
@@ -33,10 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     simulate.add_argument("--devices", type=int, default=8, help="how many, all equal (%(default)s)")
     simulate.add_argument("--policy", default="sharded-lrtf", help="the order of ready tasks (%(default)s)")
     simulate.add_argument("--memory", help="of each device, such as 11GB (unlimited)")
+    simulate.add_argument("--cost", type=Path, metavar="COST", help="what calibrate has written")
     simulate.add_argument(
-        "--link",
-        default="inf",
-        help="bytes a second between host and each device, each way: 12e9 or 12GB (%(default)s)",
+        "--link", help="bytes a second between host and each device, each way: 12e9 or 12GB (COST's, else unlimited)"
     )
     simulate.add_argument(
         "--no-double-buffering",
@@ -47,6 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
     simulate.add_argument("--timeline", type=Path, metavar="OUT", help=".json for ui.perfetto.dev, or .html")
     simulate.add_argument("--json", action="store_true", help="all figures, for programs")
     simulate.set_defaults(command=_simulate)
+    calibrate = commands.add_parser("calibrate", help="measure this machine for simulate --cost")
+    calibrate.add_argument(
+        "--devices", default="auto", help="that work at once in a sweep, such as cuda:0 or cpu,cpu (every GPU)"
+    )
+    calibrate.add_argument("--threads", type=int, help="of each device on the CPU (as many as torch chooses)")
+    calibrate.add_argument("--out", type=Path, default=Path("cost.json"), metavar="COST", help="(%(default)s)")
+    calibrate.set_defaults(command=_calibrate)
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # trials' threads outnumber the cores; read when torch loads
     status: int = options.command(options)
@@ -68,6 +77,25 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if report["proof"]["losses_equal"] and report["proof"]["weights_equal"] else 1
 
 
+def _calibrate(options: argparse.Namespace) -> int:
+    import torch
+
+    from hydra_tune.calibration import calibrate
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    try:
+        cost = calibrate("auto" if options.devices == "auto" else options.devices.split(","))
+        cost.save(options.out)
+    except (HydraTuneError, OSError) as error:
+        print(f"hydra-tune: {error}", file=sys.stderr)
+        return 1
+    for key, value in cost.to_dict().items():
+        print(f"{key:16}  {value if isinstance(value, str) else format(value, '.4g')}")
+    print(f"written to {options.out}")
+    return 0
+
+
 # ---- simulate ----
 
 
@@ -81,10 +109,12 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _simulated(options: argparse.Namespace) -> str:
+    from hydra_tune.cost import CostModel
     from hydra_tune.simulation import simulate
     from hydra_tune.timeline import save
 
-    trials, link_bytes_per_s = _sweep(options.workload), _rate(options.link)
+    cost = None if options.cost is None else CostModel.load(options.cost)
+    trials, link_bytes_per_s = _sweep(options.workload, cost), _rate(options.link, cost)
     found = simulate(
         trials,
         options.devices,
@@ -100,19 +130,25 @@ def _simulated(options: argparse.Namespace) -> str:
     return json.dumps(_figures(found, baselines_s), indent=1) if options.json else _tables(found, baselines_s)
 
 
-def _rate(text: str) -> float:
+def _rate(text: str | None, cost: CostModel | None) -> float:
     from hydra_tune.config import parse_bytes
 
+    if text is None:
+        return inf if cost is None else min(cost.h2d_bytes_per_s, cost.d2h_bytes_per_s)
     try:
         return float(text)
     except ValueError:
         return parse_bytes(text)
 
 
-def _sweep(name: str) -> list[TrialWork]:
+def _sweep(name: str, cost: CostModel | None) -> list[TrialWork]:
     from hydra_tune.sweeps import SWEEPS
     from hydra_tune.workload import parse
 
+    if name in SWEEPS and cost is not None:
+        if "cost" not in signature(SWEEPS[name]).parameters:
+            raise ConfigError(f"the seconds of {name} are drawn at random, whatever a machine takes. Leave --cost out.")
+        return SWEEPS[name](cost=cost)
     if name in SWEEPS:
         return SWEEPS[name]()
     if not Path(name).exists():

@@ -133,6 +133,7 @@ class Planner:
                 {
                     "blocks": [blocks[i].name for i in shard.blocks],
                     "slot_bytes": shard.slot_bytes,
+                    "boundary_bytes": shard.boundary_bytes,
                     "promotions_per_step": times,
                     "forward_work_bytes": shard.forward_work_bytes,
                     "backward_work_bytes": shard.backward_work_bytes,

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from hydra_tune import events as e
-from hydra_tune import timeline
+from hydra_tune import timeline, workload
 from hydra_tune.config import format_bytes
 from hydra_tune.copier import Copier
 from hydra_tune.device import Device, host_bytes_for, open_devices
@@ -29,10 +29,12 @@ from hydra_tune.fingerprint import PlanKey
 from hydra_tune.mode import TrialMode
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.random_state import RandomState
+from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.state import Standing
 from hydra_tune.trace import Span, Trace
+from hydra_tune.workload import TrialWork
 
 logger = logging.getLogger("hydra_tune")
 InstructionT = TypeVar("InstructionT", bound=e.Instruction)
@@ -194,6 +196,16 @@ class ShardPool:
             ConfigError: another suffix, or plotly is not installed.
         """
         return timeline.save(self.timeline(), [device.name for device in self.devices], path)
+
+    def workload(self) -> list[TrialWork]:
+        """What the trials so far have taken, for `hydra_tune.simulate` with other devices or another policy. Those that
+        have made a step; they keep as many as they have made."""
+        trials = self.report()["trials"]
+        return recorded(self.timeline(), trials)
+
+    def save_workload(self, path: str | PathLike[str]) -> Path:
+        """Write `workload()` as JSON, for ``hydra-tune simulate``."""
+        return workload.save(self.workload(), path)
 
     def close(self) -> None:
         """Stop every live trial at its next task boundary and refuse new ones. May be called twice."""
@@ -495,7 +507,9 @@ class ShardPool:
         return instruction
 
     def _note(self, kind: str, task: Task, device: int, start_s: float, end_s: float) -> None:
-        self._trace.add(Span(kind, device, task.trial, task.shard, task.direction.value, start_s, end_s))
+        self._trace.add(
+            Span(kind, device, task.trial, task.shard, task.direction.value, start_s, end_s, step=task.step)
+        )
 
     def end_abandoned(self) -> None:
         """Take back what trials held whose models were collected."""

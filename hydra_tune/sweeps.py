@@ -181,7 +181,7 @@ def _text_steps(sequence: int, batch: int, epochs: int) -> int:
 
 _GPT2_XL = {"layers": 48, "width": 1600, "feed_forward": 6400, "sequence": 512, "vocabulary": 50257, "heads": 25}
 
-SWEEPS: dict[str, Callable[[], list[TrialWork]]] = {
+SWEEPS: dict[str, Callable[..., list[TrialWork]]] = {
     "hydra-bert": hydra_bert,
     "hydra-vit": hydra_vit,
     "hydra-gpt2-xl": hydra_gpt2_xl,

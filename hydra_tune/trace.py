@@ -22,6 +22,7 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     cause: str = ""
+    step: int = 0
 
 
 @dataclass

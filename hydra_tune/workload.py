@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
 from math import isfinite
 from numbers import Integral, Real
@@ -125,6 +125,15 @@ def parse(workload: str | PathLike[str] | Sequence[TrialWork | Mapping[str, Any]
         except ConfigError as error:
             raise ConfigError(f"trial {number} of the workload: {error}") from None
     return trials
+
+
+def save(trials: Sequence[TrialWork], path: str | PathLike[str]) -> Path:
+    """Write them to a JSON file that `parse` reads; what is as usual is left out."""
+    usual = {field.name: field.default for field in fields(TrialWork)}
+    entries = [{k: v for k, v in asdict(trial).items() if v != usual[k]} for trial in trials]
+    path = Path(path)
+    path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def _read(path: Path) -> Any:

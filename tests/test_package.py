@@ -19,6 +19,13 @@ def python(code, **options):
     return done.stdout.strip()
 
 
+@pytest.mark.parametrize("name", [name for name in hydra_tune.__all__ if name != "HydraTrialRunner"])
+def test_a_name_is_what_it_says_whatever_was_imported_before(name):
+    """A submodule of the same name would take its place as soon as anything imports it: `prepare` once did."""
+    before = "import hydra_tune.calibration, hydra_tune.simulation, hydra_tune.preparation; "
+    assert python(before + f"print(callable(hydra_tune.{name}))") == "True"
+
+
 def test_import_brings_in_neither_optuna_nor_ray_nor_torch():
     assert python("import sys, hydra_tune; print(sorted({'optuna', 'ray', 'torch'} & set(sys.modules)))") == "[]"
 

@@ -35,6 +35,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.simulation
 	$(BIN)/python -m benchmarks.scheduler
+	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.prediction
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -70,7 +70,7 @@ def _device_s(trial: TrialWork, recompute: bool) -> float:
 
 def _spilled_step_s(trial: TrialWork, cost: CostModel, prefetch: bool) -> float:
     combine = max if prefetch else _sum
-    step_s = trial.optimizer_s
+    step_s = trial.optimizer_s + trial.loop_s
     for direction, shard in trial.tasks():
         backward = direction is Direction.BACKWARD
         down_s = cost.promote_s(trial.shard_bytes[shard] + backward * trial.boundary_bytes)

@@ -26,6 +26,11 @@ class Policy(ABC):
         """The least that a rank must be smaller, to be worth a move to another device."""
         return 0.0
 
+    def leaves_home(self, task_s: float, num_bytes: int, bytes_per_s: float) -> bool:
+        """Whether a task, which computes for `task_s`, goes to another device that is free: `num_bytes` move there or
+        back for it, so fast."""
+        return num_bytes <= task_s * bytes_per_s
+
 
 @dataclass(frozen=True)
 class ShardedLRTF(Policy):

@@ -63,6 +63,25 @@ class Client(Protocol):
 ClientT = TypeVar("ClientT", bound=Client)
 
 
+class TrialLog:
+    """Writes down what one trial moves; a span of time, of the task that it runs."""
+
+    def __init__(self, pool: ShardPool, trial: int) -> None:
+        self._pool = pool
+        self._trial = trial
+
+    def now_s(self) -> float:
+        return self._pool._trace.now_s()
+
+    def count(self, what: str, device: Device, num_bytes: int, since_s: float | None = None) -> None:
+        pool = self._pool
+        with pool._lock:
+            pool._trace.count(what, device.number, self._trial, num_bytes)
+            task = pool._machine.devices[device.number].running
+            if since_s is not None and task is not None and task.trial == self._trial:
+                pool._note("spill", task, device.number, since_s, pool._trace.now_s())
+
+
 class PoolDevice:
     """What a user sees of one device: its name and its bytes."""
 
@@ -180,12 +199,18 @@ class ShardPool:
                 for i, device in enumerate(self.devices)
             ]
             trials = [
-                {"trial": i, **summary, **self._trace.trials[i].to_dict()} for i, summary in self._summaries.items()
+                {"trial": i, **summary, **self._reserved(i), **self._trace.trials[i].to_dict()}
+                for i, summary in self._summaries.items()
             ]
             return {"elapsed_s": self._trace.now_s(), "devices": devices, "trials": trials}
 
+    def _reserved(self, trial: int) -> dict[str, int]:
+        placed = trial in self._machine.trials
+        return {"reserved_bytes": self._machine.reserved_bytes(trial) if placed else 0}
+
     def timeline(self) -> list[dict[str, Any]]:
-        """Spans of time in order of their end: kind (run, promote, wait), device, trial, shard, seconds."""
+        """Spans of time in order of their end: kind (run, promote, spill, wait, stall), device, trial, step, shard,
+        direction, seconds, cause."""
         with self._lock:
             return [span._asdict() for span in self._trace.spans]
 
@@ -416,9 +441,8 @@ class ShardPool:
         if self._handling and len(self._machine.trials) > 1:
             self.close()
 
-    def count(self, what: str, trial: int, device: Device, num_bytes: int) -> None:
-        with self._lock:
-            self._trace.count(what, device.number, trial, num_bytes)
+    def log_of(self, trial: int) -> TrialLog:
+        return TrialLog(self, trial)
 
     def check_usable(self) -> None:
         if self._closed:

@@ -30,8 +30,10 @@ class Visit(NamedTuple):
 def recorded(spans: Iterable[Span], trials: Iterable[Mapping[str, Any]]) -> list[TrialWork]:
     """From a pool's timeline and the trials of its report, those that have made a step of training.
 
-    A task takes the median of its runs; the host, after each step, the median of what a step takes outside of its
-    tasks: the loss, the optimizer, the loader and whatever else the loop does.
+    A task takes the median of its runs, and the trial's own loop the median of what a step takes outside of its tasks:
+    the loss, the optimizer, the loader and whatever else it does. A backward's gradients have reached the host at its
+    end. What trials took from each other is in both: on
+    virtual devices the cores.
     """
     visits = _visits(spans)
     return [work for trial in trials if (work := _work(trial, visits[trial["trial"]])) is not None]
@@ -74,8 +76,9 @@ def _work(trial: Mapping[str, Any], visits: Sequence[Visit]) -> TrialWork | None
         shard_bytes=tuple(shard["slot_bytes"] for shard in trial["shards"]),
         name=trial["name"],
         work_bytes=tuple(max(s["forward_work_bytes"], s["backward_work_bytes"]) for s in trial["shards"]),
+        gradient_bytes=(0,) * len(trial["shards"]),
         boundary_bytes=max(shard["boundary_bytes"] for shard in trial["shards"]),
-        optimizer_s=statistics.median(outside_s[step] for step in trained),
+        loop_s=statistics.median(outside_s[step] for step in trained),
         held_bytes=trial["held_bytes"],
         step_bytes=trial["step_bytes"],
     )

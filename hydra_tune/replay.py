@@ -1,7 +1,8 @@
 """Drives the scheduler's machine by a clock: what it orders takes the time that the workload says.
 
     trial    arrives -> places -> is admitted -> step -> step -> ... -> ends
-    step     enters -> task -> task -> ... -> its gradients are on the host -> the host's optimizer -> the next one
+    step     enters -> task -> task -> ... -> its gradients are on the host -> the host's optimizer -> the trial's own
+             loop -> the next one
     task     [its shard is promoted] -> [its input moves] -> computes -> [its output moves] -> done
     device   one task at a time; a link down and one up, each one copy at a time
     host     one optimizer at a time, for all are bound by its memory's bandwidth
@@ -178,8 +179,11 @@ class Replay:
 
     def _optimize(self, number: int) -> None:
         trial = self.trials[number]
-        self._optimizer_free_s = max(self.now_s, self._optimizer_free_s) + trial.work.optimizer_s
-        self._at(self._optimizer_free_s, self._end if trial.step == trial.work.steps_run else self._next_step, number)
+        self._optimizer_free_s = done_s = max(self.now_s, self._optimizer_free_s) + trial.work.optimizer_s
+        if trial.step == trial.work.steps_run:
+            self._at(done_s, self._end, number)
+        else:
+            self._at(done_s + trial.work.loop_s, self._next_step, number)
 
     def _next_step(self, number: int) -> None:
         self._tell(e.Invalidated(number))

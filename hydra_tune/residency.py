@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,11 +22,18 @@ MOST_FORMER = 512  # device copies that are kept to be filled again, where slots
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
 
-class Residency:
-    """Moves a trial's bytes and counts them; `count` is given what moved (``"promoted_bytes"``), to or from which
-    device, and how many."""
+class Log(Protocol):
+    """Is told what moved (``"promoted_bytes"``), to or from which device, and how many; `since_s`, for a span."""
 
-    def __init__(self, device: Device, meter: TrialMeter, count: Callable[[str, Device, int], None]) -> None:
+    def now_s(self) -> float: ...
+
+    def count(self, what: str, device: Device, num_bytes: int, since_s: float | None = None) -> None: ...
+
+
+class Residency:
+    """Moves a trial's bytes and tells `log`."""
+
+    def __init__(self, device: Device, meter: TrialMeter, log: Log) -> None:
         self.device = device  # the trial's home
         self.meter = meter
         self.copies: dict[tuple[int, int], DeviceCopy] = {}  # by the device's number and shard
@@ -34,7 +41,7 @@ class Residency:
         self._lock = Lock()  # of the former ones: two devices' threads may copy
         self._weights: HostWeights | None = None
         self._held: list[tuple[nn.Module, str]] = []
-        self._count = count
+        self._log = log
         self.visit: Visit | None = None  # the one under way
         self.former_buffers: dict[tuple[int, int], torch.Tensor] = {}  # by buffer and version, for graphs that live
 
@@ -109,7 +116,7 @@ class Residency:
         if counting:
             copy.device.meter.add(SLOT_OWNER, [copy.slot])
         copy.fill()
-        self._count("promoted_bytes", copy.device, copy.num_bytes)
+        self._log.count("promoted_bytes", copy.device, copy.num_bytes)
 
     def drop_shard(self, device: Device, shard: int) -> None:
         copy = self.copies.pop((device.number, shard), None)
@@ -135,10 +142,11 @@ class Residency:
         """Copy buffers that a forward there has changed to their host masters."""
         if not changed:
             return
+        start_s = self._log.now_s()
         with self.meter.paused():
             for _, host, slot in changed:
                 host.copy_(slot)
-        self._count("spilled_bytes", device, sum(tensor_bytes(host) for _, host, _ in changed))
+        self._log.count("spilled_bytes", device, sum(tensor_bytes(host) for _, host, _ in changed), start_s)
 
     def spill_gradients(
         self,
@@ -153,9 +161,10 @@ class Residency:
         """
         in_slot = set(block.slot_parameters)
         pairs = [(g, p) for p, row in zip(masters, grads, strict=True) for g in row if g is not None and p in in_slot]
+        start_s = self._log.now_s()
         with self.meter.paused():
             hosts = iter(device.to_host([g for g, _ in pairs], [p for _, p in pairs]))
-        self._count("spilled_bytes", device, sum(tensor_bytes(g) for g, _ in pairs))
+        self._log.count("spilled_bytes", device, sum(tensor_bytes(g) for g, _ in pairs), start_s)
         return [
             [g if g is None or p not in in_slot else next(hosts) for g in row]
             for p, row in zip(masters, grads, strict=True)
@@ -199,7 +208,7 @@ class Residency:
                     tensor.grad = self.device.hold(tensor.grad)  # a virtual device's stays: it may be the user's view
             else:
                 tensor = module._buffers[name] = self.device.hold(tensor)
-        self._count("promoted_bytes", self.device, tensor_bytes(tensor))
+        self._log.count("promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor])
         return tensor
@@ -226,7 +235,7 @@ class Residency:
         self._move_state(optimizer)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._count("spilled_bytes", self.device, tensor_bytes(tensor))
+        self._log.count("spilled_bytes", self.device, tensor_bytes(tensor))
         return self.device.to_host([tensor], [tensor])[0]
 
     def _move_state(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -109,6 +109,12 @@ class Machine:
     def host_used_bytes(self) -> int:
         return sum(trial.host_bytes for trial in self.trials.values())
 
+    def reserved_bytes(self, trial: int) -> int:
+        """What it has on all devices: for life, for its step, and its shards."""
+        ledgers = [device.ledger for device in self.devices]
+        of_life = sum(ledger.held.get(trial, 0) + ledger.steps.get(trial, 0) for ledger in ledgers)
+        return of_life + sum(ledgers[device].slots[trial, shard][1] for device, shard in self.trials[trial].slots)
+
     def shard_state(self, trial: int, shard: int, device: int | None = None) -> ShardState:
         """On this device, else at home."""
         state = self.devices[self.trials[trial].home if device is None else device]
@@ -534,7 +540,7 @@ class Machine:
         return best
 
     def _may_run(self, device: DeviceState, task: Task) -> bool:
-        """At home, always; elsewhere if it may travel, there is room, and the way takes no longer than the task."""
+        """At home, always; elsewhere if it may travel, there is room, and to the policy it is worth the bytes."""
         trial = self.trials[task.trial]
         if trial.home == device.index:
             return True
@@ -550,7 +556,7 @@ class Machine:
             return False
         moved = 2 * shard.boundary_bytes + (0 if there else shard.slot_bytes)
         task_s = trial.its_plan().shards_s[task.shard][task.direction]
-        return moved <= task_s * device.link_bytes_per_s
+        return self.policy.leaves_home(task_s, moved, device.link_bytes_per_s)
 
     def _work_bytes(self, device: DeviceState, task: Task) -> int:
         """Away from home its inputs and outputs take room, too."""

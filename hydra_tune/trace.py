@@ -11,8 +11,8 @@ MAX_SPANS = 200_000  # the oldest are forgotten first
 
 
 class Span(NamedTuple):
-    """`kind` is run, promote, wait (of a trial) or stall (of a device, which computed nothing, for `cause`); seconds
-    since the pool began."""
+    """`kind` is run, promote, spill (during the task's run, where its device is a virtual one), wait (of a trial) or
+    stall (of a device, which computed nothing, for `cause`); seconds since the pool began."""
 
     kind: str
     device: int

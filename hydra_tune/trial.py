@@ -64,9 +64,7 @@ class Trial:
         self.optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._warned = False
-        self.residency = Residency(
-            home, self.meter, lambda what, device, num_bytes: pool.count(what, number, device, num_bytes)
-        )
+        self.residency = Residency(home, self.meter, pool.log_of(number))
         self._task: Task | None = None
         self._task_device = home  # of that task, or the one before
         self._task_start_s = 0.0

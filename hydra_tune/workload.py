@@ -24,7 +24,7 @@ from hydra_tune.shard import Direction
 
 _SECONDS_A_SHARD = ("forward_s", "backward_s")
 _BYTES_A_SHARD = ("shard_bytes", "work_bytes", "gradient_bytes")
-_SECONDS = ("optimizer_s", "arrival_s")
+_SECONDS = ("optimizer_s", "loop_s", "arrival_s")
 _BYTES = ("boundary_bytes", "held_bytes", "step_bytes")
 
 
@@ -39,7 +39,8 @@ class TrialWork:
     `work_bytes`      scratch of a task beyond the weights; none unless said
     `boundary_bytes`  of the tensor that one shard hands to the next
     `gradient_bytes`  from the device to the host after a backward task; as many as the weights unless said
-    `optimizer_s`     of the host after each step
+    `optimizer_s`     of the host after each step, whose memory trials share: one at a time
+    `loop_s`          of the trial's own loop after that, which waits for no other's: data, loss, logging
     `arrival_s`       when the trial is asked for
     `held_bytes`      on the device for the trial's life
     `step_bytes`      on the device from a step's first task to its last
@@ -55,6 +56,7 @@ class TrialWork:
     boundary_bytes: int = 0
     gradient_bytes: tuple[int, ...] | None = None
     optimizer_s: float = 0.0
+    loop_s: float = 0.0
     arrival_s: float = 0.0
     held_bytes: int = 0
     step_bytes: int = 0

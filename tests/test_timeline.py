@@ -236,6 +236,8 @@ def test_a_spilled_run_is_saved_in_both_formats(tmp_path):
         trace, page = pool.save_timeline(tmp_path / "run.json"), pool.save_timeline(str(tmp_path / "run.html"))
     kinds = Counter(s["kind"] for s in spans)
     assert kinds["run"] > 0 and kinds["promote"] > 0, "else it was not spilled"
+    backwards = [(s["step"], s["shard"]) for s in spans if s["kind"] == "run" and s["direction"] == "B"]
+    assert {(s["step"], s["shard"]) for s in spans if s["kind"] == "spill"} == set(backwards), "gradients"
     assert (trace, page) == (tmp_path / "run.json", tmp_path / "run.html")
 
     events, processes, _ = written(json.loads(trace.read_text()))
@@ -247,7 +249,7 @@ def test_a_spilled_run_is_saved_in_both_formats(tmp_path):
     assert "<script src=" not in text and len(text) > 1_000_000, "plotly is in the page"
     bars, stalled = drawn_in(text)
     assert (bars.name, stalled.name) == ("trial 0", "stalled")
-    assert Counter(bars.marker.pattern.shape) == {"": kinds["run"], "/": kinds["promote"]}
+    assert Counter(bars.marker.pattern.shape) == {"": kinds["run"], "/": kinds["promote"], "\\": kinds["spill"]}
     assert len(stalled.x) == kinds["stall"] > 0
     assert {s["cause"] for s in spans if s["kind"] == "stall"} <= {"promotion", "no ready task"}
     assert device_s(spans) == pytest.approx((device_report["busy_s"], device_report["stalled_s"]))

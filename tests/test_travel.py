@@ -177,10 +177,11 @@ def test_six_unequal_trials_on_two_devices_equal_each_alone_in_turns(monkeypatch
     assert other.story == pool.story, "same seed, same story"
 
 
-def test_six_unequal_trials_on_two_devices_equal_each_alone_in_threads():
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_six_unequal_trials_equal_each_alone_in_threads(devices):
     results = {}
     objective = objective_of(results)
-    with hydra_tune.ShardPool(["cpu", "cpu"], BUDGET) as pool:
+    with hydra_tune.ShardPool(["cpu"] * devices, BUDGET) as pool:
         runner = hydra_tune.HydraTrialRunner(pool, concurrency=6)
         runner.optimize(optuna.create_study(), lambda trial: objective(trial.number), n_trials=len(SHAPES))
         assert all(device.used_bytes == 0 for device in pool.devices)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TrialStopped,
     )
     from hydra_tune.integrations.optuna_runner import HydraTrialRunner
+    from hydra_tune.integrations.rung_pruner import RungPruner
     from hydra_tune.pool import ShardPool
     from hydra_tune.preparation import prepare, release
     from hydra_tune.simulation import simulate
@@ -33,6 +34,7 @@ __all__ = [
     "HydraTuneError",
     "PoolClosedError",
     "PrepareError",
+    "RungPruner",
     "ShardPool",
     "TrialStopped",
     "calibrate",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 _HOME = {
     "HydraTrialRunner": "hydra_tune.integrations.optuna_runner",
+    "RungPruner": "hydra_tune.integrations.rung_pruner",
     "ShardPool": "hydra_tune.pool",
     "calibrate": "hydra_tune.calibration",
     "prepare": "hydra_tune.preparation",

@@ -6,7 +6,7 @@ import concurrent.futures.thread
 import logging
 import os
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.context import Context, trial_context
@@ -56,11 +56,18 @@ class HydraTrialRunner:
         Raises:
             PoolClosedError: the pool is closed, or was while trials ran.
         """
+        from hydra_tune.integrations.rehearsal import warn_of_pruner, warn_of_sampler
+
         self.pool.check_usable()
         _show_progress()
+        warn_of_sampler(study, self.concurrency, n_trials)
+
+        @cache
+        def note_first_report() -> None:  # a study has a pruner, whether its objective reports or not
+            warn_of_pruner(study, self.concurrency)
 
         def run(trial: optuna.Trial) -> Any:
-            return run_objective(self.pool, objective, trial)
+            return run_objective(self.pool, objective, trial, note_first_report)
 
         study.optimize(
             run,
@@ -83,12 +90,17 @@ def _show_progress() -> None:
         logger.setLevel(logging.INFO)
 
 
-def run_objective(pool: ShardPool, objective: Callable[[optuna.Trial], Any], trial: optuna.Trial) -> Any:
+def run_objective(
+    pool: ShardPool,
+    objective: Callable[[optuna.Trial], Any],
+    trial: optuna.Trial,
+    before_report: Callable[[], None] = lambda: None,
+) -> Any:
     """One trial, from its random state to its last byte."""
     logger.info("trial %d: starts", trial.number)
     try:
         with trial_context(pool, trial.number) as context:
-            trial.report = _noted(trial.report, context)  # type: ignore[method-assign]
+            trial.report = _noted(trial.report, context, before_report)  # type: ignore[method-assign]
             value = objective(trial)
     except TrialStopped as stop:
         raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
@@ -99,11 +111,12 @@ def run_objective(pool: ShardPool, objective: Callable[[optuna.Trial], Any], tri
     return value
 
 
-def _noted(report: Callable[..., None], context: Context) -> Callable[..., None]:
+def _noted(report: Callable[..., None], context: Context, before: Callable[[], None]) -> Callable[..., None]:
     """`trial.report`, of which the pool's policy learns too."""
 
     @wraps(report)
     def report_and_note(value: float, step: int) -> None:
+        before()
         report(value, step)
         context.note_objective(float(value))
 

@@ -1,0 +1,74 @@
+"""Tells before a search begins what its pruner and its sampler cannot do while so many trials run together."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import optuna
+from optuna.pruners import HyperbandPruner, PercentilePruner, SuccessiveHalvingPruner
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
+
+logger = logging.getLogger("hydra_tune")
+STEPS = 100  # that each trial reports
+_COMPARE = (PercentilePruner, SuccessiveHalvingPruner, HyperbandPruner)
+
+
+def warn_of_pruner(study: optuna.Study, concurrency: int) -> None:
+    """If it is one of Optuna's that compare trials, and would stop none of so many that run level with each other."""
+    pruner = study.pruner
+    if concurrency < 2 or len(study.directions) > 1 or not isinstance(pruner, _COMPARE) or _prunes(study, concurrency):
+        return
+    logger.warning(
+        "%s would stop none of %d trials that run together: it compares them with finished ones, or waits for one to "
+        "tell how many steps there are. These can: hydra_tune.RungPruner(min_resource=1), "
+        "optuna.pruners.SuccessiveHalvingPruner(min_resource=1), optuna.pruners.HyperbandPruner(max_resource=STEPS).",
+        type(pruner).__name__,
+        concurrency,
+    )
+
+
+def _prunes(study: optuna.Study, concurrency: int) -> bool:
+    """Whether any of so many trials is stopped that report one value each, all apart, step by step; beside those that
+    have finished in this study."""
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        rehearsal = optuna.create_study(
+            direction=study.direction, pruner=copy.deepcopy(study.pruner), sampler=optuna.samplers.RandomSampler(0)
+        )
+        finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        rehearsal.add_trials(finished)
+        best = [t.value for t in finished if t.value is not None and t.state is TrialState.COMPLETE]
+        worse = -1.0 if study.direction is StudyDirection.MAXIMIZE else 1.0
+        start = 0.0 if not best else (max(best) if worse > 0 else min(best))
+        trials = [rehearsal.ask() for _ in range(concurrency)]
+        for step in range(1, STEPS + 1):
+            for i, trial in enumerate(trials):
+                trial.report(start + worse * (1 + i), step)
+                if trial.should_prune():
+                    return True
+        return False
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+def warn_of_sampler(study: optuna.Study, concurrency: int, n_trials: int | None) -> None:
+    """If it draws at random until so many trials have finished, and the last one of this search begins before."""
+    sampler = study.sampler
+    startup = getattr(sampler, "_n_startup_trials", None)  # no public way to ask
+    if not isinstance(sampler, optuna.samplers.TPESampler) or startup is None or n_trials is None:
+        return
+    finished = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+    before_last = finished + n_trials - min(concurrency, n_trials)
+    if before_last < startup:
+        logger.warning(
+            "TPESampler draws at random until %d trials have finished, but when the last of these %d trials begins, %d "
+            "will have, with %d at a time: the whole search is random. Lower n_startup_trials or the concurrency, or "
+            "raise n_trials.",
+            startup,
+            n_trials,
+            before_last,
+            concurrency,
+        )

@@ -95,8 +95,8 @@ def first_fit(profiles, limit):
 
 
 def promoted_bytes(plan, budget):
-    """What the scheduler promotes in one step of a trial alone on its device; the same in the next, when it knows the
-    order and promotes ahead."""
+    """What the scheduler promotes in one step of a trial alone on its device; no more in the next, when it knows the
+    order and promotes ahead: what makes way for that may be a smaller shard."""
     machine = Machine([budget])
     for event in (TrialAdded(0), PlanReady(0, plan)):
         machine.handle(event)
@@ -115,7 +115,7 @@ def promoted_bytes(plan, budget):
             totals[-1] += sum(promote.num_bytes for promote in promotes)
             pending[:0] = [Promoted(promote.task, 0) for promote in promotes]
     machine.validate()
-    assert totals[0] == totals[1]
+    assert totals[1] <= totals[0]
     return totals[0]
 
 

@@ -15,6 +15,7 @@ from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
+from hydra_tune.stop import Stop
 from hydra_tune.trial import Trial
 
 _local = threading.local()
@@ -28,6 +29,7 @@ class Context:
     name: str | None = None
     mode: TrialMode | None = None
     trials: list[Trial] = field(default_factory=list)  # a runner ends them; a plain script's end with their model
+    stop: Stop = field(default_factory=Stop)
     _last: weakref.ref[Trial] | None = None
 
     def register(self, trial: Trial) -> None:

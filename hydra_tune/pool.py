@@ -33,6 +33,7 @@ from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.state import Standing
+from hydra_tune.stop import Stop
 from hydra_tune.trace import Span, Trace
 from hydra_tune.workload import TrialWork
 
@@ -46,6 +47,7 @@ class Client(Protocol):
     """What the pool needs of a trial."""
 
     id: int
+    stop: Stop
     mode: TrialMode | None
     ended: bool
 
@@ -236,6 +238,11 @@ class ShardPool:
         """Stop every live trial at its next task boundary and refuse new ones. May be called twice."""
         with self._lock:
             self._closed = True
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        """Who waits looks again."""
+        with self._lock:
             for wake in self._wake.values():
                 wake.notify_all()
 
@@ -258,8 +265,10 @@ class ShardPool:
         total_steps: int | None = None,
         host_bytes: int = 0,
         name: str | None = None,
+        stop: Stop | None = None,
     ) -> ClientT:
-        """Place a trial, once host memory has room for it. It has so many mini-batches, if that is known.
+        """Place a trial, once host memory has room for it. It has so many mini-batches, if that is known; `stop` ends
+        the waiting.
 
         Raises:
             BudgetError: it needs more than all trials together may have.
@@ -276,8 +285,10 @@ class ShardPool:
                 )
             self._granted[number] = deque()
             self._wake[number] = threading.Condition(self._lock)
+            stop = stop or Stop()
+            stop.wakes(self._wake_all)
             try:
-                home = self._await_place(e.TrialAdded(number, total_steps, host_bytes, self._travels), name)
+                home = self._await_place(e.TrialAdded(number, total_steps, host_bytes, self._travels), name, stop)
                 trial = self._trials[number] = make(number, self._devices[home])
             except BaseException:
                 self._summaries.pop(number, None)
@@ -289,10 +300,11 @@ class ShardPool:
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
             return trial
 
-    def _await_place(self, event: e.TrialAdded, name: str | None) -> int:
+    def _await_place(self, event: e.TrialAdded, name: str | None, stop: Stop) -> int:
         self._handle(event)
         while not self._granted[event.trial]:
             self.check_usable()
+            stop.check()
             self._summaries[event.trial] = {
                 "name": name or f"trial {event.trial}",
                 "state": f"waits for {format_bytes(event.host_bytes)} of host memory",
@@ -330,6 +342,14 @@ class ShardPool:
     def note_summary(self, trial: Client) -> None:
         """Kept for the report, should the trial be collected with its model."""
         self._summaries[trial.id] = trial.summary()
+
+    def figures(self, trial: Client) -> dict[str, Any]:
+        """Plain data on what one trial has done so far, a few numbers."""
+        with self._lock:
+            self.note_summary(trial)
+            summary, totals = self._summaries[trial.id], self._trace.trials[trial.id].to_dict()
+        keys = ("device", "steps", "resident", "weight_bytes")
+        return {**{key: summary[key] for key in keys}, "shards": len(summary["shards"]), **totals}
 
     def note_objective(self, trial: Client, value: float) -> None:
         self._tell(e.Reported(trial.id, value))
@@ -449,7 +469,8 @@ class ShardPool:
             raise PoolClosedError("a closed pool takes no trials. Make a new ShardPool.")
 
     def check_open(self, trial: Client) -> None:
-        """The task boundary at which a closed pool's trials stop."""
+        """The task boundary at which a trial stops that is to, or whose pool is closed."""
+        trial.stop.check()
         if self._closed and trial.mode is not None:
             raise TrialStopped("the pool was closed")
         if self._closed:

@@ -75,12 +75,12 @@ def prepare(
         model.to("cpu")
 
     def make(number: int, home: Device) -> Trial:
-        return Trial(number, home, pool=chosen, name=name or context.name)
+        return Trial(number, home, pool=chosen, name=name or context.name, stop=context.stop)
 
     refuse_unsupported(model)
     with _binding:
         _refuse_shared(model)
-    trial = chosen.add_trial(make, num_steps, training_bytes(model, optimizer), name or context.name)
+    trial = chosen.add_trial(make, num_steps, training_bytes(model, optimizer), name or context.name, context.stop)
     with _binding:
         try:
             _refuse_shared(model)

@@ -39,6 +39,7 @@ from hydra_tune.rewind import Rewind
 from hydra_tune.root import RootApply, RootForward, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.spill import DeviceCopy
+from hydra_tune.stop import Stop
 from hydra_tune.tree import tensors_in
 from hydra_tune.visit import Visit
 
@@ -48,9 +49,10 @@ logger = logging.getLogger("hydra_tune")
 class Trial:
     """Executes one prepared model. Used by one thread at a time; the pool's lock guards what is shared."""
 
-    def __init__(self, number: int, home: Device, *, pool: ShardPool, name: str | None) -> None:
+    def __init__(self, number: int, home: Device, *, pool: ShardPool, name: str | None, stop: Stop) -> None:
         self.id = number
         self.pool = pool
+        self.stop = stop
         self.name = name or f"trial {number}"
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.mode: TrialMode | None = None  # the runner's, where there is one

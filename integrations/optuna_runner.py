@@ -5,18 +5,23 @@ from __future__ import annotations
 import concurrent.futures.thread
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable
+from contextvars import copy_context
 from functools import cache, wraps
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.context import Context, trial_context
-from hydra_tune.errors import ConfigError, PoolClosedError, TrialStopped
+from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.pool import ShardPool, default_pool
+from hydra_tune.stop import Stop
 
 if TYPE_CHECKING:
     import optuna
 
 logger = logging.getLogger("hydra_tune")
+FIGURES, PRUNED = "hydra_tune", "hydra_tune: pruned because"  # keys of `user_attrs`
 TRIALS_A_DEVICE = 2  # enough for one to compute while another steps its optimizer on the host
 
 
@@ -53,6 +58,10 @@ class HydraTrialRunner:
     ) -> None:
         """`Study.optimize`, each argument with the meaning it has there.
 
+        After Ctrl-C no trial begins; those that run stop at their next task boundary and are told as failed; then
+        `KeyboardInterrupt` is raised. A second Ctrl-C raises it at once, and they stop by themselves. A trial that can
+        never fit, or whose value is NaN, is told as pruned, with the reason in its `user_attrs`.
+
         Raises:
             PoolClosedError: the pool is closed, or was while trials ran.
         """
@@ -61,24 +70,85 @@ class HydraTrialRunner:
         self.pool.check_usable()
         _show_progress()
         warn_of_sampler(study, self.concurrency, n_trials)
+        running = Running()
 
         @cache
         def note_first_report() -> None:  # a study has a pruner, whether its objective reports or not
             warn_of_pruner(study, self.concurrency)
 
         def run(trial: optuna.Trial) -> Any:
-            return run_objective(self.pool, objective, trial, note_first_report)
+            return run_objective(self.pool, objective, trial, running, note_first_report)
 
-        study.optimize(
-            run,
-            n_trials=n_trials,
-            timeout=timeout,
-            n_jobs=self.concurrency,
-            catch=catch,
-            callbacks=None if callbacks is None else list(callbacks),
-            gc_after_trial=gc_after_trial,
-            show_progress_bar=show_progress_bar,
-        )
+        def optimize() -> None:
+            study.optimize(
+                run,
+                n_trials=n_trials,
+                timeout=timeout,
+                n_jobs=self.concurrency,
+                catch=catch,
+                callbacks=None if callbacks is None else list(callbacks),
+                gc_after_trial=gc_after_trial,
+                show_progress_bar=show_progress_bar,
+            )
+
+        if self.concurrency == 1:  # in this thread, where Ctrl-C interrupts the objective itself
+            optimize()
+        else:
+            running.wait_for(optimize)
+
+
+class Running:
+    """The trials of one search. Its loop has a thread of its own, for Optuna's waits on Ctrl-C until all have ended."""
+
+    def __init__(self) -> None:
+        self._stops: set[Stop] = set()
+        self._reason = ""
+        self._lock = threading.Lock()
+
+    def wait_for(self, optimize: Callable[[], None]) -> None:
+        error: list[BaseException] = []
+        ended = threading.Event()  # a join that is interrupted takes its thread for ended, before Python 3.13
+
+        def run() -> None:
+            try:
+                optimize()
+            except BaseException as raised:
+                error.append(raised)
+            finally:
+                ended.set()
+
+        thread = threading.Thread(target=copy_context().run, args=(run,), name="hydra_tune search", daemon=True)
+        try:
+            thread.start()
+            ended.wait()
+        except BaseException:  # in the main thread, which waits here
+            logger.warning("interrupted: %d trials stop at their next task boundary", len(self._stops))
+            self._stop_all("the search was interrupted")
+            ended.wait()
+            raise
+        finally:
+            if ended.is_set():
+                thread.join()
+        if error:
+            raise error[0]
+
+    def _stop_all(self, reason: str) -> None:
+        with self._lock:
+            self._reason = reason
+            stops = list(self._stops)
+        for stop in stops:
+            stop(reason)
+
+    def add(self, stop: Stop) -> None:
+        with self._lock:
+            self._stops.add(stop)
+            reason = self._reason
+        if reason:
+            stop(reason)
+
+    def remove(self, stop: Stop) -> None:
+        with self._lock:
+            self._stops.discard(stop)
 
 
 def _show_progress() -> None:
@@ -94,28 +164,55 @@ def run_objective(
     pool: ShardPool,
     objective: Callable[[optuna.Trial], Any],
     trial: optuna.Trial,
-    before_report: Callable[[], None] = lambda: None,
+    running: Running,
+    before_report: Callable[[], None],
 ) -> Any:
     """One trial, from its random state to its last byte."""
+    import optuna
+
     logger.info("trial %d: starts", trial.number)
     try:
         with trial_context(pool, trial.number) as context:
-            trial.report = _noted(trial.report, context, before_report)  # type: ignore[method-assign]
-            value = objective(trial)
+            running.add(context.stop)
+            try:
+                context.stop.check()
+                trial.report = _noted(trial.report, context, before_report)  # type: ignore[method-assign]
+                value = objective(trial)
+            finally:
+                running.remove(context.stop)
+                _keep_figures(trial, context)
     except TrialStopped as stop:
-        raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
+        logger.info("trial %d: stopped, %s", trial.number, stop)
+        if not context.stop.reason:
+            raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
+        raise KeyboardInterrupt(f"trial {trial.number} was stopped: {stop}") from None
+    except BudgetError as error:
+        logger.warning("trial %d: pruned, for it does not fit: %s", trial.number, error)
+        trial.set_user_attr(PRUNED, str(error))
+        raise optuna.TrialPruned(str(error)) from None
     except Exception as error:
         logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
         raise
+    if isinstance(value, float) and isnan(value) and len(trial.study.directions) == 1:
+        logger.warning("trial %d: pruned, for its value is nan", trial.number)
+        trial.set_user_attr(PRUNED, "its value is nan")
+        raise optuna.TrialPruned("its value is nan")
     logger.info("trial %d: finished with %s", trial.number, value)
     return value
 
 
+def _keep_figures(trial: optuna.Trial, context: Context) -> None:
+    """Of the last model that the objective prepared."""
+    if context.trials:
+        trial.set_user_attr(FIGURES, context.trials[-1].pool.figures(context.trials[-1]))
+
+
 def _noted(report: Callable[..., None], context: Context, before: Callable[[], None]) -> Callable[..., None]:
-    """`trial.report`, of which the pool's policy learns too."""
+    """`trial.report`, of which the pool's policy learns too, and where an objective that trains nothing may stop."""
 
     @wraps(report)
     def report_and_note(value: float, step: int) -> None:
+        context.stop.check()
         before()
         report(value, step)
         context.note_objective(float(value))

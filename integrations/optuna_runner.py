@@ -171,6 +171,7 @@ def run_objective(
     import optuna
 
     logger.info("trial %d: starts", trial.number)
+    lack, value = "", None
     try:
         with trial_context(pool, trial.number) as context:
             running.add(context.stop)
@@ -187,16 +188,16 @@ def run_objective(
             raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
         raise KeyboardInterrupt(f"trial {trial.number} was stopped: {stop}") from None
     except BudgetError as error:
-        logger.warning("trial %d: pruned, for it does not fit: %s", trial.number, error)
-        trial.set_user_attr(PRUNED, str(error))
-        raise optuna.TrialPruned(str(error)) from None
+        lack = str(error)  # what is raised below shall not keep it, and its frames
     except Exception as error:
         logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
         raise
-    if isinstance(value, float) and isnan(value) and len(trial.study.directions) == 1:
-        logger.warning("trial %d: pruned, for its value is nan", trial.number)
-        trial.set_user_attr(PRUNED, "its value is nan")
-        raise optuna.TrialPruned("its value is nan")
+    diverged = isinstance(value, float) and isnan(value) and len(trial.study.directions) == 1
+    if lack or diverged:
+        reason = lack or "its value is nan"
+        logger.warning("trial %d: pruned, %s", trial.number, reason)
+        trial.set_user_attr(PRUNED, reason)
+        raise optuna.TrialPruned(reason)
     logger.info("trial %d: finished with %s", trial.number, value)
     return value
 

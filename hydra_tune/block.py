@@ -46,6 +46,7 @@ class Block:
     reentrant: bool = False  # it has reentrant checkpoints within
     differentiates: bool = False  # it runs a backward within its forward
     rewritten: bool = False  # something changes its weights during a forward
+    draws: bool = False  # random numbers
 
     modules: list[nn.Module] = field(init=False)
     parameter_sites: list[tuple[nn.Module, str]] = field(init=False)

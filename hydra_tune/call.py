@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +15,8 @@ from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of
 from hydra_tune.host_buffer import same_values, version_of
-from hydra_tune.random_state import generator_states, set_generator_states
+from hydra_tune.mode import drawing_again, drawing_apart
+from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
 from hydra_tune.surroundings import Surroundings, autocast_state, kept, refuse_modes
@@ -73,6 +74,7 @@ class BlockCall:
     _recast: Sequence[int] = ()
     _again: Sequence[Any] = ()  # the leaves as they are given to the repeated forward
     _random_states: Sequence[torch.Tensor] = ()
+    _draws_apart = False  # from those that other threads draw from, too
     _buffers_before: Sequence[tuple[int, torch.Tensor]] = ()
     _buffers: Sequence[tuple[torch.Tensor, int]] = ()  # those that it found, each with its version
     _versions: Sequence[int] = ()
@@ -208,19 +210,26 @@ class BlockCall:
 
     def run_forward(self) -> tuple[torch.Tensor, ...]:
         """The block on its promoted weights, keeping no graph; notes what `run_backward` must restore."""
+        self._draws_apart = self.block.draws and not has_own_state()
         self._random_states = generator_states(self.trial.residency.device.generators())
         return self.trial.with_room(self.block, self._run_forward, self._rewound)
 
+    def _drawing(self, how: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+        """A runner's trial has a thread that draws from a state of its own anyway."""
+        return how() if self._draws_apart else nullcontext()
+
     def _rewound(self) -> bool:
         """After a forward that had no room: it has changed nothing else, or its block would not be one."""
-        set_generator_states(self.trial.residency.device.generators(), self._random_states)
+        if not self._draws_apart:
+            set_generator_states(self.trial.residency.device.generators(), self._random_states)
         return True
 
     def _run_forward(self) -> tuple[torch.Tensor, ...]:
         block = self.block
         self._note_buffers()
         self._surroundings = Surroundings(block.modules)
-        with self.trial.visit(block, Direction.FORWARD) as visit:
+        with self.trial.visit(block, Direction.FORWARD) as visit, self._drawing(drawing_apart):
+            self._random_states = generator_states(self.trial.residency.device.generators())
             weight_versions = versions_of(visit.leaves)
             given = visit.brought(detached(self.tensors))
             versions = versions_of(given)
@@ -342,8 +351,8 @@ class BlockCall:
         wanted = [n > 0 and needed[end - 1] for n, end in zip(self.num_edges, ends, strict=True)]
         buffers = self._buffers_then()
         generators = self.trial.residency.device.generators()
-        drawn = generator_states(generators)
-        with self.trial.visit(self.block, Direction.BACKWARD) as visit:
+        with self.trial.visit(self.block, Direction.BACKWARD) as visit, self._drawing(drawing_again):
+            drawn = generator_states(generators)
             now = visit.copy.swap_buffers(self.block, buffers)
             try:
                 set_generator_states(generators, self._random_states)

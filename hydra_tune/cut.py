@@ -39,7 +39,7 @@ def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[B
         if known:
             profile = known[name]
             block.edges, block.keeps_clones = profile.edges, profile.keeps_clones
-            block.reentrant, block.rewritten = profile.reentrant, profile.rewritten
+            block.reentrant, block.rewritten, block.draws = profile.reentrant, profile.rewritten, profile.draws
         blocks.append(block)
     return blocks
 

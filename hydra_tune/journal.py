@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from hydra_tune.random_state import draws
+
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
@@ -25,6 +27,7 @@ class Journal:
         self._read: dict[int, bool] = {}  # by storage: beside a tensor on the device?
         self._around: dict[int, torch.UntypedStorage] = {}  # see `looking_around`
         self.looked_around = False
+        self.drew = False  # random numbers, since somebody set it to False
         self._shared: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # see `watch`
         self.changed_shared: set[str] = set()  # those blocks of which something was written later
 
@@ -38,6 +41,7 @@ class Journal:
         on_device: bool,
     ) -> None:
         """`inputs` are the tensors among the arguments; `on_device` says that the operator computes there."""
+        self.drew |= draws(func)
         for tensor in inputs:
             key = _key(tensor)
             self.looked_around |= key in self._around

@@ -3,9 +3,10 @@ and under checks refuses those that mix devices."""
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import (
 
 from hydra_tune.fork import gate
 from hydra_tune.meter import TrialMeter, is_counted, storages_of
-from hydra_tune.random_state import RandomState, is_default
+from hydra_tune.random_state import RandomState, draws, is_default
 
 
 class TrialMode(TorchDispatchMode):
@@ -59,13 +60,43 @@ class TrialMode(TorchDispatchMode):
         if meter is not None:
             meter.note(func, args, kwargs, inputs)
         device = meter.device_of(func, inputs) if meter is not None else None
-        if self.random_state is not None and _draws(func) and is_default(kwargs.get("generator")):
-            out = self.random_state.swapped(lambda: func(*args, **kwargs))
+        if self.random_state is not None and draws(func) and is_default(kwargs.get("generator")):
+            out = self.random_state.draw(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         if meter is not None and device is not None:
             meter.observe(device, _made(func, args, inputs, out))
         return out
+
+
+@contextmanager
+def drawing_apart() -> Iterator[None]:
+    """In a thread that draws from the process's generators, as scripts' do: what is drawn inside can be drawn again,
+    whatever other threads draw meanwhile. Those that do so here take turns."""
+    with _drawing:
+        own = RandomState.of_defaults()
+        with own.active(), TrialMode(own):
+            yield
+        own.give_back()
+
+
+@contextmanager
+def drawing_again() -> Iterator[None]:
+    """The process's generators are left alone: inside, the thread has a state of its own, at first a copy of theirs."""
+    own = RandomState.of_defaults()
+    with own.active(), TrialMode(own):
+        yield
+
+
+_drawing = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _drawing
+    _drawing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Counted:
@@ -107,11 +138,6 @@ def drop_modes(meter: TrialMeter | None = None) -> None:
 
 
 os.register_at_fork(after_in_child=drop_modes)
-
-
-@functools.cache
-def _draws(func: Callable[..., Any]) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _made(

@@ -305,7 +305,7 @@ class Pilot:
     def _profile(self, call: BlockCall) -> BlockProfile:
         block = call.block
         call.refuse_hidden_tensors()
-        copy = self.copy_of(block)
+        copy, self._journal.drew = self.copy_of(block), False
         with random_state_kept(self.residency.device.generators()):
             now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
             with self.residency.meter.paused():
@@ -333,6 +333,7 @@ class Pilot:
             block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, carried,
             bool(uses_home), forward_s, backward_s,
             visits=1 + any(t.requires_grad for t in (*call.tensors, *block.parameters)), reentrant=reentrant,
+            draws=self._journal.drew,
         )  # fmt: skip
 
     def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int, int]:

@@ -28,6 +28,7 @@ from hydra_tune.fingerprint import PlanKey, switches_of
 from hydra_tune.forward_pass import AbandonedForward, ForwardPass
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
+from hydra_tune.mode import drawing_again
 from hydra_tune.node import BlockForward
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
 from hydra_tune.partition import (
@@ -44,6 +45,7 @@ from hydra_tune.partition import (
 from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains, larger_of
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.probe import user_hooks
+from hydra_tune.random_state import has_own_state
 from hydra_tune.root import RootForward, refuse_global_hooks, refuse_own_forward, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 from hydra_tune.tree import flatten
@@ -500,7 +502,8 @@ class Planner:
         before = trial.meter.trial_bytes
         error: BudgetError | None = None
         try:
-            with trial.counted(), trial.one_pass():
+            apart = nullcontext() if has_own_state() else drawing_again()
+            with trial.counted(), apart, trial.one_pass():
                 self._hold(self.blocks)
                 pilot.run(root.original, args, kwargs)
         except DoesNotFitError as lack:

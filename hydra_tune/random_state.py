@@ -11,6 +11,7 @@ Python's `random` and NumPy's global state are not isolated.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -36,6 +37,27 @@ class RandomState:
 
     def stand_in(self, default: torch.Generator) -> torch.Generator:
         return self._of[id(default)]
+
+    @classmethod
+    def of_defaults(cls) -> RandomState:
+        """With the state that the default generators have now."""
+        own = cls(0)
+        for default in _default_generators():
+            own.stand_in(default).set_state(default.get_state())
+        return own
+
+    def give_back(self) -> None:
+        """To the default generators, which go on from here."""
+        for default in _default_generators():
+            default.set_state(self.stand_in(default).get_state())
+
+    def draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that draws. On the CPU its generator is given to it, where it takes one: the default one is
+        left alone, from which threads that are no trial's may draw at any time."""
+        own = _taking_generator(func, len(args)) if _is_on_cpu(args, kwargs) else None
+        if own is None:
+            return self.swapped(lambda: func(*args, **kwargs))
+        return own(*args, **{**kwargs, "generator": self.stand_in(torch.default_generator)})
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -66,6 +88,39 @@ class RandomState:
 
 def _current_state() -> RandomState | None:
     return getattr(_local, "state", None)
+
+
+def has_own_state() -> bool:
+    """Whether the calling thread draws from a state of its own."""
+    return _current_state() is not None
+
+
+@functools.cache
+def draws(func: Callable[..., Any]) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+@functools.cache
+def _taking_generator(func: Any, num_given: int) -> Any:
+    """The operator, or its overload, that takes a generator beside so many positional arguments; None if there is
+    none."""
+    arguments = func._schema.arguments
+    places = [i for i, a in enumerate(arguments) if a.name == "generator"]
+    if places:
+        return func if arguments[places[0]].kwarg_only or num_given <= places[0] else None
+    name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
+    if name not in func.overloadpacket.overloads():
+        return None
+    other = getattr(func.overloadpacket, name)
+    others = [(a.name, str(a.type)) for a in other._schema.arguments if a.name != "generator"]
+    return other if others == [(a.name, str(a.type)) for a in arguments] else None
+
+
+def _is_on_cpu(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    device = kwargs.get("device") or (tensors[0].device if tensors else "cpu")
+    return torch.device(device).type == "cpu"
 
 
 def is_default(generator: Any) -> bool:

@@ -102,6 +102,7 @@ class BlockProfile:
     keeps_clones: bool = False
     reentrant: bool = False
     rewritten: bool = False
+    draws: bool = False
 
     @property
     def work_bytes(self) -> int:

@@ -1,0 +1,156 @@
+"""Other threads draw random numbers all the time; what a trial has drawn is drawn again in its backward."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hydra_tune
+from hydra_tune.context import trial_context
+from hydra_tune.random_state import RandomState
+
+WIDTH, STEPS = 48, 12
+BUDGET = 72 << 10  # in double precision, some of six layers
+
+
+class Layer(nn.Module):
+    """Linear in its weight: its gradient times itself is what comes of it, if the mask is the forward's."""
+
+    def __init__(self, checkpoints=False):
+        super().__init__()
+        self.linear, self.drop, self.checkpoints = nn.Linear(WIDTH, WIDTH, bias=False), nn.Dropout(0.5), checkpoints
+
+    def forward(self, x):
+        if self.checkpoints:
+            return checkpoint(lambda y: self.drop(self.linear(y)), x, use_reentrant=False)
+        return self.drop(self.linear(self.drop(x)))
+
+
+def train(pool=None, steps=STEPS, checkpoints=False):
+    """Losses, and how far from exact the worst gradient was."""
+    model = nn.Sequential(*(Layer(checkpoints) for _ in range(6))).double()
+    if pool is not None:
+        hydra_tune.prepare(model, pool=pool)
+    losses, worst = [], 0.0
+    for _ in range(steps):
+        loss = model(torch.rand(4, WIDTH, dtype=torch.float64)).sum()
+        loss.backward()
+        losses.append(loss.item())
+        for layer in model:
+            weight = layer.linear.weight
+            worst = max(worst, abs((weight.detach() * weight.grad).sum().item() - loss.item()) / abs(loss.item()))
+            weight.grad = None
+    if pool is not None:
+        assert not pool.report()["trials"][-1]["resident"]
+        hydra_tune.release(model)
+    return losses, worst
+
+
+@contextmanager
+def noise():
+    """A thread that draws, as one that fetches batches does."""
+    quiet = threading.Event()
+
+    def draw():
+        while not quiet.is_set():
+            torch.rand(1000)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        yield
+    finally:
+        quiet.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "with a checkpoint"])
+def test_a_script_beside_a_thread_that_draws(checkpoints):
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, noise():
+        _, worst = train(pool, 4 * STEPS, checkpoints)
+    assert worst < 1e-9
+
+
+def test_scripts_in_threads_that_share_a_pool():
+    found = []
+    with hydra_tune.ShardPool(["cpu", "cpu"], BUDGET) as pool:
+        threads = [threading.Thread(target=lambda: found.append(train(pool))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 4
+    assert max(worst for _, worst in found) < 1e-9
+    assert len({tuple(losses) for losses, _ in found}) == 4, "none draws what another does"
+
+
+def test_a_script_alone_draws_what_plain_pytorch_draws():
+    torch.manual_seed(3)
+    expected, after = train(), torch.rand(2)
+    torch.manual_seed(3)
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        assert train(pool)[0] == expected[0]
+    assert torch.equal(torch.rand(2), after)
+
+
+def test_a_runners_trial_beside_a_thread_that_draws():
+    def run():
+        with hydra_tune.ShardPool(["cpu"], BUDGET, seed=5) as pool, trial_context(pool, 0):
+            return train(pool)
+
+    quiet = run()
+    with noise():
+        loud = run()
+    assert loud[0] == quiet[0]
+    assert max(loud[1], quiet[1]) < 1e-9
+
+
+DRAWS = {
+    "rand": lambda: torch.rand(3, 2),
+    "randn": lambda: torch.randn(5, dtype=torch.float64),
+    "randn, odd": lambda: torch.randn(17),
+    "randint": lambda: torch.randint(9, (4,)),
+    "randint from": lambda: torch.randint(2, 9, (4,)),
+    "randperm": lambda: torch.randperm(20),
+    "rand_like": lambda: torch.rand_like(torch.ones(3)),
+    "bernoulli": lambda: torch.bernoulli(torch.full((9,), 0.5)),
+    "multinomial": lambda: torch.multinomial(torch.ones(9), 4),
+    "normal": lambda: torch.normal(torch.zeros(4), 1.0),
+    "in place": lambda: torch.empty(4).uniform_().exponential_().normal_().random_(7),
+    "dropout": lambda: nn.functional.dropout(torch.ones(20)),
+    "rrelu": lambda: nn.functional.rrelu(-torch.ones(5), training=True),
+    "gumbel": lambda: nn.functional.gumbel_softmax(torch.ones(5)),
+    "poisson": lambda: torch.poisson(torch.full((5,), 3.0)),
+    "attention": lambda: nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 2, 4, 8), dropout_p=0.5),
+    "initialisation": lambda: nn.Linear(3, 3).weight.detach().clone(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_trials_state_gives_what_the_default_generator_gives(name):
+    torch.manual_seed(7)
+    expected = [DRAWS[name]() for _ in range(3)]
+    before = torch.get_rng_state()
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, trial_context(pool, 0):
+        torch.manual_seed(7)
+        found = [DRAWS[name]() for _ in range(3)]
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(torch.get_rng_state(), before), "the process's generator is left alone"
+
+
+def test_most_operators_take_the_trials_generator_and_the_others_swap(monkeypatch):
+    swapped, original = [], RandomState.swapped
+
+    def noted(state, draw):
+        swapped.append(state)
+        return original(state, draw)
+
+    monkeypatch.setattr(RandomState, "swapped", noted)
+    for name, draw in DRAWS.items():
+        with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, trial_context(pool, 0):
+            draw()
+        assert not swapped or name == "rand_like"
+        swapped.clear()

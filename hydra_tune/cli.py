@@ -82,9 +82,10 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     from hydra_tune.calibration import calibrate
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     try:
+        if options.threads is not None and options.threads < 1:
+            raise ConfigError(f"--threads is a whole number of at least 1, got {options.threads}.")
+        torch.set_num_threads(options.threads or torch.get_num_threads())
         cost = calibrate("auto" if options.devices == "auto" else options.devices.split(","))
         cost.save(options.out)
     except (HydraTuneError, OSError) as error:

@@ -39,11 +39,11 @@ class Context:
             self.mode.meter = trial.meter
             self.trials.append(trial)
 
-    def note_objective(self, value: float) -> None:
+    def note_objective(self, value: float, *, maximizes: bool) -> None:
         """What the objective has reported so far, for policies that go by it."""
         for trial in self.trials:
             if not trial.ended:
-                trial.pool.note_objective(trial, value)
+                trial.pool.note_objective(trial, value, maximizes=maximizes)
 
     def refuse_second_model(self, pool: ShardPool) -> None:
         """Two models of one thread in one pool could wait for each other for ever."""

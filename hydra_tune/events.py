@@ -126,10 +126,11 @@ class Invalidated:
 
 @dataclass(frozen=True)
 class Reported:
-    """The trial's objective is so far `value`."""
+    """The trial's objective is so far `value`, the larger the better if its search `maximizes`."""
 
     trial: int
     value: float
+    maximizes: bool = False
 
 
 @dataclass(frozen=True)

@@ -306,13 +306,16 @@ class Pilot:
         block = call.block
         call.refuse_hidden_tensors()
         copy, self._journal.drew = self.copy_of(block), False
+        meter = self.residency.meter
         with random_state_kept(self.residency.device.generators()):
             now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
+            before = {storage._cdata for storage in meter.meter.storages(meter.trial)}
             with self.residency.meter.paused():
                 given = Snapshot({"an object that it is given": call.objects}, self.model)
             try:
                 with random_state_kept(self.residency.device.generators()):
                     forward_s, forward_work, boundary, carried = self._forward(call, copy)
+                kept = any(storage._cdata not in before for storage in meter.meter.storages(meter.trial))
                 with self.residency.meter.paused():
                     changes = list(given.changes())
                     given.restore()
@@ -328,7 +331,7 @@ class Pilot:
                 given.restore()
         refuse_changes(block, (*changes, *attributes.changes()), repeats=self._repeats)
         refuse_side_channel(block, leaves)
-        uses_home = call.shares_memory or block.held or block.borrowed or self._journal.looked_around
+        uses_home = kept or call.shares_memory or block.held or block.borrowed or self._journal.looked_around
         return BlockProfile(
             block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, carried,
             bool(uses_home), forward_s, backward_s,

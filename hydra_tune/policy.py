@@ -63,16 +63,20 @@ class FairShare(Policy):
 class BestFirst(Policy):
     """Whose trial has reported the best objective so far; at first those that have reported none."""
 
-    direction: str = "minimize"
+    direction: str | None = None
 
     def __post_init__(self) -> None:
-        if self.direction not in ("minimize", "maximize"):
-            raise ConfigError(f'an objective\'s direction is "minimize" or "maximize", got {self.direction!r}.')
+        if self.direction not in ("minimize", "maximize", None):
+            raise ConfigError(
+                'the direction of an objective is "minimize", "maximize", or None for that of its search; '
+                f"got {self.direction!r}."
+            )
 
     def rank(self, task: Task, progress: Progress) -> float:
         if progress.value is None or progress.value != progress.value:
             return -inf if progress.value is None else inf
-        return progress.value if self.direction == "minimize" else -progress.value
+        maximizes = progress.maximizes if self.direction is None else self.direction == "maximize"
+        return -progress.value if maximizes else progress.value
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,10 @@ class Shuffled(Policy):
     """In a random order, the same for the same seed."""
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"a seed is an int, got {self.seed!r}.")
 
     def rank(self, task: Task, progress: Progress) -> float:
         return hash((self.seed, task.trial, task.step, task.shard, task.direction is Direction.FORWARD))
@@ -111,6 +119,8 @@ def policy_named(policy: Policy | str) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        raise ConfigError(f"policy is a Policy, got the class of one. Write {policy.__name__}().")
     if not isinstance(policy, str) or policy not in _BY_NAME:
         raise ConfigError(f"policy is a Policy or one of {', '.join(_BY_NAME)}; got {policy!r}.")
     return _BY_NAME[policy]()

@@ -214,7 +214,8 @@ class ShardPool:
         """Spans of time in order of their end: kind (run, promote, spill, wait, stall), device, trial, step, shard,
         direction, seconds, cause."""
         with self._lock:
-            return [span._asdict() for span in self._trace.spans]
+            names = {number: summary["name"] for number, summary in self._summaries.items()}
+            return [{**span._asdict(), "name": names.get(span.trial, "")} for span in self._trace.spans]
 
     def save_timeline(self, path: str | PathLike[str]) -> Path:
         """Write `timeline()` to a .json for ui.perfetto.dev, or a .html that a browser shows (needs plotly).
@@ -351,8 +352,8 @@ class ShardPool:
         keys = ("device", "steps", "resident", "weight_bytes")
         return {**{key: summary[key] for key in keys}, "shards": len(summary["shards"]), **totals}
 
-    def note_objective(self, trial: Client, value: float) -> None:
-        self._tell(e.Reported(trial.id, value))
+    def note_objective(self, trial: Client, value: float, *, maximizes: bool) -> None:
+        self._tell(e.Reported(trial.id, value, maximizes))
 
     def invalidate(self, trial: Client) -> None:
         self.await_copies(trial)

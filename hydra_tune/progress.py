@@ -39,6 +39,7 @@ class Progress:
     step_s: float = 0.0
     device_s: float = 0.0
     value: float | None = None
+    maximizes: bool = False
     _now_s: float = 0.0  # of the step under way
 
     @property

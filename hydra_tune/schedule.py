@@ -198,8 +198,9 @@ class Machine:
         device = self._home(event.trial)
         assert device.exclusive == event.trial, self._impossible(event)
         device.exclusive = None
+        reserved_bytes = device.ledger.steps[event.trial]  # one that failed says what it lacked
         device.ledger.leave_step(event.trial)
-        device.ledger.note_peak(event.peak_bytes)
+        device.ledger.note_peak(min(event.peak_bytes, reserved_bytes))
         return self._advance(device)
 
     def _on_PlanReady(self, event: PlanReady) -> list[Instruction]:
@@ -216,7 +217,8 @@ class Machine:
         return self._advance(device)
 
     def _on_Reported(self, event: Reported) -> list[Instruction]:
-        self.trials[event.trial].progress.value = event.value
+        progress = self.trials[event.trial].progress
+        progress.value, progress.maximizes = event.value, event.maximizes
         return []
 
     def _on_TrialEnded(self, event: TrialEnded) -> list[Instruction]:

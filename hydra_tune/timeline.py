@@ -1,6 +1,7 @@
 """Draws spans, of a real run or of a simulated one: for ui.perfetto.dev, or as a plotly figure.
 
-A span is a mapping with kind, device, trial, shard, direction, start_s and end_s; cause and step are optional:
+A span is a mapping with kind, device, trial, shard, direction, start_s and end_s; cause, step and the trial's name are
+optional:
 
     run      the device computed                     promote, spill   its copy streams did
     stall    it did not, though trials were live:    wait             a trial waited; shown by trial, in the trace only
@@ -48,8 +49,9 @@ def chrome_trace(spans: Iterable[Span], device_names: Sequence[str]) -> dict[str
     """
     placed, threads = _placed(_checked(spans, device_names), len(device_names))
     tids = {thread: tid for tid, thread in enumerate(threads, start=1)}  # viewers take 0 for an idle processor
+    whose = {span["trial"]: _whose(span) for span, _ in placed}
     events = [_event(span, thread[0] + 1, tids[thread]) for span, thread in placed]
-    return {"traceEvents": [*_names(tids, device_names), *events], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*_names(tids, device_names, whose), *events], "displayTimeUnit": "ms"}
 
 
 def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
@@ -74,7 +76,7 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
             stalls.append(span)
         elif span["kind"] != "wait":
             of_trial[span["trial"]].append(span)
-    bars = [_bars(go.Bar, f"trial {trial}", _colour(trial), of_trial[trial]) for trial in sorted(of_trial)]
+    bars = [_bars(go.Bar, _whose(of[0]), _colour(trial), of) for trial, of in sorted(of_trial.items())]
     if stalls:
         bars.append(_bars(go.Bar, "stalled", _GREY, stalls))
     labels = [label for name in device_names for label in (name, *STREAMS[1:])]
@@ -101,9 +103,9 @@ def save(spans: Iterable[Span], device_names: Sequence[str], path: str | PathLik
         ConfigError: another suffix, plotly is not installed, or spans that cannot be drawn.
     """
     path = Path(path)
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         path.write_text(json.dumps(chrome_trace(spans, device_names)), encoding="utf-8")
-    elif path.suffix == ".html":
+    elif path.suffix.lower() == ".html":
         page = figure(spans, device_names).to_html(include_plotlyjs=True, div_id="timeline")
         path.write_text(page, encoding="utf-8")
     else:
@@ -180,15 +182,19 @@ def _name(span: Span) -> str:
     """What a bar says: `trial 2 F0`, as in docs/how-it-works.md."""
     if span["kind"] == "stall":
         return f"stalled: {span.get('cause') or 'no cause given'}"
-    return f"trial {span['trial']} {span['direction']}{span['shard']}"
+    return f"{_whose(span)} {span['direction']}{span['shard']}"
 
 
-def _names(tids: Mapping[Thread, int], device_names: Sequence[str]) -> list[dict[str, Any]]:
+def _whose(span: Span) -> str:
+    return span.get("name") or f"trial {span['trial']}"
+
+
+def _names(tids: Mapping[Thread, int], device_names: Sequence[str], whose: Mapping[int, str]) -> list[dict[str, Any]]:
     """Metadata events: what processes and threads are called, and their order."""
     waited = len(device_names)
     named = {(thread.process + 1, 0): (*device_names, "trials that waited")[thread.process] for thread in tids}
     for thread, tid in tids.items():
-        track = f"trial {thread.place}" if thread.process == waited else STREAMS[thread.place]
+        track = whose[thread.place] if thread.process == waited else STREAMS[thread.place]
         named[thread.process + 1, tid] = f"{track} {thread.lane + 1}" if thread.lane else track
     return [
         {"ph": "M", "name": f"{'thread' if tid else 'process'}_{key}", "pid": pid, "tid": tid, "args": {key: value}}

@@ -161,10 +161,14 @@ def _trial(entry: Any) -> TrialWork:
     missing = [key for key in _NEEDED if key not in entry]
     if missing:
         raise ConfigError(f"it needs {', '.join(_NEEDED)}, but has no {', '.join(missing)}. Add it.")
-    arguments: dict[str, Any] = {
-        key: tuple(value) if key in _TUPLES and isinstance(value, list) else value for key, value in entry.items()
-    }
+    arguments = {key: _as_tuple(value) if key in _TUPLES else value for key, value in entry.items()}
     return TrialWork(**arguments)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Of a list or an array; what else it is will be refused."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(plain) if isinstance(plain, list) else plain
 
 
 def _check(trial: TrialWork) -> None:

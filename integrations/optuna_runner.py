@@ -177,7 +177,10 @@ def run_objective(
             running.add(context.stop)
             try:
                 context.stop.check()
-                trial.report = _noted(trial.report, context, before_report)  # type: ignore[method-assign]
+                maximizes = trial.study.directions[0] is optuna.study.StudyDirection.MAXIMIZE
+                trial.report = _noted(  # type: ignore[method-assign]
+                    trial.report, context, before_report, maximizes=maximizes
+                )
                 value = objective(trial)
             finally:
                 running.remove(context.stop)
@@ -208,7 +211,9 @@ def _keep_figures(trial: optuna.Trial, context: Context) -> None:
         trial.set_user_attr(FIGURES, context.trials[-1].pool.figures(context.trials[-1]))
 
 
-def _noted(report: Callable[..., None], context: Context, before: Callable[[], None]) -> Callable[..., None]:
+def _noted(
+    report: Callable[..., None], context: Context, before: Callable[[], None], *, maximizes: bool
+) -> Callable[..., None]:
     """`trial.report`, of which the pool's policy learns too, and where an objective that trains nothing may stop."""
 
     @wraps(report)
@@ -216,7 +221,7 @@ def _noted(report: Callable[..., None], context: Context, before: Callable[[], N
         context.stop.check()
         before()
         report(value, step)
-        context.note_objective(float(value))
+        context.note_objective(float(value), maximizes=maximizes)
 
     return report_and_note
 

@@ -99,6 +99,8 @@ def test_the_command_writes_what_simulate_reads(quick, tmp_path, capsys):
 def test_what_cannot_be_measured_or_computed_says_so(tmp_path, capsys):
     assert cli.main(["calibrate", "--devices", "tpu", "--out", str(tmp_path / "cost.json")]) == 1
     assert "a device is" in capsys.readouterr().err
+    assert cli.main(["calibrate", "--threads", "0", "--out", str(tmp_path / "cost.json")]) == 1
+    assert "--threads is a whole number of at least 1" in capsys.readouterr().err
     CostModel().save(tmp_path / "cost.json")
     assert cli.main(["simulate", "asha-arrivals", "--cost", str(tmp_path / "cost.json")]) == 1
     assert "drawn at random" in capsys.readouterr().err

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
 from hydra_tune.context import current_context
-from hydra_tune.policy import BestFirst
 from models import gpt
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -170,20 +169,24 @@ def test_steps_that_prove_too_large_to_run_beside_each_other_take_turns():
     assert losses == {number: list(train(number, prepared=False)) for number in (0, 1)}
 
 
-def test_what_objectives_report_reaches_the_policy():
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_what_objectives_report_reaches_the_policy(direction):
     seen = {}
 
     def objective(trial):
         model = hydra_tune.prepare(gpt(depth=1))
         for step, value in enumerate((3.0, trial.number + 1)):
             trial.report(value, step)
-            seen[trial.number, step] = pool._machine.trials[current_context().trials[0].id].progress.value
+            progress = pool._machine.trials[current_context().trials[0].id].progress
+            seen[trial.number, step] = progress.value, progress.maximizes
         hydra_tune.release(model)
         trial.report(9.0, 2)
         return 0.0
 
-    study = optuna.create_study()
-    with hydra_tune.ShardPool(["cpu"], "8MiB", policy=BestFirst(study.direction.name.lower())) as pool:
+    study = optuna.create_study(direction=direction)
+    with hydra_tune.ShardPool(["cpu"], "8MiB", policy="best-first") as pool:
         hydra_tune.HydraTrialRunner(pool, concurrency=2).optimize(study, objective, n_trials=2)
-    assert seen == {(0, 0): 3.0, (0, 1): 1.0, (1, 0): 3.0, (1, 1): 2.0}
+    maximizes = direction == "maximize"
+    values = {(0, 0): 3.0, (0, 1): 1.0, (1, 0): 3.0, (1, 1): 2.0}
+    assert seen == {key: (value, maximizes) for key, value in values.items()}
     assert [trial.intermediate_values for trial in study.trials] == [{0: 3.0, 1: n + 1.0, 2: 9.0} for n in range(2)]

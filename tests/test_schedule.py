@@ -411,8 +411,12 @@ def test_a_policy_is_an_object_or_its_name():
     assert policy_named("best-first") == BestFirst()
     with pytest.raises(ConfigError, match=r"one of sharded-lrtf, fifo, .*; got 'lifo'"):
         policy_named("lifo")
-    with pytest.raises(ConfigError, match='"minimize" or "maximize", got \'up\''):
+    with pytest.raises(ConfigError, match="None for that of its search; got 'up'"):
         BestFirst("up")
+    with pytest.raises(ConfigError, match=r"the class of one. Write Fifo\(\)"):
+        policy_named(Fifo)
+    with pytest.raises(ConfigError, match="a seed is an int"):
+        Shuffled("a")
 
 
 def test_a_trial_without_a_known_length_takes_what_its_neighbours_took():
@@ -501,6 +505,27 @@ def test_a_task_goes_where_the_way_takes_no_longer_than_itself(bytes_per_s, goes
     travelled = [Promote(task(2, 0), 1, 0, 30)] if goes else []
     assert machine.handle(TaskReady(task(2, 0))) == travelled, "a second to compute, and 30 + 10 + 10 bytes to move"
     machine.validate()
+
+
+def test_a_pilot_that_lacked_room_counts_no_more_than_it_had():
+    machine = Machine([100])
+    for trial in (0, 1):
+        machine.handle(TrialAdded(trial))
+    machine.handle(PlanReady(0, plan(held=40)))
+    assert machine.handle(PilotReady(1)) == [StartPilot(1, 60)]
+    machine.handle(PilotDone(1, 90))
+    assert machine.devices[0].ledger.peak_bytes == 100
+    machine.validate()
+
+
+def test_best_first_goes_by_the_direction_of_the_search():
+    rank = BestFirst().rank
+    progress = Progress(0, Neighbours())
+    progress.value = 2.0
+    assert rank(task(0, 0), progress) == 2.0
+    progress.maximizes = True
+    assert rank(task(0, 0), progress) == -2.0
+    assert BestFirst("minimize").rank(task(0, 0), progress) == 2.0
 
 
 def test_what_was_promised_abroad_returns_if_its_task_is_to_run_at_home():

@@ -232,7 +232,16 @@ class GivesAView(Layer):
         return x.view(-1, WIDTH)
 
 
-@pytest.mark.parametrize("kind", [ReadsAnother, GivesAView])
+class KeepsAnAlias(Layer):
+    """Of what it gives, without its graph."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.kept = y.detach()[:, :4]
+        return y
+
+
+@pytest.mark.parametrize("kind", [ReadsAnother, GivesAView, KeepsAnAlias])
 def test_a_block_that_needs_what_is_at_home_stays_there(kind, restless):
     def run(pool=None):
         torch.manual_seed(0)

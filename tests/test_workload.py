@@ -3,6 +3,7 @@
 import json
 from math import inf, nan
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,12 @@ def test_a_trial_is_read_from_a_dict_an_object_or_a_file(tmp_path):
     (trial,) = parse([PLAIN])
     assert trial == TrialWork(100, (0.1, 0.2), (0.3, 0.4), (500, 600))
     assert parse([trial]) == parse(path) == parse(str(path)) == [trial]
+
+
+def test_arrays_are_lists():
+    plain = {"steps": 2, "forward_s": [0.1, 0.2], "backward_s": [0.3, 0.4], "shard_bytes": [5, 6]}
+    arrays = {key: numpy.array(value) if isinstance(value, list) else value for key, value in plain.items()}
+    assert parse([arrays]) == parse([plain])
 
 
 def test_times_and_defaults_follow_from_what_was_given():

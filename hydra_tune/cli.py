@@ -139,7 +139,7 @@ def _rate(text: str | None, cost: CostModel | None) -> float:
     try:
         return float(text)
     except ValueError:
-        return parse_bytes(text)
+        return parse_bytes(text, "--link")
 
 
 def _sweep(name: str, cost: CostModel | None) -> list[TrialWork]:

@@ -18,29 +18,29 @@ ALIGNMENT_BYTES = 512  # of every tensor in a host buffer or a slot: what CUDA's
 CHECKS_VARIABLE = "HYDRA_TUNE_CHECKS"
 
 
-def parse_bytes(text: int | str) -> int:
-    """Bytes from an int or from text such as ``"20GiB"``, ``"1.5 GB"`` or ``"4096"``.
+def parse_bytes(text: int | str, name: str = "memory") -> int:
+    """Bytes from an int or from text such as ``"20GiB"``, ``"1.5 GB"`` or ``"4096"``; `name` is the argument's.
 
     Raises:
         ConfigError: not a whole positive number of bytes.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise _not_bytes(text)
+        raise _not_bytes(text, name)
     if isinstance(text, int):
         amount = text
     else:
         match = _BYTES.fullmatch(text)
         if match is None or match[2] not in _UNIT_BYTES:
-            raise _not_bytes(text)
+            raise _not_bytes(text, name)
         amount = int(float(match[1]) * _UNIT_BYTES[match[2]])
     if amount <= 0:
-        raise _not_bytes(text)
+        raise _not_bytes(text, name)
     return amount
 
 
-def _not_bytes(text: object) -> ConfigError:
+def _not_bytes(text: object, name: str) -> ConfigError:
     return ConfigError(
-        f"memory is a positive number of bytes, got {text!r}. "
+        f"{name} is a positive number of bytes, got {text!r}. "
         'Write an int, or text with a unit, such as "20GiB" or "512MiB".'
     )
 

@@ -279,7 +279,7 @@ def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
     virtual = sum(device.budget_bytes for device in devices if device.torch_device.type == "cpu")
     if host_memory == "auto":
         return max(1, most - virtual)
-    num_bytes = parse_bytes(host_memory)
+    num_bytes = parse_bytes(host_memory, "host_memory")
     if num_bytes > most:
         raise ConfigError(
             f"host_memory lies within what the host has free, {format_bytes(most)}; asked were "

@@ -49,7 +49,8 @@ def prepare(
         pool: the runner's pool inside an objective, else the default pool, if None.
         name: how the trial is called in reports.
         total_steps: how many mini-batches it will train, by which the scheduler knows what remains.
-        epochs: how often it will go through the first of the loaders; says the same, if that has a length.
+        epochs: how often it will go through the first of the loaders; says the same, if that has a length and
+            `total_steps` does not say it.
 
     Returns:
         `model` alone if nothing else was given, else a tuple in the order of the arguments.
@@ -116,8 +117,10 @@ def _num_steps(total_steps: int | None, epochs: int | None, loaders: Sequence[An
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and (not whole or value < 1):
             raise ConfigError(f"{name} is a whole number of at least 1, or None if it is not known; got {value!r}.")
-    if total_steps is not None or epochs is None or not loaders:
+    if total_steps is not None or epochs is None:
         return total_steps
+    if not loaders:
+        raise ConfigError("epochs are counted in a loader's lengths, but no loader was given. Write total_steps=.")
     try:
         return epochs * len(loaders[0])
     except TypeError:  # an iterable data set has no length

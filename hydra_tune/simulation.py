@@ -82,6 +82,9 @@ def simulate(
         ConfigError: what is wrong with the workload, the devices or the policy.
         BudgetError: a trial does not fit the smallest device. It must fit each, for it may run on any.
     """
+    for name, value in (("double_buffering", double_buffering), ("timeline", timeline)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is True or False, got {value!r}.")
     works = parse(workload)
     usual = {"memory": UNLIMITED_BYTES if memory is None else memory, "link_bytes_per_s": link_bytes_per_s}
     specs = _devices(devices, usual)

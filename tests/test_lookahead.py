@@ -270,6 +270,11 @@ def test_lengths_that_are_none_are_refused(name, value):
         hydra_tune.prepare(nn.Linear(2, 2), **{name: value})
 
 
+def test_epochs_without_a_loader_are_refused():
+    with pytest.raises(hydra_tune.ConfigError, match="no loader was given. Write total_steps="):
+        hydra_tune.prepare(nn.Linear(2, 2), epochs=2)
+
+
 def test_an_unknown_policy_is_refused():
     with pytest.raises(hydra_tune.ConfigError, match="policy is a Policy or one of sharded-lrtf, fifo"):
         hydra_tune.ShardPool(["cpu"], "1MiB", policy="random")

@@ -264,6 +264,7 @@ def test_a_random_order_is_its_seeds():
         ({"devices": [{"speed": inf}]}, "speed is finite, got inf"),
         ({"devices": [{"memory": "4 parsecs"}]}, "memory is a positive number of bytes, got '4 parsecs'"),
         ({"memory": 0}, "memory is a positive number of bytes, got 0"),
+        ({"double_buffering": "no"}, "double_buffering is True or False, got 'no'"),
         ({"link_bytes_per_s": -1}, "link_bytes_per_s of a device is a positive number, got -1"),
         ({"link_bytes_per_s": True}, "link_bytes_per_s of a device is a positive number, got True"),
     ],

@@ -271,7 +271,7 @@ def test_lengths_that_are_none_are_refused(name, value):
 
 
 def test_epochs_without_a_loader_are_refused():
-    with pytest.raises(hydra_tune.ConfigError, match="no loader was given. Write total_steps="):
+    with pytest.raises(hydra_tune.ConfigError, match=r"no loader was given\. Write total_steps="):
         hydra_tune.prepare(nn.Linear(2, 2), epochs=2)
 
 

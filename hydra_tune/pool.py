@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
@@ -82,6 +82,14 @@ class TrialLog:
             task = pool._machine.devices[device.number].running
             if since_s is not None and task is not None and task.trial == self._trial:
                 pool._note("spill", task, device.number, since_s, pool._trace.now_s())
+
+
+class Copy:
+    """Of a shard, ahead of its task. Who takes it makes it."""
+
+    def __init__(self, promote: e.Promote) -> None:
+        self.promote = promote
+        self.taken = False
 
 
 class PoolDevice:
@@ -166,7 +174,7 @@ class ShardPool:
         self._wake: dict[int, threading.Condition] = {}
         self._copiers = [Copier(device.name, self.num_threads) for device in self._devices]
         self._idle: dict[int, tuple[float, str]] = {}  # devices that compute nothing: since when, and why
-        self._copying: Counter[int] = Counter()  # how many shards of a trial, ahead of their tasks
+        self._copying: dict[int, list[Copy]] = {}  # ahead of their tasks, by trial
         self._ids = itertools.count()
         self._summaries: dict[int, dict[str, Any]] = {}
         self._abandoned: deque[int] = deque()  # collected with their models; only noted there, ended later
@@ -519,14 +527,20 @@ class ShardPool:
         self._trace.count("dropped_bytes", drop.device, drop.trial, drop.num_bytes)
 
     def _promote_ahead(self, promote: e.Promote) -> None:
-        self._copying[promote.task.trial] += 1
-        self._copiers[promote.device].submit(partial(_promote_ahead, weakref.ref(self), promote))
+        copy = Copy(promote)
+        self._copying.setdefault(promote.task.trial, []).append(copy)
+        self._submit(copy)
 
-    def _has_arrived(self, promote: e.Promote, start_s: float) -> None:
-        """Of a copy ahead of its task; one that failed is made again when the task runs."""
+    def _submit(self, copy: Copy) -> None:
+        self._copiers[copy.promote.device].submit(partial(_promote_ahead, weakref.ref(self), copy))
+
+    def _has_arrived(self, copy: Copy, start_s: float) -> None:
+        """One that failed is made again when the task runs."""
+        promote = copy.promote
         with self._lock:
-            self._copying[promote.task.trial] -= 1
-            if not self._copying[promote.task.trial]:
+            left = self._copying[promote.task.trial]
+            left.remove(copy)
+            if not left:
                 del self._copying[promote.task.trial]
             self._note("promote", promote.task, promote.device, start_s, self._trace.now_s())
             self._wake[promote.task.trial].notify_all()
@@ -536,7 +550,10 @@ class ShardPool:
         """Those of this trial that are under way: host memory may not change, nor the slot go, before they are made."""
         if trial.id in self._copying:  # seldom
             with self._lock:
-                while trial.id in self._copying:
+                if self._handling:  # the event that began one was interrupted, perhaps before it was submitted
+                    for copy in self._copying.get(trial.id, ()):
+                        self._submit(copy)
+                while self._copying.get(trial.id):
                     self._wake[trial.id].wait()
 
     def _take(self, trial: int, answer: type[InstructionT]) -> InstructionT:
@@ -565,7 +582,7 @@ class ShardPool:
     def _end_abandoned(self) -> None:
         for _ in range(len(self._abandoned)):
             number = self._abandoned.popleft()
-            if number in self._copying:
+            if self._copying.get(number):
                 self._abandoned.append(number)
             elif number in self._granted:
                 self._summaries[number]["state"] = "ended"
@@ -585,11 +602,12 @@ def _least_ahead_bytes(devices: Sequence[Device]) -> int | None:
     return None if None in least else max(size for size in least if size is not None)
 
 
-def _promote_ahead(reference: weakref.ref[ShardPool], promote: e.Promote) -> None:
-    """In a device's copy thread."""
-    pool = reference()
-    if pool is None:
+def _promote_ahead(reference: weakref.ref[ShardPool], copy: Copy) -> None:
+    """In a device's copy thread, once."""
+    pool, promote = reference(), copy.promote
+    if pool is None or copy.taken:
         return
+    copy.taken = True
     start_s, trial = pool._trace.now_s(), pool._trials.get(promote.task.trial)
     try:
         if trial is not None and not trial.ended:
@@ -599,7 +617,7 @@ def _promote_ahead(reference: weakref.ref[ShardPool], promote: e.Promote) -> Non
         logger.debug("%s could not be promoted ahead: %s", promote.task, error)
     finally:
         del trial
-        pool._has_arrived(promote, start_s)
+        pool._has_arrived(copy, start_s)
 
 
 _default_pool: ShardPool | None = None

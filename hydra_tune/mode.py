@@ -75,8 +75,14 @@ def drawing_apart() -> Iterator[None]:
     whatever other threads draw meanwhile. Those that do so here take turns."""
     with _drawing:
         own = RandomState.of_defaults()
-        with own.active(), TrialMode(own):
-            yield
+        try:
+            with own.active(), TrialMode(own):
+                yield
+        except torch.OutOfMemoryError:  # it may run again, as if it had not
+            raise
+        except BaseException:
+            own.give_back()
+            raise
         own.give_back()
 
 
@@ -86,6 +92,20 @@ def drawing_again() -> Iterator[None]:
     own = RandomState.of_defaults()
     with own.active(), TrialMode(own):
         yield
+
+
+@contextmanager
+def drawing_for_nothing() -> Iterator[None]:
+    """As `drawing_again`; but where what was drawn has not been undone at the end, it is drawn from the process's
+    generators too: a pilot that the model's own exception ends has run as far as plain PyTorch."""
+    own = RandomState.of_defaults()
+    before = own.states()
+    try:
+        with own.active(), TrialMode(own):
+            yield
+    finally:
+        if not all(map(torch.equal, own.states(), before)):
+            own.give_back()
 
 
 _drawing = threading.RLock()

@@ -28,7 +28,7 @@ from hydra_tune.fingerprint import PlanKey, switches_of
 from hydra_tune.forward_pass import AbandonedForward, ForwardPass
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import drawing_again
+from hydra_tune.mode import drawing_for_nothing
 from hydra_tune.node import BlockForward
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
 from hydra_tune.partition import (
@@ -502,7 +502,7 @@ class Planner:
         before = trial.meter.trial_bytes
         error: BudgetError | None = None
         try:
-            apart = nullcontext() if has_own_state() else drawing_again()
+            apart = nullcontext() if has_own_state() else drawing_for_nothing()
             with trial.counted(), apart, trial.one_pass():
                 self._hold(self.blocks)
                 pilot.run(root.original, args, kwargs)

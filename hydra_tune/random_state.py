@@ -46,6 +46,9 @@ class RandomState:
             own.stand_in(default).set_state(default.get_state())
         return own
 
+    def states(self) -> list[torch.Tensor]:
+        return [self.stand_in(default).get_state() for default in _default_generators()]
+
     def give_back(self) -> None:
         """To the default generators, which go on from here."""
         for default in _default_generators():

@@ -394,7 +394,7 @@ def test_11_trials_have_random_states_of_their_own(monkeypatch):
 
     own = losses()
     assert own == losses()
-    monkeypatch.setattr(mode, "_draws", lambda func: False)
+    monkeypatch.setattr(mode, "draws", lambda func: False)
     assert own != losses()
 
 

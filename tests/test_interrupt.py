@@ -57,7 +57,7 @@ def interrupt_a_search(after_s, tmp_path):
         [sys.executable, "-c", SEARCH, storage], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
     )
     try:
-        assert child.stdout.readline() == "trains\n"
+        assert child.stdout.readline().startswith("trains")  # perhaps of two at once
         threading.Event().wait(after_s)
         child.send_signal(signal.SIGINT)
         output, _ = child.communicate(timeout=WAIT_S)

@@ -247,9 +247,9 @@ class ShardPool:
         """Stop every live trial at its next task boundary and refuse new ones. May be called twice."""
         with self._lock:
             self._closed = True
-            self._wake_all()
+            self.wake_all()
 
-    def _wake_all(self) -> None:
+    def wake_all(self) -> None:
         """Who waits looks again."""
         with self._lock:
             for wake in self._wake.values():
@@ -295,7 +295,7 @@ class ShardPool:
             self._granted[number] = deque()
             self._wake[number] = threading.Condition(self._lock)
             stop = stop or Stop()
-            stop.wakes(self._wake_all)
+            stop.reaches(self)
             try:
                 home = self._await_place(e.TrialAdded(number, total_steps, host_bytes, self._travels), name, stop)
                 trial = self._trials[number] = make(number, self._devices[home])

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakSet
 
 from hydra_tune.errors import TrialStopped
+
+
+class Waited(Protocol):
+    """Where trials wait: on its call who waits looks again."""
+
+    def wake_all(self) -> None: ...
 
 
 class Stop:
@@ -12,16 +19,16 @@ class Stop:
 
     def __init__(self) -> None:
         self.reason = ""
-        self._wake: list[Callable[[], None]] = []
+        self._waited: WeakSet[Waited] = WeakSet()  # a script's is never called, and outlives its pools
 
     def __call__(self, reason: str) -> None:
         self.reason = reason
-        for wake in self._wake:
-            wake()
+        for waited in self._waited:
+            waited.wake_all()
 
-    def wakes(self, wake: Callable[[], None]) -> None:
-        """Who waits is to look again."""
-        self._wake.append(wake)
+    def reaches(self, waited: Waited) -> None:
+        """Whoever waits there is to hear of it."""
+        self._waited.add(waited)
 
     def check(self) -> None:
         """Raises `TrialStopped` if the trial is to end."""

@@ -220,6 +220,22 @@ def test_a_pool_that_is_closed_and_a_user_who_interrupts_leave_nothing_either(wh
     assert reachable(seen) == {}
 
 
+def test_a_scripts_pool_goes_with_its_last_name(pools):
+    """A thread's context once knew every pool in which it had prepared a model."""
+
+    def run():
+        pool = hydra_tune.ShardPool(["cpu"], BUDGET)
+        model = hydra_tune.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), pool=pool)
+        model(torch.ones(2, 8)).sum().backward()
+        hydra_tune.release(model)
+        return weakref.ref(pool)
+
+    pool = run()
+    pools.clear()
+    gc.collect()
+    assert pool() is None
+
+
 def test_a_closed_pool_stops_its_trials_at_their_next_task():
     steps = []
 

@@ -2,7 +2,8 @@
 
     budget = held by trials + reserved by steps + slots of shards + work of the running task + free
 
-Slots also have a place: offsets in an arena of the budget's size, the last gap that fits. A device without an
+Slots also have a place: offsets in an arena of the budget's size, the last gap that fits; all aligned, if their sizes
+are, for kernels add in another order where data begins elsewhere in a vector register. A device without an
 arena of ours (CUDA, whose allocator finds the place) uses the sizes and ignores the offsets.
 """
 
@@ -16,6 +17,7 @@ SlotKey = tuple[int, int]  # (trial, shard)
 @dataclass
 class Ledger:
     budget_bytes: int
+    alignment_bytes: int = 1  # of slots
     held: dict[int, int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     slots: dict[SlotKey, tuple[int, int]] = field(default_factory=dict)  # (offset, bytes), oldest use first
@@ -66,7 +68,7 @@ class Ledger:
 
     def _last_gap(self, num_bytes: int) -> int:
         """The highest offset that is free; negative if none is. Slots with a place begin at the lowest."""
-        end = self.budget_bytes
+        end = self.budget_bytes - self.budget_bytes % self.alignment_bytes
         for start, size in sorted(self.slots.values(), reverse=True):
             if end - start - size >= num_bytes:
                 break

@@ -21,7 +21,7 @@ import torch
 
 from hydra_tune import events as e
 from hydra_tune import timeline, workload
-from hydra_tune.config import format_bytes
+from hydra_tune.config import ALIGNMENT_BYTES, format_bytes
 from hydra_tune.copier import Copier
 from hydra_tune.device import Device, host_bytes_for, open_devices
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
@@ -166,6 +166,7 @@ class ShardPool:
             host_bytes=host_bytes_for(host_memory, self._devices),
             least_ahead_bytes=_least_ahead_bytes(self._devices),
             links_bytes_per_s=[device.link_bytes_per_s for device in self._devices],
+            alignment_bytes=ALIGNMENT_BYTES,
         )
         self._travels = all(device.takes_travellers for device in self._devices)
         self._lock = threading.RLock()

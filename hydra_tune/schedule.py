@@ -83,10 +83,11 @@ class Machine:
         host_bytes: int | None = None,
         least_ahead_bytes: int | None = 0,
         links_bytes_per_s: Sequence[float] = (),
+        alignment_bytes: int = 1,
     ) -> None:
         self.policy = policy or ShardedLRTF()
         links = links_bytes_per_s or [inf] * len(budgets_bytes)
-        ledgers = map(Ledger, budgets_bytes)
+        ledgers = [Ledger(budget, alignment_bytes) for budget in budgets_bytes]
         self.devices = [DeviceState(i, *of) for i, of in enumerate(zip(ledgers, links, strict=True))]
         self.trials: dict[int, TrialState] = {}
         self.slots = Slots(self.trials, self.devices)

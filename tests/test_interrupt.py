@@ -21,12 +21,13 @@ from scripts import BUDGETS, WIDTH, Net
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 WAIT_S = 60.0
 SEARCH = """
-import json, sys, threading, time
+import json, signal, sys, threading, time
 import optuna, torch
 import hydra_tune
 from scripts import BUDGETS, WIDTH, Net
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells switch off for what runs in the background
 
 def objective(trial):
     model = Net()

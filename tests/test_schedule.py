@@ -35,6 +35,7 @@ from hydra_tune.events import (
     TrialAdded,
     TrialEnded,
 )
+from hydra_tune.ledger import Ledger
 from hydra_tune.policy import BestFirst, FairShare, Fifo, RungSynchronous, ShardedLRTF, Shuffled, policy_named
 from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.schedule import PATIENCE, Machine
@@ -812,3 +813,12 @@ def test_any_mix_of_trials_that_fit_alone_finishes_within_budget(workload):
 @given(workloads())
 def test_any_mix_of_trials_that_fit_alone_finishes_within_budget_at_length(workload):
     check_any_mix(workload)
+
+
+def test_slots_are_aligned_where_their_sizes_are_though_the_budget_is_not():
+    """With 1,000 bytes the first slot began at 1,000 - 512, where some CPUs round otherwise than plain PyTorch."""
+    ledger = Ledger(1_700, alignment_bytes=512)
+    assert ledger.place((0, 0), 512) == 1_024
+    assert ledger.place((0, 1), 1_024) == 0
+    assert ledger.place((0, 2), 512) is None
+    ledger.validate()

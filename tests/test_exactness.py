@@ -269,8 +269,8 @@ Written by `pytest -m proof tests/test_exactness.py`, which trains each architec
 steps in four ways: AdamW with clipped norms, two accumulated batches a step and a cosine schedule; SGD with momentum
 and weight decay; Adafactor; AdamW under bfloat16 autocast. Each is trained under three budgets: resident; half of the
 weights, or what "least" is where that is more; and least, what the largest block needs beside what is always held,
-and not a byte more. Losses, the last gradients, final weights, buffers, optimizer state and random state are compared; on
-both sides `use_cache` is off.
+and not a byte more. Losses, the last gradients, final weights, buffers, optimizer state and random state are compared,
+with `use_cache` off on both sides.
 
 `=` every bit is that of plain PyTorch, `~` some differ, `x` refused with a message, `!` failed.
 A training has three signs: resident, half, least. "Least" is in percent of the weights; "shards" is their number there.

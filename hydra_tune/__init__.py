@@ -20,10 +20,11 @@ if TYPE_CHECKING:
         PrepareError,
         TrialStopped,
     )
-    from hydra_tune.integrations.optuna_runner import HydraTrialRunner
+    from hydra_tune.integrations.memory_constraint import memory_constraint
+    from hydra_tune.integrations.optuna_runner import HydraTrialRunner, optimize
     from hydra_tune.integrations.rung_pruner import RungPruner
     from hydra_tune.pool import ShardPool
-    from hydra_tune.preparation import prepare, release
+    from hydra_tune.preparation import prepare, release, resume_step
     from hydra_tune.simulation import simulate
 
 __version__ = "0.1.0"
@@ -38,8 +39,11 @@ __all__ = [
     "ShardPool",
     "TrialStopped",
     "calibrate",
+    "memory_constraint",
+    "optimize",
     "prepare",
     "release",
+    "resume_step",
     "simulate",
 ]
 _HOME = {
@@ -47,8 +51,11 @@ _HOME = {
     "RungPruner": "hydra_tune.integrations.rung_pruner",
     "ShardPool": "hydra_tune.pool",
     "calibrate": "hydra_tune.calibration",
+    "memory_constraint": "hydra_tune.integrations.memory_constraint",
+    "optimize": "hydra_tune.integrations.optuna_runner",
     "prepare": "hydra_tune.preparation",
     "release": "hydra_tune.preparation",
+    "resume_step": "hydra_tune.preparation",
     "simulate": "hydra_tune.simulation",
 }
 

@@ -15,6 +15,7 @@ from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
+from hydra_tune.resumption import Resumption
 from hydra_tune.stop import Stop
 from hydra_tune.trial import Trial
 
@@ -23,13 +24,15 @@ _local = threading.local()
 
 @dataclass
 class Context:
-    """`mode` is the runner's, in which operators of the objective run; None in a plain script."""
+    """`mode` is the runner's, in which operators of the objective run, and so is `resumption`, if it keeps checkpoints;
+    None in a plain script."""
 
     pool: ShardPool | None = None
     name: str | None = None
     mode: TrialMode | None = None
     trials: list[Trial] = field(default_factory=list)  # a runner ends them; a plain script's end with their model
     stop: Stop = field(default_factory=Stop)
+    resumption: Resumption | None = None
     _last: weakref.ref[Trial] | None = None
 
     def register(self, trial: Trial) -> None:
@@ -67,9 +70,10 @@ def current_context() -> Context:
 
 
 @contextmanager
-def trial_context(pool: ShardPool, number: int) -> Iterator[Context]:
-    """The surroundings of one objective: its random state, its thread's settings, and the trial's end."""
-    random_state = pool.random_state(number)
+def trial_context(pool: ShardPool, number: int, seed_number: int | None = None) -> Iterator[Context]:
+    """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
+    thread's settings, and the trial's end."""
+    random_state = pool.random_state(number if seed_number is None else seed_number)
     context = Context(pool, f"trial {number}", TrialMode(random_state))
     outer, _local.context = getattr(_local, "context", None), context
     torch.set_num_threads(pool.num_threads)
@@ -85,3 +89,4 @@ def trial_context(pool: ShardPool, number: int) -> Iterator[Context]:
         for trial in context.trials:
             trial.end()
         context.trials.clear()
+        context.resumption = None

@@ -30,7 +30,15 @@ class SecondGradientError(PrepareError):
 
 
 class BudgetError(HydraTuneError, ValueError):
-    """Something needs more bytes than the device's budget, however it is cut or ordered."""
+    """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered. `lack` is how
+    much more: what it needs over what there is, less 1; 1.0 where that is not known."""
+
+    lack = 1.0
+
+    def lacking(self, need_bytes: int, budget_bytes: int) -> BudgetError:
+        """This error, with its numbers."""
+        self.lack = need_bytes / max(1, budget_bytes) - 1.0
+        return self
 
 
 class BlockTooLargeError(BudgetError):

@@ -101,7 +101,7 @@ def make_plan(
             f"the model has no block that could be spilled and needs {format_bytes(resident.need_bytes)}, but the "
             f"budget is {format_bytes(budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, or split "
             f"the model into child modules.{cut.spell_kept()}"
-        )
+        ).lacking(resident.need_bytes, budget_bytes)
     for p in profiles:
         need = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
         if need > budget_bytes:
@@ -112,7 +112,7 @@ def make_plan(
                 f"{format_bytes(loose_bytes + step_bytes)} held by its trial and step; but the budget is "
                 f"{format_bytes(budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, or split "
                 f"the module into smaller children.{cut.spell_kept()}",
-            )
+            ).lacking(need, budget_bytes)
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
     return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
 

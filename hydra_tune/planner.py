@@ -173,7 +173,7 @@ class Planner:
                 f"the first step of {self._trial.name} needed {format_bytes(plan.need_bytes)}: "
                 f"{format_bytes(step_bytes)} between its blocks, in its loss and kept by its loop; but the budget is "
                 f"{format_bytes(pool.budget_bytes)}. Raise ShardPool(memory=...), or lower the batch size."
-            )
+            ).lacking(plan.need_bytes, pool.budget_bytes)
         pool.share(self._key, plan)
         pool.measured.add(self._key)
 

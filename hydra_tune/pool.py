@@ -261,6 +261,12 @@ class ShardPool:
         """What weights, gradients and optimizer states of all live trials may take."""
         return self._machine.host_bytes
 
+    @property
+    def host_bytes_a_trial(self) -> int:
+        """Of the one of the live trials that takes the most; 0 while there is none."""
+        with self._lock:
+            return max((trial.host_bytes for trial in self._machine.trials.values()), default=0)
+
     def __enter__(self) -> ShardPool:
         return self
 
@@ -292,7 +298,7 @@ class ShardPool:
                     f"{name or f'trial {number}'} needs {format_bytes(host_bytes)} of host memory for its weights, "
                     f"gradients and optimizer state, but all trials of this pool may have {format_bytes(most)}. Raise "
                     "ShardPool(host_memory=...), or train a smaller model."
-                )
+                ).lacking(host_bytes, most)
             self._granted[number] = deque()
             self._wake[number] = threading.Condition(self._lock)
             stop = stop or Stop()

@@ -1,4 +1,4 @@
-"""`prepare` and `release`: a model, its optimizer and loaders under the pool, and back."""
+"""`prepare`, `release` and `resume_step`: a model, its optimizer and loaders under the pool, and back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,8 @@ from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.node import end_orphans
 from hydra_tune.optim import training_bytes
 from hydra_tune.pool import ShardPool, default_pool
-from hydra_tune.prepared_loader import PreparedLoader
+from hydra_tune.prepared_loader import PreparedLoader, plain_loader
+from hydra_tune.resumption import extra_states
 from hydra_tune.root import RootForward, refuse_unsupported
 from hydra_tune.trial import Trial
 
@@ -33,6 +35,7 @@ def prepare(
     name: str | None = None,
     total_steps: int | None = None,
     epochs: int | None = None,
+    extra_state: Any = None,
 ) -> Any:
     """Train `model` within the pool's budget from here on, with the numbers plain PyTorch gives.
 
@@ -50,6 +53,10 @@ def prepare(
         total_steps: how many mini-batches it will train, by which the scheduler knows what remains.
         epochs: how often it will go through the first of the loaders; says the same, if that has a length and
             `total_steps` does not say it.
+        extra_state: what else belongs to a checkpoint, with `state_dict` and `load_state_dict`: a learning rate
+            schedule, a GradScaler, an average of the model; one, or several in a list.
+
+    In a trial that goes on from a checkpoint all of these are as they were then; the loop begins at `resume_step()`.
 
     Returns:
         `model` alone if nothing else was given, else a tuple in the order of the arguments.
@@ -58,14 +65,18 @@ def prepare(
         PrepareError: the model or the optimizer cannot be prepared; says which part and why.
         PoolClosedError: the pool is closed.
         BudgetError: the pool's host memory does not hold the model, its gradients and optimizer state.
-        ConfigError: `total_steps` or `epochs` is no positive whole number, or `pool` is another than the runner's.
+        ConfigError: `total_steps` or `epochs` is no positive whole number, `extra_state` has no state, or `pool` is
+            another than the runner's.
     """
     context = current_context()
     if pool is not None and context.pool is not None and pool is not context.pool:
         raise ConfigError("inside an objective the runner's pool is used. Leave pool= out, or pass the runner's.")
     if pool is not None and not isinstance(pool, ShardPool):
         raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
+    extra, resumption = extra_states(extra_state), context.resumption
     num_steps = _num_steps(total_steps, epochs, loaders)
+    if num_steps is not None and resumption is not None:
+        num_steps = max(1, num_steps - resumption.next_steps_behind)
     _refuse(model, optimizer)
     end_orphans(model)
     chosen = pool or context.pool or default_pool()
@@ -84,14 +95,18 @@ def prepare(
     with _binding:
         try:
             _refuse_shared(model)
+            plain = list(map(plain_loader, loaders))
+            progress = [] if resumption is None else resumption.begin(model, optimizer, plain, extra)
             trial.bind(model, optimizer)
         except BaseException:
             trial.end()
             raise
         _bound[id(model)] = model
+    trial.resumption = resumption
     context.register(trial)
     torch.autograd.set_multithreading_enabled(False)
-    wrapped = [PreparedLoader.standing_for(loader, trial) for loader in loaders]
+    each = zip_longest(plain, progress)
+    wrapped = [PreparedLoader.standing_for(loader, trial, its_progress) for loader, its_progress in each]
     return (model, optimizer, *wrapped) if optimizer is not None or loaders else model
 
 
@@ -108,6 +123,18 @@ def release(model: nn.Module) -> None:
             return
         raise PrepareError(f"only a prepared model can be released; this {type(model).__name__} is not prepared.")
     forward.trial.end()
+
+
+def resume_step() -> int:
+    """The mini-batch at which the calling objective goes on: 0, unless it was interrupted and its runner has a
+    checkpoint of it. ``for step in range(hydra_tune.resume_step(), STEPS)``, or with epochs over a prepared loader
+    ``for epoch in range(hydra_tune.resume_step() // len(loader), EPOCHS)``: the loader skips what was seen.
+
+    Call it once the model is prepared, right before the loop: from there on random numbers are those of the
+    uninterrupted run. A runner writes checkpoints of objectives that call it.
+    """
+    resumption = current_context().resumption
+    return 0 if resumption is None else resumption.resume_step()
 
 
 def _num_steps(total_steps: int | None, epochs: int | None, loaders: Sequence[Any]) -> int | None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hydra_tune.fork import gate
+from hydra_tune.loader_progress import LoaderProgress
+from hydra_tune.resumption import Resumption
 from hydra_tune.trial import Trial
 
 
@@ -17,20 +19,21 @@ class PreparedLoader:
     makes one with those that the loader has.
     """
 
-    __slots__ = ("__weakref__", "_prepared_loader", "_prepared_trial")
+    __slots__ = ("__weakref__", "_prepared_loader", "_prepared_progress", "_prepared_trial")
     _prepared_loader: Any
+    _prepared_progress: LoaderProgress | None
     _prepared_trial: Trial
 
-    def __init__(self, loader: Any, trial: Trial) -> None:
+    def __init__(self, loader: Any, trial: Trial, progress: LoaderProgress | None) -> None:
         object.__setattr__(self, "_prepared_loader", loader)
+        object.__setattr__(self, "_prepared_progress", progress)
         object.__setattr__(self, "_prepared_trial", trial)
 
     @classmethod
-    def standing_for(cls, loader: Any, trial: Trial) -> PreparedLoader:
-        if isinstance(loader, PreparedLoader):  # for an earlier model
-            loader = loader._prepared_loader
+    def standing_for(cls, loader: Any, trial: Trial, progress: LoaderProgress | None = None) -> PreparedLoader:
+        """With `progress`, that of a trial which writes checkpoints."""
         special = (*_GIVE_BATCHES, *_GIVE_OTHERS)
-        return _with_methods(tuple(name for name in special if hasattr(type(loader), name)))(loader, trial)
+        return _with_methods(tuple(name for name in special if hasattr(type(loader), name)))(loader, trial, progress)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -50,9 +53,13 @@ class PreparedLoader:
 
     def __iter__(self) -> PreparedLoader:
         _between_tasks(self._prepared_trial)
-        with gate.one_at_a_time:
-            batches = iter(self._prepared_loader)  # now, not at the first batch: it may draw a seed
-        return PreparedLoader.standing_for(batches, self._prepared_trial)
+        progress = self._prepared_progress
+        with gate.one_at_a_time:  # now, not at the first batch: it may draw a seed
+            batches = iter(self._prepared_loader) if progress is None else progress.iterate()
+        iteration = PreparedLoader.standing_for(batches, self._prepared_trial, progress)
+        if progress is not None:
+            progress.follow(iteration)
+        return iteration
 
 
 _GIVE_BATCHES = ("__next__", "__getitem__")
@@ -66,13 +73,35 @@ def _with_methods(names: tuple[str, ...]) -> type[PreparedLoader]:
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: PreparedLoader, *args: Any, **kwargs: Any) -> Any:
-        loader, trial = self._prepared_loader, self._prepared_trial
+        loader, trial, progress = self._prepared_loader, self._prepared_trial, self._prepared_progress
         if name == "__next__":
             _between_tasks(trial)
-        result = getattr(type(loader), name)(loader, *args, **kwargs)
+        if name == "__next__" and progress is not None and trial.resumption is not None:
+            result = _next_noted(loader, trial, trial.resumption, progress)
+        else:
+            result = getattr(type(loader), name)(loader, *args, **kwargs)
         return trial.residency.to_device(result) if name in _GIVE_BATCHES else result
 
     return method
+
+
+def _next_noted(loader: Any, trial: Trial, resumption: Resumption, progress: LoaderProgress) -> Any:
+    """The next batch; once it is there, what came before it may be written."""
+    states = resumption.before_batch(progress)
+    try:
+        batch = next(loader)
+    except StopIteration:
+        progress.has_ended()
+        raise
+    if states is not None:
+        trial.checkpoint(states)
+    progress.has_given()
+    return batch
+
+
+def plain_loader(loader: Any) -> Any:
+    """What was given to an earlier `prepare`, if it was."""
+    return loader._prepared_loader if isinstance(loader, PreparedLoader) else loader
 
 
 def _between_tasks(trial: Trial) -> None:

@@ -49,6 +49,11 @@ class RandomState:
     def states(self) -> list[torch.Tensor]:
         return [self.stand_in(default).get_state() for default in _default_generators()]
 
+    def set_states(self, states: Sequence[torch.Tensor]) -> None:
+        """As `states` gave them; of devices that are not here any more, none."""
+        for default, state in zip(_default_generators(), states, strict=False):
+            self.stand_in(default).set_state(state)
+
     def give_back(self) -> None:
         """To the default generators, which go on from here."""
         for default in _default_generators():

@@ -35,6 +35,7 @@ from hydra_tune.mode import Counted, TrialMode, drop_modes
 from hydra_tune.planner import Planner, UnmeasuredBlock
 from hydra_tune.pool import ShardPool
 from hydra_tune.residency import Residency
+from hydra_tune.resumption import Resumption
 from hydra_tune.rewind import Rewind
 from hydra_tune.root import RootApply, RootForward, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
@@ -56,6 +57,7 @@ class Trial:
         self.name = name or f"trial {number}"
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.mode: TrialMode | None = None  # the runner's, where there is one
+        self.resumption: Resumption | None = None  # likewise
         self.planner = Planner(self)
         self._model: Callable[[], nn.Module | None] = lambda: None
         self.step = 0
@@ -132,7 +134,7 @@ class Trial:
                 self.model.__dict__.pop("_apply", None)
                 self.model.__dict__.pop("forward", None)
         self.planner.close()
-        self.optimizer = None
+        self.optimizer = self.resumption = None
 
     def _leave_device(self) -> None:
         self.pool.await_copies(self)
@@ -149,7 +151,7 @@ class Trial:
             "name": self.name,
             "device": self.device.name,
             "steps": self.step,
-            "state": "ended" if self.ended else "live",
+            "state": "ended" if self.ended else "paused" if self.stop.is_paused else "live",
             **self.planner.summary(),
         }
 
@@ -164,6 +166,7 @@ class Trial:
     def _after_optimizer_step(self) -> None:
         unfinished = self._begin()
         self.pool.invalidate(self)
+        self._note_for_resumption()
         self._unfinished = unfinished
 
     def _boundary(self) -> None:
@@ -178,6 +181,7 @@ class Trial:
         self._boundary()
         if self.in_step:
             return
+        self.stop.check_between_steps()
         self._alone = self._may_measure_step(plan)
         self._saw_backward = False
         self.pool.enter_step(self, alone=self._alone)
@@ -198,12 +202,24 @@ class Trial:
     def leave_step(self) -> None:
         self.in_step = False
         self.pool.leave_step(self, trained=self._saw_backward)
+        if self._saw_backward and self.resumption is not None:
+            self.resumption.has_trained()
         if self._alone:
             self._alone = False
             self.meter.counting = self.meter.always
             step_bytes = self.meter.outside_peak()
             if self._saw_backward:
                 self.planner.use_measured_step(step_bytes)
+
+    def _note_for_resumption(self) -> None:
+        if self.resumption is not None and not self.ended:
+            self.resumption.note()
+
+    def checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
+        """Write one, from the host, with the trial's loaders in these states; the devices go on with others."""
+        if self.resumption is not None and not self.in_step:
+            with self.meter.paused():
+                self.resumption.write(self.model, self.optimizer, states)
 
     # ---- interruptions ----
 
@@ -288,6 +304,8 @@ class Trial:
             if self.meter.counting:
                 self.meter.adopt(tensors_in((args, kwargs)))
             self._boundary()
+            if self.resumption is not None and not self.in_step:
+                self._before_step(self.resumption)
             plan = self.planner.plan_for(root, args, kwargs)
             while self.planner.unmeasured:  # which this forward may call, or not
                 rewind = Rewind(self.model, (args, kwargs), self.meter, self.device.generators())
@@ -301,6 +319,11 @@ class Trial:
                     rewind.refuse_other_writes()
                     plan = self.planner.extend_plan(root, args, kwargs)
             return self._run_step(root, plan, args, kwargs)
+
+    def _before_step(self, resumption: Resumption) -> None:
+        states = resumption.before_forward() if torch.is_grad_enabled() else None
+        if states is not None:
+            self.checkpoint(states)
 
     def _run_step(self, root: RootForward, plan: TrialPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.open_step(plan)
@@ -322,6 +345,8 @@ class Trial:
             self.pool.note_summary(self)
         if plan.resident:
             self._lease_backward(outputs, forward_pass)
+        if not torch.is_grad_enabled():
+            self._note_for_resumption()
         return outputs
 
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -425,6 +450,7 @@ class Trial:
         self._backward_id = -1
         if not self.ended:
             self._boundary()
+        self._note_for_resumption()
         self._unfinished = self._running  # in a pilot
 
     # ---- visits ----

@@ -5,24 +5,31 @@ from __future__ import annotations
 import concurrent.futures.thread
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterable
-from contextvars import copy_context
-from functools import cache, wraps
+import uuid
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache, partial, wraps
 from math import isnan
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.context import Context, trial_context
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
+from hydra_tune.integrations.concurrency import Places, SearchEnded
+from hydra_tune.integrations.running import Running
 from hydra_tune.pool import ShardPool, default_pool
-from hydra_tune.stop import Stop
+from hydra_tune.resumption import Interval, Resumption, write_weights
 
 if TYPE_CHECKING:
     import optuna
 
+    from hydra_tune.integrations.recovery import StudyFolder
+
 logger = logging.getLogger("hydra_tune")
-FIGURES, PRUNED = "hydra_tune", "hydra_tune: pruned because"  # keys of `user_attrs`
-TRIALS_A_DEVICE = 2  # enough for one to compute while another steps its optimizer on the host
+FIGURES, PRUNED, LACK = "hydra_tune", "hydra_tune: pruned because", "hydra_tune: lacks"  # keys of `user_attrs`
+RESUMED, CLONED = "hydra_tune: resumed at step", "hydra_tune: cloned from"
+INTERRUPTED, CLONE = "hydra_tune: interrupted", "hydra_tune: starts from"
 
 
 class HydraTrialRunner:
@@ -30,20 +37,37 @@ class HydraTrialRunner:
 
     Args:
         pool: where trials run; the default pool if None.
-        concurrency: trials that live at a time; two a device if None.
+        concurrency: trials that live at a time. If None, as many as the pool's host memory holds, by the first one's
+            bytes: at least two a device, at most sixteen.
+        checkpoint_dir: where trials leave checkpoints, and from where those of a process that died or was interrupted
+            go on when the search begins anew. One folder for all processes of a study; it needs locks on files.
+        checkpoint_every: mini-batches, or a `datetime.timedelta`; five minutes if None. A trial whose objective calls
+            `hydra_tune.resume_step()` writes one as soon after as it is between two steps.
 
     Each objective runs in a thread with random state of its own, seeded from the pool's seed and the
     trial's number. An objective that raises, is pruned or stopped ends its trial alone.
     """
 
-    def __init__(self, pool: ShardPool | None = None, concurrency: int | None = None) -> None:
+    def __init__(
+        self,
+        pool: ShardPool | None = None,
+        concurrency: int | None = None,
+        *,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | timedelta | None = None,
+    ) -> None:
         if pool is not None and not isinstance(pool, ShardPool):
             raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
         whole = isinstance(concurrency, int) and not isinstance(concurrency, bool)
         if concurrency is not None and (not whole or concurrency < 1):
             raise ConfigError(f"concurrency is how many trials live at a time, at least 1; got {concurrency!r}.")
+        if checkpoint_every is not None and checkpoint_dir is None:
+            raise ConfigError("checkpoint_every says how often checkpoints are written, but checkpoint_dir not where.")
         self.pool = pool or default_pool()
-        self.concurrency = concurrency or TRIALS_A_DEVICE * len(self.pool.devices)
+        self.concurrency = concurrency
+        self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
+        self._every = Interval.of(checkpoint_every)
+        self._searches: list[Search] = []
 
     def optimize(
         self,
@@ -62,93 +86,102 @@ class HydraTrialRunner:
         `KeyboardInterrupt` is raised. A second Ctrl-C raises it at once, and they stop by themselves. A trial that can
         never fit, or whose value is NaN, is told as pruned, with the reason in its `user_attrs`.
 
+        With `checkpoint_dir`, trials whose process has died wait in the study again, under their number, and those
+        that were interrupted as new ones with ``user_attrs["hydra_tune: continues trials"]``; they run first.
+
         Raises:
             PoolClosedError: the pool is closed, or was while trials ran.
         """
-        from hydra_tune.integrations.rehearsal import warn_of_pruner, warn_of_sampler
+        from hydra_tune.integrations.rehearsal import warn_of_sampler
 
         self.pool.check_usable()
         _show_progress()
-        warn_of_sampler(study, self.concurrency, n_trials)
-        running = Running()
-
-        @cache
-        def note_first_report() -> None:  # a study has a pruner, whether its objective reports or not
-            warn_of_pruner(study, self.concurrency)
-
-        def run(trial: optuna.Trial) -> Any:
-            return run_objective(self.pool, objective, trial, running, note_first_report)
+        caught = (catch,) if isinstance(catch, type) else tuple(catch)
+        search = Search(self.pool, objective, study, Places(self.pool, self.concurrency, timeout), caught)
+        warn_of_sampler(study, search.places.number, n_trials)
+        if self.checkpoint_dir is not None:
+            search.keep_checkpoints(self.checkpoint_dir, self._every)
 
         def optimize() -> None:
-            study.optimize(
-                run,
-                n_trials=n_trials,
-                timeout=timeout,
-                n_jobs=self.concurrency,
-                catch=catch,
-                callbacks=None if callbacks is None else list(callbacks),
-                gc_after_trial=gc_after_trial,
-                show_progress_bar=show_progress_bar,
-            )
+            with suppress(SearchEnded):
+                study.optimize(
+                    search.run,
+                    n_trials=n_trials,
+                    timeout=timeout,
+                    n_jobs=search.places.most if n_trials is None else min(search.places.most, max(1, n_trials)),
+                    catch=caught,
+                    callbacks=[*search.callbacks, *(callbacks or ())],
+                    gc_after_trial=gc_after_trial,
+                    show_progress_bar=show_progress_bar,
+                )
 
-        if self.concurrency == 1:  # in this thread, where Ctrl-C interrupts the objective itself
-            optimize()
-        else:
-            running.wait_for(optimize)
-
-
-class Running:
-    """The trials of one search. Its loop has a thread of its own, for Optuna's waits on Ctrl-C until all have ended."""
-
-    def __init__(self) -> None:
-        self._stops: set[Stop] = set()
-        self._reason = ""
-        self._lock = threading.Lock()
-
-    def wait_for(self, optimize: Callable[[], None]) -> None:
-        error: list[BaseException] = []
-        ended = threading.Event()  # a join that is interrupted takes its thread for ended, before Python 3.13
-
-        def run() -> None:
-            try:
-                optimize()
-            except BaseException as raised:
-                error.append(raised)
-            finally:
-                ended.set()
-
-        thread = threading.Thread(target=copy_context().run, args=(run,), name="hydra_tune search", daemon=True)
+        self._searches.append(search)
         try:
-            thread.start()
-            ended.wait()
-        except BaseException:  # in the main thread, which waits here
-            logger.warning("interrupted: %d trials stop at their next task boundary", len(self._stops))
-            self._stop_all("the search was interrupted")
-            ended.wait()
-            raise
+            with search.asking():
+                if self.concurrency == 1:  # in this thread, where Ctrl-C interrupts the objective itself
+                    optimize()
+                else:
+                    search.running.wait_for(optimize, search.places.end)
         finally:
-            if ended.is_set():
-                thread.join()
-        if error:
-            raise error[0]
+            self._searches.remove(search)
+            search.close()
 
-    def _stop_all(self, reason: str) -> None:
-        with self._lock:
-            self._reason = reason
-            stops = list(self._stops)
-        for stop in stops:
-            stop(reason)
+    # ---- by hand, from any other thread ----
 
-    def add(self, stop: Stop) -> None:
-        with self._lock:
-            self._stops.add(stop)
-            reason = self._reason
-        if reason:
-            stop(reason)
+    def pause(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> None:
+        """Hold a live trial where it next is between two steps. It keeps its host memory, and what it has reserved."""
+        self._context(trial).stop.pause()
 
-    def remove(self, stop: Stop) -> None:
-        with self._lock:
-            self._stops.discard(stop)
+    def resume(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> None:
+        """Let a paused trial go on."""
+        self._context(trial).stop.go_on()
+
+    def stop(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> None:
+        """End a live trial at its next task boundary. It is told as pruned, at the last value that it has reported."""
+        self._context(trial).stop("it was stopped by hand")
+
+    def clone(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int, **changed: Any) -> None:
+        """Enqueue a new trial with a live one's parameters, but those in `changed`, which starts from its weights and
+        buffers as they are when it next is between two steps. Needs `checkpoint_dir`, where they travel."""
+        if self.checkpoint_dir is None:
+            raise ConfigError("a clone's weights travel through checkpoint_dir; give HydraTrialRunner one.")
+        search = self._search(trial)
+        search.clone(trial if isinstance(trial, int) else trial.number, changed)
+
+    def _context(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> Context:
+        number = trial if isinstance(trial, int) else trial.number
+        context: Context | None = self._search(trial).running.context(number)
+        if context is None:
+            raise ConfigError(f"trial {number} has just ended.")
+        return context
+
+    def _search(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> Search:
+        number = trial if isinstance(trial, int) else trial.number
+        found = [search for search in self._searches if number in search.running.numbers]
+        if len(found) != 1:
+            live = [number for search in self._searches for number in search.running.numbers]
+            raise ConfigError(
+                f"a trial is paused, resumed, stopped or cloned while it lives, but {number} is not among "
+                f"those that do, {live}, or more than once."
+            )
+        return found[0]
+
+
+def optimize(
+    study: optuna.Study,
+    objective: Callable[[optuna.Trial], Any],
+    n_trials: int | None = None,
+    timeout: float | None = None,
+    *,
+    pool: ShardPool | None = None,
+    concurrency: int | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | timedelta | None = None,
+    **options: Any,
+) -> None:
+    """``study.optimize(objective, ...)`` over a pool: `HydraTrialRunner` and its `optimize` in one call."""
+    runner = HydraTrialRunner(pool, concurrency, checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every)
+    runner.optimize(study, objective, n_trials, timeout, **options)
 
 
 def _show_progress() -> None:
@@ -160,49 +193,188 @@ def _show_progress() -> None:
         logger.setLevel(logging.INFO)
 
 
-def run_objective(
-    pool: ShardPool,
-    objective: Callable[[optuna.Trial], Any],
-    trial: optuna.Trial,
-    running: Running,
-    before_report: Callable[[], None],
-) -> Any:
-    """One trial, from its random state to its last byte."""
-    import optuna
+class Search:
+    """One `optimize`: its trials, each from its random state to its last byte."""
 
-    logger.info("trial %d: starts", trial.number)
-    lack, value = "", None
-    try:
-        with trial_context(pool, trial.number) as context:
-            running.add(context.stop)
+    def __init__(
+        self,
+        pool: ShardPool,
+        objective: Callable[[optuna.Trial], Any],
+        study: optuna.Study,
+        places: Places,
+        caught: tuple[type[Exception], ...],
+    ) -> None:
+        self.places = places
+        self.running = Running()
+        self._pool = pool
+        self._objective = objective
+        self._study = study
+        self._caught = caught
+        self._folder: StudyFolder | None = None
+        self._every = Interval.of(None)
+        self._warn_at_first_report = cache(self._warn_of_pruner)
+
+    def _warn_of_pruner(self) -> None:
+        """A study has a pruner, whether its objective reports or not."""
+        from hydra_tune.integrations.rehearsal import warn_of_pruner
+
+        warn_of_pruner(self._study, self.places.number)
+
+    def keep_checkpoints(self, checkpoint_dir: Path, every: Interval) -> None:
+        from hydra_tune.integrations.recovery import StudyFolder
+
+        self._every = every
+        self._folder = StudyFolder(checkpoint_dir, self._study)
+        self._folder.recover(self._study)
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+
+    @property
+    def callbacks(self) -> list[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]]:
+        """Of `Study.optimize`, before the user's."""
+        first = [] if self._folder is None else [self._folder.has_ended]
+        return [*first, lambda *_: self.places.give_back()]
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """`Study.optimize` asks for a trial once there is a place for it."""
+        study = self._study
+        ask, stop = study.ask, study.stop
+        study.ask = partial(self._ask, ask)  # type: ignore[method-assign]
+        study.stop = self.places.ending(stop)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del study.ask, study.stop
+
+    def _ask(self, ask: Callable[..., optuna.Trial], *args: Any, **kwargs: Any) -> optuna.Trial:
+        self.places.take()
+        try:
+            return ask(*args, **kwargs) if self._folder is None else self._folder.ask(ask, *args, **kwargs)
+        except BaseException:
+            self.places.give_back()
+            raise
+
+    # ---- one trial ----
+
+    def run(self, trial: optuna.Trial) -> Any:
+        import optuna
+
+        try:
+            return self._run(trial)
+        except BaseException as error:
+            if not isinstance(error, (*self._caught, optuna.TrialPruned)):  # `Study.optimize` will raise it
+                self.places.end()
+            raise
+        finally:
+            self.places.trial_ends()
+
+    def _run(self, trial: optuna.Trial) -> Any:
+        import optuna
+
+        logger.info("trial %d: starts", trial.number)
+        reason, value = "", None
+        before = None if self._folder is None else self._as_it_was(trial)
+        history = _predecessors(before)
+        try:
+            with trial_context(self._pool, trial.number, history[0] if history else None) as context:
+                self.running.add(trial.number, context)
+                try:
+                    context.stop.check()
+                    if before is not None:
+                        self._go_on(trial, context, before)
+                    maximizes = trial.study.directions[0] is optuna.study.StudyDirection.MAXIMIZE
+                    known = () if before is None else before.intermediate_values
+                    trial.report = _noted(  # type: ignore[method-assign]
+                        trial.report, context, self._warn_at_first_report, known, maximizes=maximizes
+                    )
+                    value = self._objective(trial)
+                finally:
+                    self.running.remove(trial.number)
+                    _keep_figures(trial, context)
+        except TrialStopped as stop:
+            logger.info("trial %d: stopped, %s", trial.number, stop)
+            if not context.stop.reason:
+                raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
+            if self.running.interrupted:
+                self._note_interruption(trial)
+                raise KeyboardInterrupt(f"trial {trial.number} was stopped: {stop}") from None
+            reason = str(stop)
+        except KeyboardInterrupt:
+            self._note_interruption(trial)
+            raise
+        except BudgetError as error:
+            reason = str(error)  # what is raised below shall not keep it, and its frames
+            trial.set_user_attr(LACK, error.lack)
+        except Exception as error:
+            logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
+            raise
+        if isinstance(value, float) and isnan(value) and len(trial.study.directions) == 1:
+            reason = "its value is nan"
+        if reason:
+            logger.warning("trial %d: pruned, %s", trial.number, reason)
+            trial.set_user_attr(PRUNED, reason)
+            raise optuna.TrialPruned(reason)
+        logger.info("trial %d: finished with %s", trial.number, value)
+        return value
+
+    # ---- its checkpoints ----
+
+    def _as_it_was(self, trial: optuna.Trial) -> optuna.trial.FrozenTrial:
+        """In the storage, before its objective is called."""
+        import optuna
+
+        running = self._study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+        return next(each for each in running if each.number == trial.number)
+
+    def _go_on(self, trial: optuna.Trial, context: Context, before: optuna.trial.FrozenTrial) -> None:
+        """From its own checkpoint or one of those that it continues; with a clone's weights."""
+        assert self._folder is not None and context.mode is not None and context.mode.random_state is not None
+        clone = before.user_attrs.get(CLONE)
+        context.resumption = Resumption(
+            self._folder.of(trial.number),
+            [self._folder.of(number) for number in reversed(_predecessors(before))],
+            self._every,
+            context.mode.random_state,
+            context.name or "",
+            self._folder.clones(clone) if clone else None,
+        )
+        if context.resumption.moment is not None:
+            trial.set_user_attr(RESUMED, context.resumption.moment.step)
+
+    def _note_interruption(self, trial: optuna.Trial) -> None:
+        """By which another may continue it."""
+        if self._folder is not None:
+            trial.set_user_attr(INTERRUPTED, True)
+
+    def clone(self, number: int, changed: dict[str, Any]) -> None:
+        context, folder = self.running.context(number), self._folder
+        assert context is not None and folder is not None
+        params = next(t.params for t in self._study.get_trials(deepcopy=False) if t.number == number)
+        if unknown := [name for name in changed if name not in params]:
+            raise ConfigError(
+                f"a clone changes parameters of its trial, {sorted(params)}; {unknown} are not among them."
+            )
+
+        def write_and_enqueue() -> None:
+            donor, name = context.trials[-1], uuid.uuid4().hex
             try:
-                context.stop.check()
-                maximizes = trial.study.directions[0] is optuna.study.StudyDirection.MAXIMIZE
-                trial.report = _noted(  # type: ignore[method-assign]
-                    trial.report, context, before_report, maximizes=maximizes
-                )
-                value = objective(trial)
-            finally:
-                running.remove(context.stop)
-                _keep_figures(trial, context)
-    except TrialStopped as stop:
-        logger.info("trial %d: stopped, %s", trial.number, stop)
-        if not context.stop.reason:
-            raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
-        raise KeyboardInterrupt(f"trial {trial.number} was stopped: {stop}") from None
-    except BudgetError as error:
-        lack = str(error)  # what is raised below shall not keep it, and its frames
-    except Exception as error:
-        logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
-        raise
-    diverged = isinstance(value, float) and isnan(value) and len(trial.study.directions) == 1
-    if lack or diverged:
-        reason = lack or "its value is nan"
-        logger.warning("trial %d: pruned, %s", trial.number, reason)
-        trial.set_user_attr(PRUNED, reason)
-        raise optuna.TrialPruned(reason)
-    logger.info("trial %d: finished with %s", trial.number, value)
-    return value
+                with donor.meter.paused():
+                    write_weights(folder.clones(name), donor.model)
+                attrs = {CLONED: number, CLONE: name}
+                self._study.enqueue_trial({**params, **changed}, user_attrs=attrs)
+            except Exception as error:  # a full disk, a storage out of reach: the trial itself goes on
+                logger.warning("trial %d: no clone could be made of it (%s)", number, error)
+
+        context.stop.between_steps(write_and_enqueue)
+
+
+def _predecessors(trial: optuna.trial.FrozenTrial | None) -> Sequence[int]:
+    from hydra_tune.integrations.recovery import predecessors
+
+    return () if trial is None else predecessors(trial)
 
 
 def _keep_figures(trial: optuna.Trial, context: Context) -> None:
@@ -212,15 +384,22 @@ def _keep_figures(trial: optuna.Trial, context: Context) -> None:
 
 
 def _noted(
-    report: Callable[..., None], context: Context, before: Callable[[], None], *, maximizes: bool
+    report: Callable[..., None],
+    context: Context,
+    before: Callable[[], None],
+    known: Container[int],
+    *,
+    maximizes: bool,
 ) -> Callable[..., None]:
-    """`trial.report`, of which the pool's policy learns too, and where an objective that trains nothing may stop."""
+    """`trial.report`, of which the pool's policy learns too, and where an objective that trains nothing may stop. What
+    a trial that goes on has reported before is `known`."""
 
     @wraps(report)
     def report_and_note(value: float, step: int) -> None:
-        context.stop.check()
+        context.stop.check_between_steps()
         before()
-        report(value, step)
+        if step not in known:
+            report(value, step)
         context.note_objective(float(value), maximizes=maximizes)
 
     return report_and_note

@@ -58,7 +58,7 @@ def warn_of_sampler(study: optuna.Study, concurrency: int, n_trials: int | None)
     """If it draws at random until so many trials have finished, and the last one of this search begins before."""
     sampler = study.sampler
     startup = getattr(sampler, "_n_startup_trials", None)  # no public way to ask
-    if not isinstance(sampler, optuna.samplers.TPESampler) or startup is None or n_trials is None:
+    if not isinstance(sampler, optuna.samplers.TPESampler) or startup is None or n_trials in (None, 1):
         return
     finished = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
     before_last = finished + n_trials - min(concurrency, n_trials)

@@ -1,0 +1,124 @@
+"""The checkpoints of one trial, in a folder; each is there whole or not at all, and nothing is executed on reading one.
+
+000-000000120/tensors.safetensors   of the first model that the trial prepared, after 120 mini-batches
+              state.json            what is not a tensor, and the digest of both
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hydra_tune.plain_state import decode, encode
+
+logger = logging.getLogger("hydra_tune")
+KEPT = 2  # should the newest prove torn
+_UNFINISHED = ".unfinished"
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, order=True)
+class Moment:
+    """After so many mini-batches with the trial's model of that number, from 0."""
+
+    model: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.model:03d}-{self.step:09d}"
+
+
+class CheckpointFolder:
+    """Where one trial's checkpoints are; written by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, moment: Moment, state: Any) -> None:
+        """Write one and let go of all but the newest few.
+
+        Raises:
+            OSError: it could not be written; those before are untouched.
+            ConfigError: the state holds what no checkpoint can.
+        """
+        place, unfinished = self.path / str(moment), self.path / (str(moment) + _UNFINISHED)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir(parents=True)
+            _write(unfinished, state)
+            shutil.rmtree(place, ignore_errors=True)
+            unfinished.rename(place)
+            _synchronise(self.path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        for _, old in self._moments()[KEPT:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def newest(self) -> tuple[Moment, Any] | None:
+        """The newest that is sound, if there is one; says which ones are not."""
+        for moment, place in self._moments():
+            try:
+                return moment, _read(place)
+            except Exception as error:  # torn in any way
+                logger.warning("the checkpoint %s is not sound (%s); the one before it is taken", place, error)
+        return None
+
+    def _moments(self) -> list[tuple[Moment, Path]]:
+        """The newest first."""
+        return sorted(self._found(), reverse=True)
+
+    def _found(self) -> Iterator[tuple[Moment, Path]]:
+        for place in self.path.iterdir() if self.path.is_dir() else ():
+            model, _, step = place.name.partition("-")
+            if model.isdecimal() and step.isdecimal():
+                yield Moment(int(model), int(step)), place
+
+
+def _write(place: Path, state: Any) -> None:
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode(state, tensors, "state"))
+    save_file(tensors, place / "tensors.safetensors")
+    digest = _digest(place / "tensors.safetensors", text)
+    (place / "state.json").write_text(json.dumps({"version": 1, "blake2b": digest, "state": text}))
+    for path in (place / "tensors.safetensors", place / "state.json", place):
+        _synchronise(path)
+
+
+def _read(place: Path) -> Any:
+    from safetensors.torch import load_file
+
+    content = json.loads((place / "state.json").read_text())
+    if content["version"] != 1:
+        raise ValueError(f"written by a later version: {content['version']}")
+    if _digest(place / "tensors.safetensors", content["state"]) != content["blake2b"]:
+        raise ValueError("its content is not what was written")
+    return decode(json.loads(content["state"]), load_file(place / "tensors.safetensors"))
+
+
+def _digest(path: Path, text: str) -> str:
+    digest = hashlib.blake2b(text.encode())
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _synchronise(path: Path) -> None:
+    """With the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

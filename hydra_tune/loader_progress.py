@@ -1,0 +1,89 @@
+"""How far a trial has gone through one of its loaders, and how another process gets there again.
+
+A loader is gone through anew from the random state in which its iteration began: the batches are the same ones, and
+those that were trained are skipped. No loader has to know of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from hydra_tune.random_state import RandomState
+
+
+class LoaderProgress:
+    """Of one loader, in its trial's thread."""
+
+    def __init__(self, loader: Any, random_state: RandomState) -> None:
+        self.drawn = 0  # batches, in all iterations
+        self._loader = loader
+        self._random_state = random_state
+        self._iteration: Callable[[], object] = lambda: None  # weakly: who drops it will not go on with it
+        self._batches = 0  # of this iteration
+        self._before = self.now()
+        self._left: dict[str, Any] | None = None  # the iteration that is to go on
+        if hasattr(type(loader), "__next__"):  # an iterator, which began before
+            self._iteration = weakref.ref(self)
+
+    def now(self) -> dict[str, Any]:
+        """States of all that the loader draws from."""
+        generators = [generator.get_state() for generator in self._generators()]
+        return {"random": self._random_state.states(), "generators": generators}
+
+    def _generators(self) -> list[torch.Generator]:
+        """That it was given, for itself or its sampler."""
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        owners = (self._loader, getattr(self._loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def _set(self, states: dict[str, Any]) -> None:
+        self._random_state.set_states(states["random"])
+        for generator, state in zip(self._generators(), states["generators"], strict=True):
+            generator.set_state(state)
+
+    def iterate(self) -> Iterator[Any]:
+        """Begin an iteration; the first time, the one that was left, at the batch that comes next."""
+        left, self._left = self._left, None
+        batches: Iterator[Any]
+        if left is None:
+            self._before, self._batches = self.now(), 0
+            batches = iter(self._loader)
+            return batches
+        random = self._random_state.states()
+        self._before, self._batches = left["before"], left["batches"]
+        self._set(left["before"])
+        batches = iter(self._loader)
+        self._skip(batches, self._batches)
+        self._set({"random": random, "generators": left["generators"]})
+        return batches
+
+    def _skip(self, batches: Iterator[Any], number: int) -> None:
+        for _ in islice(batches, number):
+            pass
+
+    def follow(self, iteration: object) -> None:
+        self._iteration = weakref.ref(iteration)
+
+    def has_given(self) -> None:
+        self.drawn += 1
+        self._batches += 1
+
+    def has_ended(self) -> None:
+        self._iteration = lambda: None
+
+    def state(self, generators: list[torch.Tensor]) -> dict[str, Any]:
+        """For a checkpoint; its generators have these states."""
+        left = {"before": self._before, "batches": self._batches, "generators": generators}
+        return {"drawn": self.drawn, "left": None if self._iteration() is None else left}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.drawn, self._left = state["drawn"], state["left"]
+        if self._left is not None and hasattr(type(self._loader), "__next__"):
+            self.iterate()
+            self._iteration = weakref.ref(self)

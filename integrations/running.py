@@ -1,0 +1,74 @@
+"""The trials of one search that run now: told to stop, to pause, to give their weights to another."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+
+from hydra_tune.context import Context
+
+logger = logging.getLogger("hydra_tune")
+
+
+class Running:
+    """Their contexts. The search's loop has a thread of its own, for Optuna's waits on Ctrl-C until all have ended."""
+
+    def __init__(self) -> None:
+        self.interrupted = ""  # why, if it was
+        self._contexts: dict[int, Context] = {}  # by the trial's number
+        self._lock = threading.Lock()
+
+    def wait_for(self, optimize: Callable[[], None], stop_asking: Callable[[], None]) -> None:
+        error: list[BaseException] = []
+        ended = threading.Event()  # a join that is interrupted takes its thread for ended, before Python 3.13
+
+        def run() -> None:
+            try:
+                optimize()
+            except BaseException as raised:
+                error.append(raised)
+            finally:
+                ended.set()
+
+        thread = threading.Thread(target=copy_context().run, args=(run,), name="hydra_tune search", daemon=True)
+        try:
+            thread.start()
+            ended.wait()
+        except BaseException:  # in the main thread, which waits here
+            logger.warning("interrupted: %d trials stop at their next task boundary", len(self._contexts))
+            stop_asking()
+            self._interrupt("the search was interrupted")
+            ended.wait()
+            raise
+        finally:
+            if ended.is_set():
+                thread.join()
+        if error:
+            raise error[0]
+
+    def _interrupt(self, reason: str) -> None:
+        with self._lock:
+            self.interrupted = reason
+            contexts = list(self._contexts.values())
+        for context in contexts:
+            context.stop(reason)
+
+    def add(self, number: int, context: Context) -> None:
+        with self._lock:
+            self._contexts[number] = context
+            reason = self.interrupted
+        if reason:
+            context.stop(reason)
+
+    def remove(self, number: int) -> None:
+        with self._lock:
+            self._contexts.pop(number, None)
+
+    def context(self, number: int) -> Context | None:
+        return self._contexts.get(number)
+
+    @property
+    def numbers(self) -> list[int]:
+        return sorted(self._contexts)

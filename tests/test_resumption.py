@@ -1,0 +1,339 @@
+"""A trial that was interrupted goes on from its checkpoint with the numbers of one that was not."""
+
+import datetime
+import errno
+import logging
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+import hydra_tune
+from hydra_tune import checkpoint
+from scripts import BUDGETS, WIDTH, Layer, Net
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+EPOCHS, BATCHES = 3, 5
+STEPS = EPOCHS * BATCHES
+
+
+class NoisyLayer(Layer):
+    def set_up(self):
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x, *_):
+        self.calls += 1
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Each item is drawn anew, as an augmentation does."""
+
+    def __len__(self):
+        return 4 * BATCHES
+
+    def __getitem__(self, i):
+        return torch.full((WIDTH,), i / 20) + 0.1 * torch.randn(WIDTH), i % 8
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for i in range(4 * BATCHES):
+            yield torch.randn(WIDTH), i % 8
+
+
+def drawn():
+    return TensorDataset(torch.randn(4 * BATCHES, WIDTH), torch.randint(0, 8, (4 * BATCHES,)))
+
+
+def with_own_generator():
+    return DataLoader(drawn(), 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def with_own_sampler():
+    data = drawn()
+    return DataLoader(data, 4, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(4)))
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(drawn(), 4, shuffle=True),
+    "own generator": with_own_generator,
+    "own sampler": with_own_sampler,
+    "augmented": lambda: DataLoader(Noisy(), 4, shuffle=True),
+    "workers": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=2),
+    "stream": lambda: DataLoader(Stream(), 4),
+    "a list": lambda: [(torch.randn(4, WIDTH), torch.randint(0, 8, (4,))) for _ in range(BATCHES)],
+}
+
+
+class Training:
+    """One objective; raises at a step, the first time that it comes there."""
+
+    def __init__(self, loader=None, interrupt_at=None, optimizer=None):
+        self.loader = loader
+        self.interrupt_at = interrupt_at
+        self.optimizer = optimizer or (lambda p: torch.optim.AdamW(p, lr=0.01))
+        self.left, self.starts, self.losses = None, [], {}
+
+    def __call__(self, trial):
+        model = self.model()
+        optimizer = self.optimizer(model.parameters())
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 9], gamma=0.5)
+        loaders = [LOADERS[self.loader]()] if self.loader else []
+        model, optimizer, *loaders = hydra_tune.prepare(model, optimizer, *loaders, extra_state=schedule)
+        self.starts.append(hydra_tune.resume_step())
+        for step, (x, y) in self.batches(*loaders):
+            if step == self.interrupt_at:
+                self.interrupt_at = None
+                raise KeyboardInterrupt
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            self.losses[step] = loss.item()
+            self.update(step, model, optimizer, schedule)
+            if step % BATCHES == BATCHES - 1:
+                model.eval()
+                with torch.no_grad():
+                    trial.report(model(x).float().mean().item(), step)
+                model.train()
+        self.left = [*model.state_dict().values(), *(m.calls for m in model.layers), torch.get_rng_state()]
+        self.left += [v for state in optimizer.state_dict()["state"].values() for v in state.values()]
+        self.left = [v.clone() if torch.is_tensor(v) else v for v in self.left] + [schedule.get_last_lr()]
+        return loss.item()
+
+    def model(self):
+        return Net(NoisyLayer)
+
+    def update(self, step, model, optimizer, schedule):
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+    def batches(self, loader=None):
+        begin = hydra_tune.resume_step()
+        if loader is None:
+            yield from ((step, (torch.randn(4, WIDTH), torch.randint(0, 8, (4,)))) for step in range(begin, STEPS))
+            return
+        for epoch in range(begin // BATCHES, EPOCHS):
+            first = begin % BATCHES if epoch == begin // BATCHES else 0
+            for i, batch in enumerate(loader, first):
+                yield epoch * BATCHES + i, batch
+
+
+def search(objective, folder, budget="spilled", every=1, study=None, **options):
+    """Again and again until no trial is interrupted; the study."""
+    study = study or optuna.create_study()
+    pool = hydra_tune.ShardPool(["cpu"], BUDGETS[budget], seed=0)
+    runner = hydra_tune.HydraTrialRunner(pool, 1, checkpoint_dir=folder, checkpoint_every=every)
+    for _ in range(5):
+        try:
+            runner.optimize(study, objective, n_trials=1, **options)
+        except KeyboardInterrupt:
+            continue
+        return study
+    raise AssertionError("interrupted for ever")
+
+
+def assert_same(got, plain):
+    assert len(got.left) == len(plain.left)
+    for a, b in zip(got.left, plain.left, strict=True):
+        assert torch.equal(a, b) if torch.is_tensor(b) else a == b
+    assert got.losses == plain.losses
+
+
+def compare(tmp_path, budget="spilled", every=1, at=(8,), kind=Training, **options):
+    plain, got = kind(**options), None
+    search(plain, None if every is None else tmp_path / "plain", budget, every)
+    for number, step in enumerate(at):
+        got = kind(interrupt_at=step, **options)
+        study = search(got, tmp_path / str(number), budget, every)
+        assert [t.state for t in study.trials] == [TrialState.FAIL, TrialState.COMPLETE]
+        assert study.trials[1].user_attrs["hydra_tune: continues trials"] == [0]
+        written = step if options.get("loader") else step - 1  # when the batch is there, or the model is called
+        assert got.starts == [0, written // every * every]
+        assert_same(got, plain)
+
+
+@pytest.mark.parametrize("loader", [*LOADERS, None])
+def test_numbers_after_a_resume_are_the_uninterrupted_ones(tmp_path, loader):
+    """At a step in an epoch's middle, at its first, and at the training's last."""
+    compare(tmp_path, loader=loader, at=(7, 10, 14))
+
+
+@pytest.mark.parametrize("loader", ["shuffled", None])
+def test_also_of_a_resident_trial_and_between_checkpoints(tmp_path, loader):
+    compare(tmp_path, "resident", every=4, at=(7, 11), loader=loader)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "two groups": lambda p: torch.optim.AdamW([{"params": [q], "lr": 0.01 + 0.001 * i} for i, q in enumerate(p)]),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_go_on(tmp_path, optimizer):
+    compare(tmp_path, optimizer=optimizer, loader="shuffled")
+
+
+class Accumulating(Training):
+    def update(self, step, model, optimizer, schedule):
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+
+class WithMasters(torch.optim.Optimizer):
+    """SGD that keeps more digits than its weights have."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                master = self.state[p].setdefault("master", p.detach().float())
+                p.copy_(master.sub_(p.grad.float(), alpha=group["lr"]))
+
+
+class LowPrecision(Training):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options, optimizer=WithMasters)
+
+    def model(self):
+        return super().model().bfloat16()
+
+    def batches(self, *loaders):
+        return ((step, (x.bfloat16(), y)) for step, (x, y) in super().batches(*loaders))
+
+
+@pytest.mark.parametrize("kind", [Accumulating, LowPrecision])
+def test_gradients_and_states_of_other_dtypes_go_on(tmp_path, kind):
+    compare(tmp_path, loader="shuffled", kind=kind, at=(7,))
+
+
+class Folds(Training):
+    """A model after the other, as in cross-validation; the first one's training is repeated."""
+
+    def __call__(self, trial):
+        at, self.interrupt_at = self.interrupt_at, None
+        super().__call__(trial)
+        first, self.interrupt_at, self.losses = self.left, at, {}
+        super().__call__(trial)
+        self.left = [*first, *self.left]
+        return 0.0
+
+
+def test_a_trial_of_two_models_goes_on_in_the_one_that_it_was_in(tmp_path):
+    plain, got = Folds("shuffled"), Folds("shuffled", interrupt_at=8)
+    search(plain, tmp_path / "plain")
+    search(got, tmp_path / "got")
+    assert got.starts == [0, 0, 0, 8]
+    assert list(got.losses) == list(range(8, STEPS))
+    got.losses = {**plain.losses, **got.losses}
+    assert_same(got, plain)
+
+
+def test_a_checkpoint_by_time(tmp_path, monkeypatch):
+    now = iter(range(0, 100_000, 10))
+    monkeypatch.setattr("hydra_tune.resumption.time.monotonic", lambda: next(now))
+    got = Training("shuffled", interrupt_at=8)
+    search(got, tmp_path, every=datetime.timedelta(seconds=1))
+    assert got.starts == [0, 8]
+
+
+def test_a_finished_trial_leaves_no_checkpoint(tmp_path):
+    search(Training("shuffled", interrupt_at=8), tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+# ---- what cannot be resumed is not written -----------------------------------------------------------
+
+
+def warned(caplog):
+    return [r.getMessage() for r in caplog.records if "no checkpoints from here on" in r.getMessage()]
+
+
+class Unaware(Training):
+    def __call__(self, trial):
+        model = self.model()
+        model, optimizer = hydra_tune.prepare(model, self.optimizer(model.parameters()))
+        for _ in range(3):
+            model(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.step()
+        return 0.0
+
+
+def test_of_an_objective_that_does_not_ask_where_to_go_on_there_is_none(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "hydra_tune"):
+        search(Unaware(), tmp_path)
+    (message,) = warned(caplog)
+    assert "never calls hydra_tune.resume_step()" in message and "trial 0" in message
+
+
+class Ahead(Training):
+    """Draws a batch before the one before it is trained."""
+
+    def batches(self, loader):
+        batches = iter(loader)
+        following = next(batches)
+        for step in range(hydra_tune.resume_step(), BATCHES):
+            batch, following = following, next(batches, None)
+            yield step, batch
+
+
+def test_nor_of_one_that_draws_batches_ahead(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "hydra_tune"):
+        search(Ahead("shuffled"), tmp_path)
+    (message,) = warned(caplog)
+    assert "2 batches were drawn before the first was trained" in message
+
+
+def test_a_full_disk_ends_no_trial(tmp_path, caplog, monkeypatch):
+    def full(place, state):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    training = Training("shuffled")
+    with caplog.at_level(logging.WARNING, "hydra_tune"):
+        study = search(training, tmp_path)
+    assert study.trials[0].state is TrialState.COMPLETE
+    (message,) = warned(caplog)
+    assert "No space left" in message
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    class Grown(Training):
+        def model(self):
+            return Net(NoisyLayer, depth=6 if self.interrupt_at else 5)
+
+    with pytest.raises(hydra_tune.PrepareError, match=r"parameters are others than then.*checkpoint_dir"):
+        search(Grown("shuffled", interrupt_at=8), tmp_path)
+
+
+@pytest.mark.parametrize("extra", [3, [torch.nn.Linear(1, 1), None]])
+def test_what_has_no_state_is_no_extra_state(extra):
+    model = Net()
+    with (
+        hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool,
+        pytest.raises(hydra_tune.ConfigError, match="extra_state"),
+    ):
+        hydra_tune.prepare(model, pool=pool, extra_state=extra)
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 1.5, "5 min", datetime.timedelta(0)])
+def test_what_is_no_interval_is_refused(tmp_path, every):
+    with pytest.raises(hydra_tune.ConfigError, match="checkpoint_every is"):
+        hydra_tune.HydraTrialRunner(checkpoint_dir=tmp_path, checkpoint_every=every)
+
+
+def test_outside_of_a_runner_a_script_begins_at_its_first_step():
+    assert hydra_tune.resume_step() == 0

@@ -250,9 +250,15 @@ class Search:
             del study.ask, study.stop
 
     def _ask(self, ask: Callable[..., optuna.Trial], *args: Any, **kwargs: Any) -> optuna.Trial:
+        def ask_for_new() -> optuna.Trial:
+            trial = ask(*args, **kwargs)
+            while not self.running.begins(trial.number):
+                trial = ask(*args, **kwargs)
+            return trial
+
         self.places.take()
         try:
-            return ask(*args, **kwargs) if self._folder is None else self._folder.ask(ask, *args, **kwargs)
+            return ask_for_new() if self._folder is None else self._folder.ask(ask_for_new)
         except BaseException:
             self.places.give_back()
             raise

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -104,24 +104,27 @@ class StudyFolder:
 
     # ---- beginning and ending trials ----
 
-    def ask(self, ask: Callable[..., optuna.Trial], *args: Any, **kwargs: Any) -> optuna.Trial:
+    def ask(self, ask: Callable[[], optuna.Trial]) -> optuna.Trial:
         """A trial that is claimed by this process. Dying in between leaves a file that says so."""
         note = self.path / "asks" / uuid.uuid4().hex
         with locked(self.path / "asking", shared=True):
             note.touch()
-            trial = ask(*args, **kwargs)
-            self.claim(trial.number)
+            trial = ask()
+            while not self._claim(trial.number):  # on SQLite two may get the same waiting trial
+                trial = ask()
             note.unlink()
         return trial
 
-    def claim(self, number: int) -> None:
-        if number in self._claims:
-            return
+    def _claim(self, number: int) -> bool:
+        """Whether it is this caller's now, and nobody else's."""
         folder = self.of(number).path
         folder.mkdir(exist_ok=True)
         lock = Lock(folder / "claim")
-        lock.take()
+        if not lock.try_take():
+            lock.close()
+            return False
         self._claims[number] = lock
+        return True
 
     def has_ended(self, _: Study, trial: FrozenTrial) -> None:
         """A callback of `Study.optimize`: what nobody will go on from is removed."""

@@ -33,6 +33,7 @@ class Context:
     trials: list[Trial] = field(default_factory=list)  # a runner ends them; a plain script's end with their model
     stop: Stop = field(default_factory=Stop)
     resumption: Resumption | None = None
+    notes_memory: bool = False  # as a constraint, for the sampler
     _last: weakref.ref[Trial] | None = None
 
     def register(self, trial: Trial) -> None:

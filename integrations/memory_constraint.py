@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import optuna
 from optuna.trial import FrozenTrial
 
+from hydra_tune.context import current_context
+from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.optuna_runner import LACK
 
 
-def memory_constraint(trial: FrozenTrial) -> tuple[float]:
-    """For ``TPESampler(constraints_func=hydra_tune.memory_constraint)`` and its kin: above 0 for a trial that could
-    never fit, by how much it lacked memory (0.5: it needed half as much again as there is)."""
-    return (float(trial.user_attrs.get(LACK, 0.0)),)
+def memory_constraint(trial: FrozenTrial | optuna.Trial) -> tuple[float]:
+    """By how much a trial lacked memory that could never fit: 0.5 if it needed half as much again as there is; else 0.
+
+    From Optuna 5 on, call ``hydra_tune.memory_constraint(trial)`` in the objective, before `prepare`: the runner sets
+    the constraint when the trial ends. Before, it is a sampler's: ``constraints_func=hydra_tune.memory_constraint``.
+
+    Raises:
+        ConfigError: a trial of Optuna 4 that still runs.
+    """
+    if isinstance(trial, FrozenTrial):
+        return (float(trial.user_attrs.get(LACK, 0.0)),)
+    if not hasattr(trial, "set_constraint"):
+        raise ConfigError(
+            f"trials have constraints from Optuna 5 on, this is {optuna.__version__}. Give the sampler "
+            "constraints_func=hydra_tune.memory_constraint instead."
+        )
+    current_context().notes_memory = True
+    return (0.0,)

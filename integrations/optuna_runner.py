@@ -114,6 +114,8 @@ class HydraTrialRunner:
                     gc_after_trial=gc_after_trial,
                     show_progress_bar=show_progress_bar,
                 )
+            if search.error is not None:
+                raise search.error
 
         self._searches.append(search)
         try:
@@ -212,6 +214,7 @@ class Search:
         self._caught = caught
         self._folder: StudyFolder | None = None
         self._every = Interval.of(None)
+        self.error: Exception | None = None  # the first that `Study.optimize` is to raise, and may lose
         self._warn_at_first_report = cache(self._warn_of_pruner)
 
     def _warn_of_pruner(self) -> None:
@@ -271,7 +274,9 @@ class Search:
         try:
             return self._run(trial)
         except BaseException as error:
-            if not isinstance(error, (*self._caught, optuna.TrialPruned)):  # `Study.optimize` will raise it
+            if not isinstance(error, (*self._caught, optuna.TrialPruned)):
+                if isinstance(error, Exception):
+                    self.error = self.error or error
                 self.places.end()
             raise
         finally:
@@ -314,9 +319,13 @@ class Search:
         except BudgetError as error:
             reason = str(error)  # what is raised below shall not keep it, and its frames
             trial.set_user_attr(LACK, error.lack)
+            _note_constraint(trial, context, error.lack)
         except Exception as error:
             logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
+            _note_constraint(trial, context, 0.0)
             raise
+        else:
+            _note_constraint(trial, context, 0.0)
         if isinstance(value, float) and isnan(value) and len(trial.study.directions) == 1:
             reason = "its value is nan"
         if reason:
@@ -381,6 +390,12 @@ def _predecessors(trial: optuna.trial.FrozenTrial | None) -> Sequence[int]:
     from hydra_tune.integrations.recovery import predecessors
 
     return () if trial is None else predecessors(trial)
+
+
+def _note_constraint(trial: optuna.Trial, context: Context, lack: float) -> None:
+    """For an objective that has called `memory_constraint`."""
+    if context.notes_memory:
+        trial.set_constraint(LACK, lack)
 
 
 def _keep_figures(trial: optuna.Trial, context: Context) -> None:

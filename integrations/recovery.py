@@ -132,6 +132,8 @@ class StudyFolder:
         if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
             for number in (trial.number, *predecessors(trial)):
                 shutil.rmtree(self.of(number).path, ignore_errors=True)
+            if CLONE in trial.user_attrs:
+                shutil.rmtree(self.clones(trial.user_attrs[CLONE]).path, ignore_errors=True)
 
     def _unclaim(self, number: int) -> None:
         lock = self._claims.pop(number, None)

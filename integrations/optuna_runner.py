@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures.thread
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -120,7 +121,8 @@ class HydraTrialRunner:
         self._searches.append(search)
         try:
             with search.asking():
-                if self.concurrency == 1:  # in this thread, where Ctrl-C interrupts the objective itself
+                here = threading.current_thread() is threading.main_thread()
+                if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
                     optimize()
                 else:
                     search.running.wait_for(optimize, search.places.end)

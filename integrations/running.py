@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
@@ -10,6 +11,9 @@ from contextvars import copy_context
 from hydra_tune.context import Context
 
 logger = logging.getLogger("hydra_tune")
+
+
+LOOK_AROUND_S = 0.2
 
 
 class Running:
@@ -36,8 +40,8 @@ class Running:
         thread = threading.Thread(target=copy_context().run, args=(run,), name="hydra_tune search", daemon=True)
         try:
             thread.start()
-            ended.wait()
-        except BaseException:  # in the main thread, which waits here
+            _wait(ended)
+        except BaseException:
             logger.warning("interrupted: %d trials stop at their next task boundary", len(self._contexts))
             stop_asking()
             self._interrupt("the search was interrupted")
@@ -81,3 +85,13 @@ class Running:
     @property
     def numbers(self) -> list[int]:
         return sorted(self._contexts)
+
+
+def _wait(ended: threading.Event) -> None:
+    """Ctrl-C is raised in the main thread: here, if this is it; else that one ends, and the process waits for us."""
+    if threading.current_thread() is threading.main_thread():
+        ended.wait()
+    while not ended.wait(LOOK_AROUND_S):
+        exiting = getattr(threading, "_SHUTTING_DOWN", not threading.main_thread().is_alive())  # no public way to ask
+        if exiting and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+            raise KeyboardInterrupt("in the main thread")

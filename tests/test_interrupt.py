@@ -51,11 +51,11 @@ except KeyboardInterrupt:
 """
 
 
-def interrupt_a_search(after_s, tmp_path):
+def interrupt_a_search(after_s, tmp_path, search=SEARCH):
     """What it prints at its end; and the states of its trials."""
     storage = f"sqlite:///{tmp_path / 'search.db'}"
     child = subprocess.Popen(
-        [sys.executable, "-c", SEARCH, storage], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+        [sys.executable, "-c", search, storage], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
     )
     try:
         assert child.stdout.readline().startswith("trains")  # perhaps of two at once
@@ -66,6 +66,21 @@ def interrupt_a_search(after_s, tmp_path):
         child.kill()
     states = [t.state for t in optuna.load_study(study_name="search", storage=storage).trials]
     return child.returncode, json.loads(output.splitlines()[-1]), states
+
+
+def test_a_search_in_another_thread_is_interrupted_with_the_main_one(tmp_path):
+    """Which ends of Ctrl-C, and then the process waited until the search was over."""
+    search = SEARCH.replace("try:\n    hydra_tune.", "def run():\n  try:\n    hydra_tune.").replace(
+        "except Key", "  except Key"
+    )
+    search += "threading.Thread(target=run).start()\nthreading.Event().wait()"
+    for concurrency in ("4", "1"):
+        (tmp_path / concurrency).mkdir()
+        variant = search.replace("Runner(pool, 4)", f"Runner(pool, {concurrency})")
+        status, left, states = interrupt_a_search(0.5, tmp_path / concurrency, variant)
+        assert status == -signal.SIGINT, "as any script ends of it"
+        assert left["used"] == [0, 0]
+        assert set(states) == {TrialState.FAIL}
 
 
 def check_interruptions(seed, times, tmp_path):

@@ -423,6 +423,8 @@ def _noted(
         before()
         if step not in known:
             report(value, step)
+        if context.resumption is not None:
+            context.resumption.note()
         context.note_objective(float(value), maximizes=maximizes)
 
     return report_and_note

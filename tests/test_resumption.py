@@ -97,7 +97,8 @@ class Training:
             if step % BATCHES == BATCHES - 1:
                 model.eval()
                 with torch.no_grad():
-                    trial.report(model(x).float().mean().item(), step)
+                    score = model(torch.randn_like(x)).float().mean().item()
+                trial.report(score + torch.rand(()).item(), step)
                 model.train()
         self.left = [*model.state_dict().values(), *(m.calls for m in model.layers), torch.get_rng_state()]
         self.left += [v for state in optimizer.state_dict()["state"].values() for v in state.values()]

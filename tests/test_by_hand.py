@@ -91,7 +91,7 @@ def test_a_trial_that_is_stopped_is_told_as_pruned_at_its_last_value(paused):
         wait_until(lambda: search.study.trials[1].state is TrialState.PRUNED)
         search.goes_on(0)
     stopped = search.study.trials[1]
-    assert stopped.value == search.steps[1] == stopped.last_step
+    assert stopped.value == stopped.last_step and search.steps[1] - 1 <= stopped.last_step <= search.steps[1]
     assert stopped.user_attrs["hydra_tune: pruned because"] == "it was stopped by hand"
 
 
@@ -211,6 +211,7 @@ def test_an_error_ends_a_search_that_grows():
 # ---- memory as a constraint --------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Argument ``constraints_func`` is an experimental")
 def test_a_sampler_with_the_constraint_learns_what_does_not_fit():
     def objective(trial):
         if hasattr(trial, "set_constraint"):

@@ -1,5 +1,6 @@
 """A search that is killed at any moment: the same script again finishes it, and loses nothing."""
 
+import inspect
 import json
 import random
 import signal
@@ -135,12 +136,16 @@ def kill_often(kind, tmp_path, seed, kills):
     return hit
 
 
-@pytest.mark.parametrize(("kind", "kills"), [("journal", 3), ("sqlite", 2)])
+BREAKS_LOCKS = "grace_period" in inspect.signature(optuna.storages.journal.JournalFileOpenLock).parameters
+JOURNAL = pytest.mark.skipif(not BREAKS_LOCKS, reason="this Optuna waits for ever for the lock of who was killed")
+
+
+@pytest.mark.parametrize(("kind", "kills"), [pytest.param("journal", 3, marks=JOURNAL), ("sqlite", 2)])
 def test_a_search_that_is_killed_goes_on_where_it_was(tmp_path, kind, kills):
     kill_often(kind, tmp_path, 0, kills)
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("kind", ["journal", "sqlite"])
+@pytest.mark.parametrize("kind", [pytest.param("journal", marks=JOURNAL), "sqlite"])
 def test_a_search_that_is_killed_a_hundred_times_goes_on_where_it_was(tmp_path, kind):
     kill_often(kind, tmp_path, 1, 100)

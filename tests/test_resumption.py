@@ -3,6 +3,8 @@
 import datetime
 import errno
 import logging
+import threading
+import time
 
 import optuna
 import pytest
@@ -249,6 +251,59 @@ def test_a_checkpoint_by_time(tmp_path, monkeypatch):
     got = Training("shuffled", interrupt_at=8)
     search(got, tmp_path, every=datetime.timedelta(seconds=1))
     assert got.starts == [0, 8]
+
+
+def test_a_retry_of_optunas_goes_on_from_the_trial_that_it_retries(tmp_path):
+    plain, got = Training("shuffled"), Training("shuffled", interrupt_at=8)
+    search(plain, tmp_path / "plain")
+    study = optuna.create_study()
+    pool = hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"], seed=0)
+    runner = hydra_tune.HydraTrialRunner(pool, 1, checkpoint_dir=tmp_path / "got", checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        runner.optimize(study, got, n_trials=1)
+    retried = optuna.create_study()  # as if that trial had been found stale, and the callback had been called
+    retried.set_user_attr("hydra_tune: checkpoints", study.user_attrs["hydra_tune: checkpoints"])
+    retried.add_trial(optuna.create_trial(state=TrialState.FAIL))
+    history = {"failed_trial": 0, "retry_history": [0]}
+    retried.add_trial(optuna.create_trial(state=TrialState.WAITING, system_attrs=history))
+    runner.optimize(retried, got, n_trials=1)
+    assert got.starts == [0, 8]
+    assert retried.trials[1].user_attrs["hydra_tune: resumed at step"] == 8
+    assert_same(got, plain)
+
+
+def test_a_checkpoint_is_written_while_others_train(tmp_path, monkeypatch):
+    """One trial's writing waits until the other has made steps."""
+    steps, write, written = {0: 0, 1: 0}, checkpoint._write, threading.Event()
+    first = []
+
+    def slow(place, state):
+        number = int(place.parent.name.removeprefix("trial-"))
+        if not first:
+            first.append(number)
+            before = steps[1 - number]
+            while steps[1 - number] < before + 3:
+                time.sleep(0.001)
+            written.set()
+        write(place, state)
+
+    def objective(trial):
+        model = Net(depth=3)
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for _ in range(hydra_tune.resume_step(), 10_000):
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+            steps[trial.number] += 1
+            if written.is_set() and steps[trial.number] > 4:
+                break
+        return 0.0
+
+    monkeypatch.setattr(checkpoint, "_write", slow)
+    pool = hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"])
+    runner = hydra_tune.HydraTrialRunner(pool, 2, checkpoint_dir=tmp_path, checkpoint_every=2)
+    study = optuna.create_study()
+    runner.optimize(study, objective, n_trials=2)
+    assert {t.state for t in study.trials} == {TrialState.COMPLETE} and first
 
 
 def test_a_finished_trial_leaves_no_checkpoint(tmp_path):

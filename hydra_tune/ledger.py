@@ -9,6 +9,7 @@ arena of ours (CUDA, whose allocator finds the place) uses the sizes and ignores
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 SlotKey = tuple[int, int]  # (trial, shard)
@@ -20,7 +21,7 @@ class Ledger:
     alignment_bytes: int = 1  # of slots
     held: dict[int, int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
-    slots: dict[SlotKey, tuple[int, int]] = field(default_factory=dict)  # (offset, bytes), oldest use first
+    slots: OrderedDict[SlotKey, tuple[int, int]] = field(default_factory=OrderedDict)  # offset, bytes; oldest use first
     held_bytes: int = 0  # of all trials
     step_bytes: int = 0  # of all steps
     slot_bytes: int = 0  # of all slots
@@ -80,12 +81,12 @@ class Ledger:
         return [k for k, (start, size) in self.slots.items() if start < offset + num_bytes and offset < start + size]
 
     def touch(self, key: SlotKey) -> None:
-        """Make `key` the most recently used slot."""
-        self.slots[key] = self.slots.pop(key)
+        """Make `key` the most recently used slot: in one step, for an interruption shall not lose it."""
+        self.slots.move_to_end(key)
 
     def retire(self, key: SlotKey) -> None:
         """Make `key` the first slot to go."""
-        self.slots = {key: self.slots.pop(key), **self.slots}
+        self.slots.move_to_end(key, last=False)
 
     def remove(self, key: SlotKey) -> tuple[int, int]:
         offset, num_bytes = self.slots.pop(key)

@@ -102,7 +102,7 @@ class Slots:
                 continue
             if ahead is None or key[0] != ahead.trial or not to_end or to_end[key[1]] > room_bytes:
                 yield key
-        if last in device.ledger.slots and last != busy and last not in device.in_flight:
+        if last is not None and last in device.ledger.slots and last != busy and last not in device.in_flight:
             yield last
 
     def has_room(self, device: DeviceState, num_bytes: int) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hydra_tune import random_state
 from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.mode import TrialMode
@@ -74,19 +75,24 @@ def current_context() -> Context:
 def trial_context(pool: ShardPool, number: int, seed_number: int | None = None) -> Iterator[Context]:
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
     thread's settings, and the trial's end."""
-    random_state = pool.random_state(number if seed_number is None else seed_number)
-    context = Context(pool, f"trial {number}", TrialMode(random_state))
+    own = pool.random_state(number if seed_number is None else seed_number)
+    mode = TrialMode(own)
+    context = Context(pool, f"trial {number}", mode)
     outer, _local.context = getattr(_local, "context", None), context
     torch.set_num_threads(pool.num_threads)
+    before = random_state.begin()  # `active` in parts: what a trial costs counts here
     try:
-        with random_state.active(), torch.autograd.set_multithreading_enabled(False), context.mode:  # type: ignore[union-attr]
+        own.make_current()
+        with torch.autograd.set_multithreading_enabled(False), mode:
             yield context
     except BaseException as error:
         clear_frames(error)
         raise
     finally:
+        random_state.end(before)
         _local.context = outer
-        forget_interrupted_backward()
+        if context.trials:
+            forget_interrupted_backward()
         for trial in context.trials:
             trial.end()
         context.trials.clear()

@@ -28,15 +28,18 @@ _local = threading.local()
 
 
 class RandomState:
-    """One trial's stand-ins for the default generators (the CPU's and each GPU's), seeded alike."""
+    """One trial's stand-ins for the default generators (the CPU's and each GPU's), seeded alike; each is made when it
+    is first asked for."""
 
     def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._of: dict[int, torch.Generator] = {}  # by the id of the default generator it stands in for
-        for default in _default_generators():
-            self._of[id(default)] = torch.Generator(device=default.device).manual_seed(seed)
 
     def stand_in(self, default: torch.Generator) -> torch.Generator:
-        return self._of[id(default)]
+        own = self._of.get(id(default))
+        if own is None:
+            own = self._of[id(default)] = torch.Generator(device=default.device).manual_seed(self._seed)
+        return own
 
     @classmethod
     def of_defaults(cls) -> RandomState:
@@ -69,20 +72,22 @@ class RandomState:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the random state of the calling thread."""
-        _install_proxies()
-        previous = getattr(_local, "state", None)
-        _local.state = self
+        """This is the random state of the calling thread."""
+        before = begin()
         try:
+            self.make_current()
             yield
         finally:
-            _local.state = previous
-            _remove_proxies()
+            end(before)
+
+    def make_current(self) -> None:
+        """Between `begin` and `end`."""
+        _local.state = self
 
     def swapped(self, draw: Callable[[], T]) -> T:
         """Call `draw` with this state in the default generators."""
         with _swap_lock:
-            pairs = [(default, self._of[id(default)]) for default in _default_generators()]
+            pairs = [(default, self.stand_in(default)) for default in _default_generators()]
             saved = [default.get_state() for default, _ in pairs]
             for default, own in pairs:
                 default.set_state(own.get_state())
@@ -92,6 +97,17 @@ class RandomState:
                 for (default, own), state in zip(pairs, saved, strict=True):
                     own.set_state(default.get_state())
                     default.set_state(state)
+
+
+def begin() -> RandomState | None:
+    """A state of its own may become the calling thread's: proxies are there. What is its state until then."""
+    _install_proxies()
+    return _current_state()
+
+
+def end(before: RandomState | None) -> None:
+    _local.state = before
+    _remove_proxies()
 
 
 def _current_state() -> RandomState | None:
@@ -153,6 +169,7 @@ class _DefaultGenerator:
         return getattr(self._default if state is None else state.stand_in(self._default), name)
 
 
+_cpu_proxy = _DefaultGenerator(torch.default_generator)
 _num_active = 0
 _real_cuda: tuple[torch.Generator, ...] = ()
 
@@ -167,9 +184,10 @@ def _install_proxies() -> None:
     with _swap_lock:
         _num_active += 1
         if _num_active == 1:
-            _real_cuda = tuple(torch.cuda.default_generators)
-            torch.random.default_generator = _DefaultGenerator(torch.default_generator)  # type: ignore[assignment,attr-defined]
-            torch.cuda.default_generators = tuple(_DefaultGenerator(g) for g in _real_cuda)  # type: ignore[assignment]
+            torch.random.default_generator = _cpu_proxy  # type: ignore[assignment,attr-defined]
+            if torch.cuda.default_generators:
+                _real_cuda = tuple(torch.cuda.default_generators)
+                torch.cuda.default_generators = tuple(_DefaultGenerator(g) for g in _real_cuda)  # type: ignore[assignment]
 
 
 def _remove_proxies() -> None:

@@ -4,10 +4,9 @@ something there."""
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
-from weakref import WeakSet
+from weakref import ref
 
 from hydra_tune.errors import TrialStopped
 
@@ -23,45 +22,50 @@ class Stop:
 
     def __init__(self) -> None:
         self.reason = ""
-        self._goes_on = threading.Event()
-        self._goes_on.set()
-        self._asked: deque[Callable[[], None]] = deque()
-        self._waited: WeakSet[Waited] = WeakSet()  # a script's is never called, and outlives its pools
+        self._paused: threading.Event | None = None  # until it is set
+        self._asked: list[Callable[[], None]] = []
+        self._waited: list[ref[Waited]] = []  # a script's is never called, and outlives its pools
 
     def __call__(self, reason: str) -> None:
         self.reason = reason
         self.go_on()
-        for waited in self._waited:
-            waited.wake_all()
-
-    def reaches(self, waited: Waited) -> None:
-        """Whoever waits there is to hear of it."""
-        self._waited.add(waited)
+        for each in self._waited:
+            waited = each()
+            if waited is not None:
+                waited.wake_all()
 
     def pause(self) -> None:
         """Hold the trial where it next is between two steps, until `go_on`."""
-        self._goes_on.clear()
+        if self._paused is None and not self.reason:
+            self._paused = threading.Event()
 
     def go_on(self) -> None:
-        self._goes_on.set()
+        paused, self._paused = self._paused, None
+        if paused is not None:
+            paused.set()
 
     @property
     def is_paused(self) -> bool:
-        return not self._goes_on.is_set()
+        return self._paused is not None
 
     def between_steps(self, call: Callable[[], None]) -> None:
         """Have the trial's thread call this where it next is between two steps."""
         self._asked.append(call)
 
-    def check_between_steps(self) -> None:
-        """As `check`; what was asked is done, and the trial waits while it is paused."""
-        while self._asked:
-            self._asked.popleft()()
-        if self.is_paused:
-            self._goes_on.wait()
-        self.check()
+    def reaches(self, waited: Waited) -> None:
+        """Whoever waits there is to hear of it."""
+        self._waited = [*(each for each in self._waited if each() not in (None, waited)), ref(waited)]
 
     def check(self) -> None:
         """Raises `TrialStopped` if the trial is to end."""
         if self.reason:
             raise TrialStopped(self.reason)
+
+    def check_between_steps(self) -> None:
+        """As `check`; what was asked is done, and the trial waits while it is paused."""
+        while self._asked:
+            self._asked.pop(0)()
+        paused = self._paused
+        if paused is not None:
+            paused.wait()
+        self.check()

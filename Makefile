@@ -37,6 +37,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.prediction
+	$(BIN)/python -m benchmarks.runner
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -36,6 +36,11 @@ class Places:
         self._said = 0
 
     @property
+    def are_counted(self) -> bool:
+        """Whether somebody may wait for one."""
+        return self._given is None
+
+    @property
     def most(self) -> int:
         """Threads that a search may need."""
         return self._given or MOST_A_DEVICE * len(self._pool.devices)
@@ -61,6 +66,10 @@ class Places:
         Raises:
             SearchEnded: the search was stopped, or its time is over.
         """
+        if self._ended:
+            raise SearchEnded
+        if self._given is not None:  # there are no more threads than that
+            return
         with self._change:
             self._taken.pop(threading.get_ident(), None)
             while not self._ended and self._living >= self.number:
@@ -78,6 +87,8 @@ class Places:
 
     def trial_ends(self) -> None:
         """That of the calling thread; next it is told, then the place is given back."""
+        if self._given is not None:
+            return
         with self._change:
             self._taken[threading.get_ident()] = time.monotonic()
 

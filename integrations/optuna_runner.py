@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache, partial, wraps
+from functools import cache, cached_property, partial
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,7 +111,7 @@ class HydraTrialRunner:
                     timeout=timeout,
                     n_jobs=search.places.most if n_trials is None else min(search.places.most, max(1, n_trials)),
                     catch=caught,
-                    callbacks=[*search.callbacks, *(callbacks or ())],
+                    callbacks=[*search.callbacks, *(callbacks or ())] or None,  # for each the trial is copied
                     gc_after_trial=gc_after_trial,
                     show_progress_bar=show_progress_bar,
                 )
@@ -213,6 +213,7 @@ class Search:
         self._pool = pool
         self._objective = objective
         self._study = study
+        self._stock_ask: Callable[..., optuna.Trial] = study.ask
         self._caught = caught
         self._folder: StudyFolder | None = None
         self._every = Interval.of(None)
@@ -240,42 +241,43 @@ class Search:
     def callbacks(self) -> list[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]]:
         """Of `Study.optimize`, before the user's."""
         first = [] if self._folder is None else [self._folder.has_ended]
-        return [*first, lambda *_: self.places.give_back()]
+        return [*first, lambda *_: self.places.give_back()] if self.places.are_counted else first
 
     @contextmanager
     def asking(self) -> Iterator[None]:
         """`Study.optimize` asks for a trial once there is a place for it."""
         study = self._study
-        ask, stop = study.ask, study.stop
-        study.ask = partial(self._ask, ask)  # type: ignore[method-assign]
-        study.stop = self.places.ending(stop)  # type: ignore[method-assign]
+        study.ask, study.stop = self._ask, self.places.ending(study.stop)  # type: ignore
         try:
             yield
         finally:
             del study.ask, study.stop
 
-    def _ask(self, ask: Callable[..., optuna.Trial], *args: Any, **kwargs: Any) -> optuna.Trial:
-        def ask_for_new() -> optuna.Trial:
-            trial = ask(*args, **kwargs)
-            while not self.running.begins(trial.number):
-                trial = ask(*args, **kwargs)
-            return trial
-
+    def _ask(self, *args: Any, **kwargs: Any) -> optuna.Trial:
         self.places.take()
         try:
-            return ask_for_new() if self._folder is None else self._folder.ask(ask_for_new)
+            if self._folder is None:
+                return self._ask_for_new(*args, **kwargs)
+            trial: optuna.Trial = self._folder.ask(partial(self._ask_for_new, *args, **kwargs))
+            return trial
         except BaseException:
             self.places.give_back()
             raise
 
+    def _ask_for_new(self, *args: Any, **kwargs: Any) -> optuna.Trial:
+        trial = self._stock_ask(*args, **kwargs)
+        while not self.running.begins(trial.number):
+            trial = self._stock_ask(*args, **kwargs)
+        return trial
+
     # ---- one trial ----
 
     def run(self, trial: optuna.Trial) -> Any:
-        import optuna
-
         try:
             return self._run(trial)
         except BaseException as error:
+            import optuna
+
             if not isinstance(error, (*self._caught, optuna.TrialPruned)):
                 if isinstance(error, Exception):
                     self.error = self.error or error
@@ -285,12 +287,12 @@ class Search:
             self.places.trial_ends()
 
     def _run(self, trial: optuna.Trial) -> Any:
-        import optuna
-
-        logger.info("trial %d: starts", trial.number)
+        talks = logger.isEnabledFor(logging.INFO)
+        if talks:
+            logger.info("trial %d: starts", trial.number)
         reason, value = "", None
         before = None if self._folder is None else self._as_it_was(trial)
-        history = _predecessors(before)
+        history = () if before is None else _predecessors(before)
         try:
             with trial_context(self._pool, trial.number, history[0] if history else None) as context:
                 self.running.add(trial.number, context)
@@ -298,13 +300,11 @@ class Search:
                     context.stop.check()
                     if before is not None:
                         self._go_on(trial, context, before)
-                    maximizes = trial.study.directions[0] is optuna.study.StudyDirection.MAXIMIZE
                     known = () if before is None else before.intermediate_values
-                    trial.report = _noted(  # type: ignore[method-assign]
-                        trial.report, context, self._warn_at_first_report, known, maximizes=maximizes
-                    )
+                    trial.report = self._noted(trial.report, context, known)  # type: ignore[method-assign]
                     value = self._objective(trial)
                 finally:
+                    vars(trial).pop("report", None)  # or the collector has to come for every trial
                     self.running.remove(trial.number)
                     _keep_figures(trial, context)
         except TrialStopped as stop:
@@ -333,9 +333,33 @@ class Search:
         if reason:
             logger.warning("trial %d: pruned, %s", trial.number, reason)
             trial.set_user_attr(PRUNED, reason)
+            import optuna
+
             raise optuna.TrialPruned(reason)
-        logger.info("trial %d: finished with %s", trial.number, value)
+        if talks:
+            logger.info("trial %d: finished with %s", trial.number, value)
         return value
+
+    def _noted(self, report: Callable[..., None], context: Context, known: Container[int]) -> Callable[..., None]:
+        """`trial.report`, of which the pool's policy learns too, and where an objective that trains nothing may stop.
+        What a trial that goes on has reported before is `known`."""
+
+        def report_and_note(value: float, step: int) -> None:
+            context.stop.check_between_steps()
+            self._warn_at_first_report()
+            if step not in known:
+                report(value, step)
+            if context.resumption is not None:
+                context.resumption.note()
+            context.note_objective(float(value), maximizes=self._maximizes)
+
+        return report_and_note
+
+    @cached_property
+    def _maximizes(self) -> bool:
+        import optuna
+
+        return self._study.directions[0] is optuna.study.StudyDirection.MAXIMIZE
 
     # ---- its checkpoints ----
 
@@ -388,10 +412,11 @@ class Search:
         context.stop.between_steps(write_and_enqueue)
 
 
-def _predecessors(trial: optuna.trial.FrozenTrial | None) -> Sequence[int]:
+def _predecessors(trial: optuna.trial.FrozenTrial) -> Sequence[int]:
     from hydra_tune.integrations.recovery import predecessors
 
-    return () if trial is None else predecessors(trial)
+    history: Sequence[int] = predecessors(trial)
+    return history
 
 
 def _note_constraint(trial: optuna.Trial, context: Context, lack: float) -> None:
@@ -404,30 +429,6 @@ def _keep_figures(trial: optuna.Trial, context: Context) -> None:
     """Of the last model that the objective prepared."""
     if context.trials:
         trial.set_user_attr(FIGURES, context.trials[-1].pool.figures(context.trials[-1]))
-
-
-def _noted(
-    report: Callable[..., None],
-    context: Context,
-    before: Callable[[], None],
-    known: Container[int],
-    *,
-    maximizes: bool,
-) -> Callable[..., None]:
-    """`trial.report`, of which the pool's policy learns too, and where an objective that trains nothing may stop. What
-    a trial that goes on has reported before is `known`."""
-
-    @wraps(report)
-    def report_and_note(value: float, step: int) -> None:
-        context.stop.check_between_steps()
-        before()
-        if step not in known:
-            report(value, step)
-        if context.resumption is not None:
-            context.resumption.note()
-        context.note_objective(float(value), maximizes=maximizes)
-
-    return report_and_note
 
 
 def _forget_executor_threads() -> None:

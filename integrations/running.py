@@ -22,7 +22,7 @@ class Running:
     def __init__(self) -> None:
         self.interrupted = ""  # why, if it was
         self._contexts: dict[int, Context] = {}  # by the trial's number
-        self._begun: set[int] = set()
+        self._begun: dict[int, object] = {}
         self._lock = threading.Lock()
 
     def wait_for(self, optimize: Callable[[], None], stop_asking: Callable[[], None]) -> None:
@@ -62,11 +62,8 @@ class Running:
 
     def begins(self, number: int) -> bool:
         """Whether it has not begun before: on SQLite two threads may get the same waiting trial."""
-        with self._lock:
-            if number in self._begun:
-                return False
-            self._begun.add(number)
-            return True
+        mine = object()
+        return self._begun.setdefault(number, mine) is mine
 
     def add(self, number: int, context: Context) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -218,13 +218,14 @@ class Search:
         self._folder: StudyFolder | None = None
         self._every = Interval.of(None)
         self.error: Exception | None = None  # the first that `Study.optimize` is to raise, and may lose
-        self._warn_at_first_report = cache(self._warn_of_pruner)
+        self._first_report = threading.Lock()  # taken for good by the first trial that reports
 
-    def _warn_of_pruner(self) -> None:
+    def _warn_at_first_report(self) -> None:
         """A study has a pruner, whether its objective reports or not."""
-        from hydra_tune.integrations.rehearsal import warn_of_pruner
+        if self._first_report.acquire(blocking=False):
+            from hydra_tune.integrations.rehearsal import warn_of_pruner
 
-        warn_of_pruner(self._study, self.places.number)
+            warn_of_pruner(self._study, self.places.number)
 
     def keep_checkpoints(self, checkpoint_dir: Path, every: Interval) -> None:
         from hydra_tune.integrations.recovery import StudyFolder

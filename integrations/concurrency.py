@@ -14,7 +14,7 @@ from hydra_tune.pool import ShardPool
 
 logger = logging.getLogger("hydra_tune")
 LEAST_A_DEVICE = 2  # one computes while another steps its optimizer on the host
-MOST_A_DEVICE = 16  # more gain nothing on the device, and a sampler knows less when it is asked
+MOST_A_DEVICE = 8  # more gain nothing on the device, and a sampler knows less when it is asked
 LOOK_AROUND_S = 0.5
 TOLD_S = 30.0  # a storage that failed to be told of a trial's end keeps nobody waiting for longer
 

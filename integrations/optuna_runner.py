@@ -39,7 +39,7 @@ class HydraTrialRunner:
     Args:
         pool: where trials run; the default pool if None.
         concurrency: trials that live at a time. If None, as many as the pool's host memory holds, by the first one's
-            bytes: at least two a device, at most sixteen.
+            bytes: at least two a device, at most eight.
         checkpoint_dir: where trials leave checkpoints, and from where those of a process that died or was interrupted
             go on when the search begins anew. One folder for all processes of a study; it needs locks on files.
         checkpoint_every: mini-batches, or a `datetime.timedelta`; five minutes if None. A trial whose objective calls

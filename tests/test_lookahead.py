@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune.copier import Copier
 from hydra_tune.device import CpuDevice
 from hydra_tune.events import Promote
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
@@ -278,3 +279,29 @@ def test_epochs_without_a_loader_are_refused():
 def test_an_unknown_policy_is_refused():
     with pytest.raises(hydra_tune.ConfigError, match="policy is a Policy or one of sharded-lrtf, fifo"):
         hydra_tune.ShardPool(["cpu"], "1MiB", policy="random")
+
+
+def test_a_copy_that_was_interrupted_before_it_was_submitted_is_submitted_again(monkeypatch):
+    """Ctrl-C between the two lines of its beginning: the trial waited for ever for a copy that nobody made."""
+    submit, places = Copier.submit, []
+
+    def interrupted(copier, job):
+        places.append(None)
+        if len(places) == 3:
+            raise KeyboardInterrupt
+        submit(copier, job)
+
+    def train():
+        with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+            model = Net()
+            step(model, pool).sum().backward()
+            monkeypatch.setattr(Copier, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.randn(4, WIDTH)).sum().backward()
+            model(torch.randn(4, WIDTH)).sum().backward()
+            hydra_tune.release(model)
+
+    thread = threading.Thread(target=train, daemon=True)  # which may be left waiting
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and len(places) > 3

@@ -86,7 +86,8 @@ class Training:
         optimizer = self.optimizer(model.parameters())
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 9], gamma=0.5)
         loaders = [LOADERS[self.loader]()] if self.loader else []
-        model, optimizer, *loaders = hydra_tune.prepare(model, optimizer, *loaders, extra_state=schedule)
+        model, optimizer, *loaders = self.prepared(model, optimizer, *loaders, extra_state=schedule)
+        torch.rand(())  # what is drawn before the loop is not drawn again
         self.starts.append(hydra_tune.resume_step())
         for step, (x, y) in self.batches(*loaders):
             if step == self.interrupt_at:
@@ -106,6 +107,9 @@ class Training:
         self.left += [v for state in optimizer.state_dict()["state"].values() for v in state.values()]
         self.left = [v.clone() if torch.is_tensor(v) else v for v in self.left] + [schedule.get_last_lr()]
         return loss.item()
+
+    def prepared(self, *arguments, **options):
+        return hydra_tune.prepare(*arguments, **options)
 
     def model(self):
         return Net(NoisyLayer)
@@ -333,6 +337,44 @@ def test_of_an_objective_that_does_not_ask_where_to_go_on_there_is_none(tmp_path
         search(Unaware(), tmp_path)
     (message,) = warned(caplog)
     assert "never calls hydra_tune.resume_step()" in message and "trial 0" in message
+
+
+class FromAnotherThread(Training):
+    """As a wrapper does that fetches batches in the background."""
+
+    def batches(self, loader):
+        batches = iter(loader)
+        for step in range(hydra_tune.resume_step(), BATCHES):
+            got = []
+            thread = threading.Thread(target=lambda got=got: got.append(next(batches)))
+            thread.start()
+            thread.join()
+            yield step, got[0]
+
+
+def test_nor_of_one_whose_batches_are_drawn_in_another_thread(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "hydra_tune"):
+        search(FromAnotherThread("shuffled"), tmp_path)
+    (message,) = warned(caplog)
+    assert "drawn in another thread" in message
+
+
+class Validating(Training):
+    """With a second loader, of which each evaluation takes two batches and leaves the rest."""
+
+    def prepared(self, *arguments, **options):
+        *prepared, self.validation = hydra_tune.prepare(*arguments, LOADERS["shuffled"](), **options)
+        return prepared
+
+    def update(self, step, model, optimizer, schedule):
+        super().update(step, model, optimizer, schedule)
+        with torch.no_grad():
+            for (x, _), _ in zip(self.validation, range(2), strict=False):
+                self.losses[step] += model(x).mean().item()
+
+
+def test_an_iteration_that_was_left_is_not_gone_on_with(tmp_path):
+    compare(tmp_path, kind=Validating, loader="shuffled", at=(7,))
 
 
 class Ahead(Training):

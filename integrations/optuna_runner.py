@@ -112,7 +112,7 @@ class HydraTrialRunner:
                     search.run,
                     n_trials=n_trials,
                     timeout=timeout,
-                    n_jobs=search.places.most if n_trials is None else min(search.places.most, max(1, n_trials)),
+                    n_jobs=search.places.most if n_trials is None else min(search.places.most, max(2, n_trials)),
                     catch=caught,
                     callbacks=search.callbacks(callbacks or ()) or None,  # for each the trial is copied
                     gc_after_trial=gc_after_trial,

@@ -94,10 +94,13 @@ class HydraTrialRunner:
 
         Raises:
             PoolClosedError: the pool is closed, or was while trials ran.
+            RuntimeError: an objective of this study calls it.
         """
         from hydra_tune.integrations.rehearsal import warn_of_sampler
 
         self.pool.check_usable()
+        if study._thread_local.in_optimize_loop:  # which Optuna would not find out: the search has a thread of its own
+            raise RuntimeError("an objective cannot optimize its own study.")
         _show_progress()
         caught = (catch,) if isinstance(catch, type) else tuple(catch)
         places = Places(self.pool, self.concurrency, timeout, lambda: study._stop_flag)  # no public way to ask

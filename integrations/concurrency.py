@@ -26,8 +26,11 @@ class SearchEnded(Exception):
 class Places:
     """For the trials of one search that live; who asks for one waits until there is a place."""
 
-    def __init__(self, pool: ShardPool, concurrency: int | None, timeout_s: float | None) -> None:
+    def __init__(
+        self, pool: ShardPool, concurrency: int | None, timeout_s: float | None, stopped: Callable[[], bool]
+    ) -> None:
         self._pool = pool
+        self._stopped = stopped
         self._given = concurrency
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._taken: dict[int, float | None] = {}  # by thread: when its trial ended, which is still to be told
@@ -74,8 +77,8 @@ class Places:
             self._taken.pop(threading.get_ident(), None)
             while not self._ended and self._living >= self.number:
                 self._change.wait(LOOK_AROUND_S)
-                if self._until_s is not None and time.monotonic() >= self._until_s:
-                    self._ended = True
+                over = self._until_s is not None and time.monotonic() >= self._until_s
+                self._ended = self._ended or over or self._stopped()
             if self._ended:
                 raise SearchEnded
             self._taken[threading.get_ident()] = None
@@ -102,12 +105,3 @@ class Places:
         with self._change:
             self._ended = True
             self._change.notify_all()
-
-    def ending(self, stop: Callable[[], None]) -> Callable[[], None]:
-        """`Study.stop`, of which those learn who wait here."""
-
-        def stop_and_end() -> None:
-            stop()
-            self.end()
-
-        return stop_and_end

@@ -7,10 +7,10 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import optuna
 
     from hydra_tune.integrations.recovery import StudyFolder
+
+    StudyCallback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
 
 logger = logging.getLogger("hydra_tune")
 FIGURES, PRUNED, LACK = "hydra_tune", "hydra_tune: pruned because", "hydra_tune: lacks"  # keys of `user_attrs`
@@ -92,26 +94,30 @@ class HydraTrialRunner:
 
         Raises:
             PoolClosedError: the pool is closed, or was while trials ran.
+            RuntimeError: an objective of this study calls it.
         """
         from hydra_tune.integrations.rehearsal import warn_of_sampler
 
         self.pool.check_usable()
+        if study._thread_local.in_optimize_loop:  # which Optuna would not find out: the search has a thread of its own
+            raise RuntimeError("an objective cannot optimize its own study.")
         _show_progress()
         caught = (catch,) if isinstance(catch, type) else tuple(catch)
-        search = Search(self.pool, objective, study, Places(self.pool, self.concurrency, timeout), caught)
+        places = Places(self.pool, self.concurrency, timeout, lambda: study._stop_flag)  # no public way to ask
+        search = Search(self.pool, objective, study, places, caught)
         warn_of_sampler(study, search.places.number, n_trials)
         if self.checkpoint_dir is not None:
             search.keep_checkpoints(self.checkpoint_dir, self._every)
 
         def optimize() -> None:
             with suppress(SearchEnded):
-                study.optimize(
+                search.asking().optimize(
                     search.run,
                     n_trials=n_trials,
                     timeout=timeout,
-                    n_jobs=search.places.most if n_trials is None else min(search.places.most, max(1, n_trials)),
+                    n_jobs=search.places.most if n_trials is None else min(search.places.most, max(2, n_trials)),
                     catch=caught,
-                    callbacks=[*search.callbacks, *(callbacks or ())] or None,  # for each the trial is copied
+                    callbacks=search.callbacks(callbacks or ()) or None,  # for each the trial is copied
                     gc_after_trial=gc_after_trial,
                     show_progress_bar=show_progress_bar,
                 )
@@ -120,12 +126,11 @@ class HydraTrialRunner:
 
         self._searches.append(search)
         try:
-            with search.asking():
-                here = threading.current_thread() is threading.main_thread()
-                if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
-                    optimize()
-                else:
-                    search.running.wait_for(optimize, search.places.end)
+            here = threading.current_thread() is threading.main_thread()
+            if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
+                optimize()
+            else:
+                search.running.wait_for(optimize, search.places.end)
         finally:
             self._searches.remove(search)
             search.close()
@@ -238,21 +243,20 @@ class Search:
         if self._folder is not None:
             self._folder.close()
 
-    @property
-    def callbacks(self) -> list[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]]:
-        """Of `Study.optimize`, before the user's."""
-        first = [] if self._folder is None else [self._folder.has_ended]
-        return [*first, lambda *_: self.places.give_back()] if self.places.are_counted else first
+    def callbacks(self, users: Iterable[StudyCallback]) -> list[StudyCallback]:
+        """Of `Study.optimize`: the users' come last, and get the study that they know."""
+        study, own = self._study, [] if self._folder is None else [self._folder.has_ended]
+        if self.places.are_counted:
+            own.append(lambda *_: self.places.give_back())
+        return [*own, *(lambda _, trial, user=user: user(study, trial) for user in users)]
 
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        """`Study.optimize` asks for a trial once there is a place for it."""
-        study = self._study
-        study.ask, study.stop = self._ask, self.places.ending(study.stop)  # type: ignore
-        try:
-            yield
-        finally:
-            del study.ask, study.stop
+    def asking(self) -> optuna.Study:
+        """The study, by another name under which its `ask` waits for a place."""
+        kind: Any = type(self._study)
+        asking: Any = object.__new__(_asking_kind(kind))
+        asking.__dict__ = self._study.__dict__
+        asking.search_ask = self._ask
+        return asking  # type: ignore[no-any-return]
 
     def _ask(self, *args: Any, **kwargs: Any) -> optuna.Trial:
         self.places.take()
@@ -411,6 +415,14 @@ class Search:
                 logger.warning("trial %d: no clone could be made of it (%s)", number, error)
 
         context.stop.between_steps(write_and_enqueue)
+
+
+@cache
+def _asking_kind(kind: Any) -> Any:
+    """What a search puts in place of its study, with the study's own attributes: several threads may search one study
+    at once, so that none may change it."""
+    methods = {"__slots__": ("search_ask",), "ask": lambda study, *args, **kwargs: study.search_ask(*args, **kwargs)}
+    return type("Study", (kind,), methods)
 
 
 def _predecessors(trial: optuna.trial.FrozenTrial) -> Sequence[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 
 import optuna
 from optuna.pruners import HyperbandPruner, PercentilePruner, SuccessiveHalvingPruner
@@ -12,6 +13,7 @@ from optuna.trial import TrialState
 
 logger = logging.getLogger("hydra_tune")
 STEPS = 100  # that each trial reports
+_one_is_quiet = threading.Lock()  # Optuna's verbosity is the process's
 _COMPARE = (PercentilePruner, SuccessiveHalvingPruner, HyperbandPruner)
 
 
@@ -32,26 +34,27 @@ def warn_of_pruner(study: optuna.Study, concurrency: int) -> None:
 def _prunes(study: optuna.Study, concurrency: int) -> bool:
     """Whether any of so many trials is stopped that report one value each, all apart, step by step; beside those that
     have finished in this study."""
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        rehearsal = optuna.create_study(
-            direction=study.direction, pruner=copy.deepcopy(study.pruner), sampler=optuna.samplers.RandomSampler(0)
-        )
-        finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        rehearsal.add_trials(finished)
-        best = [t.value for t in finished if t.value is not None and t.state is TrialState.COMPLETE]
-        worse = -1.0 if study.direction is StudyDirection.MAXIMIZE else 1.0
-        start = 0.0 if not best else (max(best) if worse > 0 else min(best))
-        trials = [rehearsal.ask() for _ in range(concurrency)]
-        for step in range(1, STEPS + 1):
-            for i, trial in enumerate(trials):
-                trial.report(start + worse * (1 + i), step)
-                if trial.should_prune():
-                    return True
-        return False
-    finally:
-        optuna.logging.set_verbosity(verbosity)
+    with _one_is_quiet:
+        verbosity = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        try:
+            rehearsal = optuna.create_study(
+                direction=study.direction, pruner=copy.deepcopy(study.pruner), sampler=optuna.samplers.RandomSampler(0)
+            )
+        finally:
+            optuna.logging.set_verbosity(verbosity)
+    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+    rehearsal.add_trials(finished)
+    best = [t.value for t in finished if t.value is not None and t.state is TrialState.COMPLETE]
+    worse = -1.0 if study.direction is StudyDirection.MAXIMIZE else 1.0
+    start = 0.0 if not best else (max(best) if worse > 0 else min(best))
+    trials = [rehearsal.ask() for _ in range(concurrency)]
+    for step in range(1, STEPS + 1):
+        for i, trial in enumerate(trials):
+            trial.report(start + worse * (1 + i), step)
+            if trial.should_prune():
+                return True
+    return False
 
 
 def warn_of_sampler(study: optuna.Study, concurrency: int, n_trials: int | None) -> None:

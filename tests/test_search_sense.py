@@ -218,3 +218,21 @@ def test_a_runner_warns_once_when_its_objective_reports(caplog):
         runner.optimize(study_with(), objective, n_trials=2)
     (record,) = caplog.records
     assert "MedianPruner would stop none of 2" in record.getMessage()
+
+
+def test_of_trials_that_report_first_at_once_one_warns_and_optunas_verbosity_stays(caplog):
+    """Each rehearsed, with Optuna silenced, and put back what it had found: silence, where another one was at it."""
+    level = threading.Barrier(8)
+
+    def objective(trial):
+        level.wait()
+        trial.report(1.0, 1)
+        return 0.0
+
+    before = optuna.logging.get_verbosity()
+    with caplog.at_level(logging.WARNING, "hydra_tune"):
+        hydra_tune.HydraTrialRunner(hydra_tune.ShardPool(["cpu"], "1MiB"), 8).optimize(
+            study_with(), objective, n_trials=8
+        )
+    assert len(caplog.records) == 1
+    assert optuna.logging.get_verbosity() == before

@@ -421,7 +421,11 @@ class Search:
 def _asking_kind(kind: Any) -> Any:
     """What a search puts in place of its study, with the study's own attributes: several threads may search one study
     at once, so that none may change it."""
-    methods = {"__slots__": ("search_ask",), "ask": lambda study, *args, **kwargs: study.search_ask(*args, **kwargs)}
+    methods = {
+        "__slots__": ("search_ask",),
+        "__reduce__": lambda study: (object.__new__, (kind,), study.__getstate__()),  # a copy is plain
+        "ask": lambda study, *args, **kwargs: study.search_ask(*args, **kwargs),
+    }
     return type("Study", (kind,), methods)
 
 

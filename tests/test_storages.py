@@ -5,9 +5,11 @@ session that a worker thread leaves behind.
 """
 
 import concurrent.futures
+import copy
 import datetime
 import gc
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -421,3 +423,17 @@ def test_what_trials_leave_is_collected_after_each_if_asked_for(collects):
 def test_a_progress_bar_counts_all_trials(capsys):
     search(study_on(), square, n_trials=8, show_progress_bar=True)
     assert "8/8" in capsys.readouterr().err
+
+
+def test_a_copy_of_the_study_that_an_objective_has_is_plain():
+    copies = []
+
+    def objective(trial):
+        copies.extend([copy.deepcopy(trial.study), pickle.loads(pickle.dumps(trial.study))])
+        return 0.0
+
+    study = optuna.create_study(study_name="mine")
+    hydra_tune.optimize(study, objective, 1, pool=hydra_tune.ShardPool(["cpu"], "1MiB"))
+    for each in copies:
+        assert type(each) is optuna.Study and each.study_name == "mine"
+        each.tell(each.ask(), 1.0)

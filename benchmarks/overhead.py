@@ -28,7 +28,7 @@ import hydra_tune
 from benchmarks.measure import interleaved, save
 from hydra_tune import call
 from hydra_tune.block import Block
-from hydra_tune.context import trial_context
+from hydra_tune.context import TrialContext
 from hydra_tune.residency import Residency
 from hydra_tune.visit import Visit
 
@@ -191,7 +191,7 @@ def main() -> None:
     for where in ("script", "runner"):
         with hydra_tune.ShardPool(["cpu"], budget) as pool, ExitStack() as stack:
             if where == "runner":
-                stack.enter_context(trial_context(pool, 0))
+                stack.enter_context(TrialContext(pool, 0))
             around = _disable_current_modes if where == "runner" else nullcontext
             seconds, spilled = measured(pool, around, options.rounds)
             figures[where] = {

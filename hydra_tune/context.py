@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -71,29 +69,41 @@ def current_context() -> Context:
     return context
 
 
-@contextmanager
-def trial_context(pool: ShardPool, number: int, seed_number: int | None = None) -> Iterator[Context]:
+class TrialContext:
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
     thread's settings, and the trial's end."""
-    own = pool.random_state(number if seed_number is None else seed_number)
-    mode = TrialMode(own)
-    context = Context(pool, f"trial {number}", mode)
-    outer, _local.context = getattr(_local, "context", None), context
-    torch.set_num_threads(pool.num_threads)
-    before = random_state.begin()  # `active` in parts: what a trial costs counts here
-    try:
-        own.make_current()
-        with torch.autograd.set_multithreading_enabled(False), mode:
-            yield context
-    except BaseException as error:
-        clear_frames(error)
-        raise
-    finally:
-        random_state.end(before)
-        _local.context = outer
-        if context.trials:
-            forget_interrupted_backward()
-        for trial in context.trials:
-            trial.end()
-        context.trials.clear()
-        context.resumption = None
+
+    __slots__ = ("_before", "_context", "_mode", "_outer", "_own", "_single")
+
+    def __init__(self, pool: ShardPool, number: int, seed_number: int | None = None) -> None:
+        self._own = pool.random_state(number if seed_number is None else seed_number)
+        self._mode = TrialMode(self._own)
+        self._context = Context(pool, f"trial {number}", self._mode)
+
+    def __enter__(self) -> Context:
+        pool = self._context.pool
+        assert pool is not None
+        self._outer, _local.context = getattr(_local, "context", None), self._context
+        torch.set_num_threads(pool.num_threads)
+        self._before = random_state.begin()
+        self._own.make_current()
+        self._single = torch.autograd.set_multithreading_enabled(False)
+        self._mode.__enter__()
+        return self._context
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        context = self._context
+        try:
+            self._mode.__exit__(kind, error, trace)
+            self._single.__exit__(kind, error, trace)
+            if error is not None:
+                clear_frames(error)
+        finally:
+            random_state.end(self._before)
+            _local.context = self._outer
+            if context.trials:
+                forget_interrupted_backward()
+            for trial in context.trials:
+                trial.end()
+            context.trials.clear()
+            context.resumption = None

@@ -15,7 +15,7 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra_tune.context import Context, trial_context
+from hydra_tune.context import Context, TrialContext
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.integrations.concurrency import Places, SearchEnded
 from hydra_tune.integrations.running import Running
@@ -255,7 +255,7 @@ class Search:
         kind: Any = type(self._study)
         asking: Any = object.__new__(_asking_kind(kind))
         asking.__dict__ = self._study.__dict__
-        asking.search_ask = self._ask
+        asking.ask = self._ask
         return asking  # type: ignore[no-any-return]
 
     def _ask(self, *args: Any, **kwargs: Any) -> optuna.Trial:
@@ -299,7 +299,7 @@ class Search:
         before = None if self._folder is None else self._as_it_was(trial)
         history = () if before is None else _predecessors(before)
         try:
-            with trial_context(self._pool, trial.number, history[0] if history else None) as context:
+            with TrialContext(self._pool, trial.number, history[0] if history else None) as context:
                 self.running.add(trial.number, context)
                 try:
                     context.stop.check()
@@ -422,9 +422,8 @@ def _asking_kind(kind: Any) -> Any:
     """What a search puts in place of its study, with the study's own attributes: several threads may search one study
     at once, so that none may change it."""
     methods = {
-        "__slots__": ("search_ask",),
+        "__slots__": ("ask",),
         "__reduce__": lambda study: (object.__new__, (kind,), study.__getstate__()),  # a copy is plain
-        "ask": lambda study, *args, **kwargs: study.search_ask(*args, **kwargs),
     }
     return type("Study", (kind,), methods)
 

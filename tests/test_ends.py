@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hydra_tune
-from hydra_tune.context import current_context, trial_context
+from hydra_tune.context import TrialContext, current_context
 from models import gpt
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -307,7 +307,7 @@ def test_a_loop_that_catches_its_exception_goes_on_as_in_plain_pytorch(way, wher
             losses, weights = go_on(way, WIDTHS[where], pool)
             gc.collect()
         else:
-            with trial_context(pool, 0):
+            with TrialContext(pool, 0):
                 losses, weights = go_on(way, WIDTHS[where], pool)
         assert bytes_of(pool) == [(0, 0)]
     assert len(losses) == 4

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-from hydra_tune.context import trial_context
+from hydra_tune.context import TrialContext
 from hydra_tune.random_state import RandomState
 
 WIDTH, STEPS = 48, 12
@@ -98,7 +98,7 @@ def test_a_script_alone_draws_what_plain_pytorch_draws():
 
 def test_a_runners_trial_beside_a_thread_that_draws():
     def run():
-        with hydra_tune.ShardPool(["cpu"], BUDGET, seed=5) as pool, trial_context(pool, 0):
+        with hydra_tune.ShardPool(["cpu"], BUDGET, seed=5) as pool, TrialContext(pool, 0):
             return train(pool)
 
     quiet = run()
@@ -134,7 +134,7 @@ def test_a_trials_state_gives_what_the_default_generator_gives(name):
     torch.manual_seed(7)
     expected = [DRAWS[name]() for _ in range(3)]
     before = torch.get_rng_state()
-    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, trial_context(pool, 0):
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, TrialContext(pool, 0):
         torch.manual_seed(7)
         found = [DRAWS[name]() for _ in range(3)]
     assert all(map(torch.equal, found, expected))
@@ -150,7 +150,7 @@ def test_most_operators_take_the_trials_generator_and_the_others_swap(monkeypatc
 
     monkeypatch.setattr(RandomState, "swapped", noted)
     for name, draw in DRAWS.items():
-        with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, trial_context(pool, 0):
+        with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, TrialContext(pool, 0):
             draw()
         assert not swapped or name == "rand_like"
         swapped.clear()

@@ -8,7 +8,7 @@ from torch import nn
 
 import hydra_tune
 import scripts
-from hydra_tune.context import trial_context
+from hydra_tune.context import TrialContext
 from scripts import WIDTH, Net, Script
 
 KIB = 1 << 10
@@ -90,7 +90,7 @@ def test_a_visit_that_runs_out_of_memory_is_repeated_and_changes_no_number(scrip
     away = request.getfixturevalue("restless") if where == "abroad" else None
     plain, lacking = script().run(), script()
     with hydra_tune.ShardPool(["cpu"] * (2 if where == "abroad" else 1), BUDGET) as pool:
-        with trial_context(pool, 0) if where == "objective" else nullcontext():
+        with TrialContext(pool, 0) if where == "objective" else nullcontext():
             prepared = lacking.run(pool)
         assert lacking.raised
         assert away is None or away

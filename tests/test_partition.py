@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hydra_tune
-from hydra_tune.context import trial_context
+from hydra_tune.context import TrialContext
 from hydra_tune.errors import BudgetError
 from hydra_tune.events import (
     Done,
@@ -435,7 +435,7 @@ def test_a_plan_keeps_no_class_and_tells_those_of_one_name_apart():
 
 
 def test_a_plan_stays_while_its_trial_lives_whatever_becomes_of_the_classes():
-    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, trial_context(pool, 0):
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, TrialContext(pool, 0):
         model = nn.Linear(4, 4)
         model.setting = type("Setting", (), {})()
         hydra_tune.prepare(model)

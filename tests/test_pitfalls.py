@@ -14,7 +14,7 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune import call, context, mode, node, pilot, planner, probe, spill, surroundings, trial
-from hydra_tune.context import trial_context
+from hydra_tune.context import TrialContext
 from hydra_tune.shard import Direction, Edges
 from hydra_tune.visit import Visit
 
@@ -471,7 +471,7 @@ def test_27_a_task_that_fails_gives_up_its_lease_and_its_bytes(where, monkeypatc
         if where == "script":
             model = fail(pool)
             return pool._machine.devices[0].running is not None, model is None
-        with trial_context(pool, 0):
+        with TrialContext(pool, 0):
             fail(pool)
         return pool._machine.devices[0].running is not None, pool.devices[0].used_bytes
 

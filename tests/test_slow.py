@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD
 
 import hydra_tune
-from hydra_tune.context import trial_context
+from hydra_tune.context import TrialContext
 from scripts import BUDGETS, WIDTH, Net
 
 WAIT_S = 30.0
@@ -38,7 +38,7 @@ def test_a_trial_that_sleeps_within_its_step_has_no_lease_and_the_report_says_wh
 
     def slow():
         try:
-            with trial_context(pool, 0):
+            with TrialContext(pool, 0):
                 train(Net(), pool, 3, sleep)
         except Stopped:
             pass
@@ -50,7 +50,7 @@ def test_a_trial_that_sleeps_within_its_step_has_no_lease_and_the_report_says_wh
         (sleeper,), (device,) = pool.report()["trials"], pool.devices
         assert sleeper["reserved_bytes"] == device.used_bytes > 0
         assert pool._machine.devices[0].running is None
-        with trial_context(pool, 1):
+        with TrialContext(pool, 1):
             train(Net(), pool, 3, lambda _: None)
         sleeper, other = pool.report()["trials"]
         assert (sleeper["steps"], other["steps"]) == (2, 3)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import hydra_tune
 from hydra_tune import pilot
-from hydra_tune.context import trial_context
+from hydra_tune.context import TrialContext
 
 MOST_TURNS = 1_000_000
 
@@ -115,7 +115,7 @@ def run_in_turns(monkeypatch, pool, objectives):
     def run(number):
         pool.turns.join(len(objectives))
         try:
-            with trial_context(pool, number):
+            with TrialContext(pool, number):
                 objectives[number](number)
         except BaseException as error:
             errors.append(error)

@@ -2,16 +2,20 @@
 
 import inspect
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import optuna
 import pytest
 from optuna.trial import TrialState
+
+from hydra_tune.integrations.recovery import Lock, StudyFolder
 
 WAIT_S = 120.0
 TRIALS, STEPS, EVERY = 6, 24, 3
@@ -20,6 +24,8 @@ import json, os, sys, threading, time
 import optuna, torch
 import hydra_tune
 from optuna.trial import TrialState
+
+from hydra_tune.integrations.recovery import Lock, StudyFolder
 from scripts import BUDGETS, WIDTH, Net
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -149,3 +155,101 @@ def test_a_search_that_is_killed_goes_on_where_it_was(tmp_path, kind, kills):
 @pytest.mark.parametrize("kind", [pytest.param("journal", marks=JOURNAL), "sqlite"])
 def test_a_search_that_is_killed_a_hundred_times_goes_on_where_it_was(tmp_path, kind):
     kill_often(kind, tmp_path, 1, 100)
+
+
+# ---- its parts ---------------------------------------------------------------------------------------
+
+
+def test_a_waiting_trial_that_two_processes_get_is_one_of_theirs(tmp_path):
+    """As SQLite gives it: the second one asks again."""
+    study = optuna.create_study()
+    first, second = StudyFolder(tmp_path, study), StudyFolder(tmp_path, study)
+    trial = first.ask(study.ask)
+    given = iter([trial, study.ask()])
+    assert second.ask(lambda: next(given)).number == 1
+    assert trial.number == 0
+    first.close(), second.close()
+
+
+def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path):
+    study = optuna.create_study()
+    other, here = StudyFolder(tmp_path, study), StudyFolder(tmp_path, study)
+    other.ask(study.ask)
+    here.recover(study)
+    assert study.trials[0].state is TrialState.RUNNING
+    other.close()  # as the system does when it ends
+    here.recover(study)
+    assert study.trials[0].state is TrialState.WAITING
+
+
+@pytest.mark.parametrize("died", [False, True], ids=["nobody has died", "one died while it asked"])
+def test_a_trial_without_a_folder_is_taken_only_if_somebody_died_while_asking(tmp_path, died):
+    """Another process may run it that keeps no checkpoints."""
+    study = optuna.create_study()
+    folder = StudyFolder(tmp_path, study)
+    if died:
+        (folder.path / "asks" / "it").touch()
+    study.ask()
+    study.ask().suggest_float("x", 0.0, 1.0)
+    folder.recover(study)
+    states = [TrialState.WAITING if died else TrialState.RUNNING, TrialState.RUNNING]
+    assert [t.state for t in study.trials] == states, "one that has got so far was another's"
+
+
+def test_a_loaders_workers_do_not_keep_the_locks_of_who_was_killed(tmp_path):
+    lock = Lock(tmp_path / "claim")
+    assert lock.try_take()
+    (read, write), (from_child, to_parent) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(to_parent, b"x")
+        os.read(read, 1)
+        os._exit(0)
+    os.read(from_child, 1)
+    lock.close()  # the parent dies, the child lives on
+    another = Lock(tmp_path / "claim")
+    taken = another.try_take()
+    another.close()
+    os.write(write, b"x")
+    os.waitpid(child, 0)
+    for end in (read, write, from_child, to_parent):
+        os.close(end)
+    assert taken
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:Heartbeat of storage is supposed")
+def test_a_trial_that_goes_on_does_not_begin_stale(tmp_path):
+    """Its last heartbeat was its process's; Optuna would fail it before its first own one."""
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db", heartbeat_interval=1, grace_period=2)
+    study = optuna.create_study(storage=storage)
+    folder = StudyFolder(tmp_path, study)
+    trial = folder.ask(study.ask)
+    storage.record_heartbeat(trial._trial_id)
+    folder.close()
+    time.sleep(3)
+    folder.recover(study)
+    assert study.ask().number == 0
+    optuna.storages.fail_stale_trials(study)
+    assert study.trials[0].state is TrialState.RUNNING
+    storage.remove_session()
+    storage.engine.dispose()
+
+
+def test_where_a_storage_takes_no_trial_back_it_goes_on_as_a_retry(tmp_path, monkeypatch):
+    study = optuna.create_study()
+    folder = StudyFolder(tmp_path, study)
+    folder.ask(study.ask).suggest_float("x", 0.0, 1.0)
+    folder.close()
+    take = study._storage.set_trial_state_values
+
+    def refuse(trial_id, state, values=None):
+        if state is TrialState.WAITING:
+            raise NotImplementedError("no way back")
+        return take(trial_id, state, values)
+
+    monkeypatch.setattr(study._storage, "set_trial_state_values", refuse)
+    folder.recover(study)
+    first, retry = study.trials
+    assert (first.state, retry.state) == (TrialState.FAIL, TrialState.WAITING)
+    assert retry.user_attrs["hydra_tune: continues trials"] == [0] and retry.params == first.params
+    assert folder.of(0).path.is_dir(), "from which it goes on"

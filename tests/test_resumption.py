@@ -151,7 +151,7 @@ def assert_same(got, plain):
     assert got.losses == plain.losses
 
 
-def compare(tmp_path, budget="spilled", every=1, at=(8,), kind=Training, **options):
+def compare(tmp_path, budget="spilled", every=1, at=(8,), kind=Training, written=None, **options):
     plain, got = kind(**options), None
     search(plain, None if every is None else tmp_path / "plain", budget, every)
     for number, step in enumerate(at):
@@ -159,8 +159,8 @@ def compare(tmp_path, budget="spilled", every=1, at=(8,), kind=Training, **optio
         study = search(got, tmp_path / str(number), budget, every)
         assert [t.state for t in study.trials] == [TrialState.FAIL, TrialState.COMPLETE]
         assert study.trials[1].user_attrs["hydra_tune: continues trials"] == [0]
-        written = step if options.get("loader") else step - 1  # when the batch is there, or the model is called
-        assert got.starts == [0, written // every * every]
+        ready = step if options.get("loader") else step - 1  # when the batch is there, or the model is called
+        assert got.starts == [0, (written or ready) // every * every]
         assert_same(got, plain)
 
 
@@ -375,6 +375,20 @@ class Validating(Training):
 
 def test_an_iteration_that_was_left_is_not_gone_on_with(tmp_path):
     compare(tmp_path, kind=Validating, loader="shuffled", at=(7,))
+
+
+class FromAnIterator(Training):
+    """One pass over what was begun before it was prepared."""
+
+    def prepared(self, *arguments, **options):
+        return hydra_tune.prepare(*arguments, iter(LOADERS["shuffled"]()), **options)
+
+    def batches(self, batches):
+        return enumerate(batches, hydra_tune.resume_step())
+
+
+def test_an_iterator_goes_on(tmp_path):
+    compare(tmp_path, kind=FromAnIterator, at=(3,), written=3)
 
 
 class Ahead(Training):

@@ -81,7 +81,7 @@ class Resumption:
         found = (folder.newest() for folder in (writes, *reads))
         self._from: tuple[Moment, Any] | None = next((each for each in found if each is not None), None)
         self._thread = threading.get_ident()
-        self._asked = self._stopped = False
+        self._asked = self._stopped = self._was_called = False
         self._model = -1  # the number of the one that is prepared now
         self._restored = False
         self._loaders: list[LoaderProgress] = []
@@ -90,6 +90,7 @@ class Resumption:
 
     def _start(self, step: int) -> None:
         self._trained = self._began_at = self._last_step = step
+        self._was_called = False
         self._last_s = time.monotonic()
         self._latest = self._random_state.states()
 
@@ -176,8 +177,9 @@ class Resumption:
 
     def before_forward(self) -> list[dict[str, Any]] | None:
         """Of training, between two steps: the states of all loaders, if a checkpoint is due now."""
-        ahead = self._step - self._began_at if self._is_fed else 0
-        if self._trained == self._began_at and ahead > 1:
+        ahead = self._step - self._began_at if self._is_fed and not self._was_called else 0
+        self._was_called = True
+        if ahead > 1:
             self._stop(f"{ahead} batches were drawn before the first was trained, so that nobody knows which were")
         return None if self._is_fed or not self._is_due() else [loader.now() for loader in self._loaders]
 

@@ -198,6 +198,17 @@ def test_a_search_that_grows_ends_when_it_is_stopped_or_its_time_is_over():
     assert "ask" not in vars(study) and "stop" not in vars(study), "the study is the user's again"
 
 
+def test_a_waiting_trial_that_two_threads_get_begins_once(monkeypatch):
+    """As SQLite gives it: the second one asks again."""
+    study, begun = optuna.create_study(), []
+    first = study.ask()
+    given = iter([first, first, study.ask()])
+    monkeypatch.setattr(study, "ask", lambda: next(given))
+    pool = hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"])
+    hydra_tune.optimize(study, lambda trial: begun.append(trial.number) or 0.0, 2, pool=pool, concurrency=1)
+    assert begun == [0, 1]
+
+
 def test_an_error_ends_a_search_that_grows():
     def objective(trial):
         if trial.number == 2:

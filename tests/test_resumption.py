@@ -377,6 +377,32 @@ def test_an_iteration_that_was_left_is_not_gone_on_with(tmp_path):
     compare(tmp_path, kind=Validating, loader="shuffled", at=(7,))
 
 
+class Pairs(Training):
+    """One backward for the losses of two batches: between these no checkpoint is the whole of it."""
+
+    def __call__(self, trial):
+        model = self.model()
+        model, optimizer, loader = hydra_tune.prepare(model, self.optimizer(model.parameters()), LOADERS["shuffled"]())
+        self.starts.append(hydra_tune.resume_step())
+        before = None
+        for step, (x, y) in self.batches(loader):
+            if step == self.interrupt_at:
+                self.interrupt_at = None
+                raise KeyboardInterrupt
+            loss = nn.functional.cross_entropy(model(x), y)
+            if step % 2:
+                (before + loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            before = loss
+        self.left = [*model.state_dict().values(), torch.get_rng_state()]
+        return loss.item()
+
+
+def test_none_is_written_between_a_forward_and_its_backward(tmp_path):
+    compare(tmp_path, kind=Pairs, at=(7,), written=6, budget="resident")
+
+
 class FromAnIterator(Training):
     """One pass over what was begun before it was prepared."""
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections import defaultdict
 from importlib.metadata import version
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -15,81 +13,93 @@ BESIDE = ("torch", "numpy", "SQLAlchemy", "cmaes", "fakeredis", "grpcio", "panda
 UNKNOWN = "no reason known"
 ONLY_HERE = "at the first report the runner tries the pruner out, on another study; the test lets no trial be asked for"
 WHY = {  # by the end of a test's name
-    "trials that run together do not know each other's results: a point is drawn twice, or some are drawn in excess": (
+    "trials that run together do not know each other's results: points are drawn twice, and more than there are": (
         "test_hyperband_pruner_and_brute_force_sampler",
         "test_hyperband_pruner_and_grid_sampler",
         "test_brute_force.py::test_study_optimize_with_single_search_space",
         "test_brute_force.py::test_study_optimize_with_single_search_space_user_added",
         "test_brute_force.py::test_study_optimize_with_pruned_trials",
         "test_brute_force.py::test_study_optimize_with_failed_trials",
+        "test_brute_force.py::test_study_optimize_with_nan",
         "test_brute_force.py::test_objective_with_nan",
+        "test_grid.py::test_enqueued_trial",
+        "test_grid.py::test_nan",
+        "test_grid.py::test_retried_trial",
+        "test_grid.py::test_study_optimize_with_exceeding_number_of_trials",
+        "test_grid.py::test_study_optimize_with_fail",
+        "test_grid.py::test_study_optimize_with_pruning",
     ),
-    "counts on all trials before to have finished": (
+    "expects all trials before to have finished": (
         "test_successive_halving_pruner_with_auto_min_resource",
         "test_init_cmaes_opts",
+        "test_internal_optimizer_with_margin",
         "test_warm_starting_cmaes_maximize",
         "test_restore_optimizer_from_substrings",
+        "test_sample_relative_n_startup_trials",
         "test_get_solution_trials",
-        "test_constraints_func_nan",
         "test_population_size",
         "test_child_generation_strategy_generation_key",
         "test_infer_relative_search_space",
         "test_warn_independent_sampling",
-        "test_after_trial",
-        "test_after_trial_pruning",
+        "test_study.py::test_after_trial",
+        "test_study.py::test_after_trial_pruning",
     ),
-    "counts on the order in which trials draw; with several jobs each draws a new seed, too": (
+    "expects an order in which trials draw, or a sampler's seed to count: with several jobs Optuna draws a new one": (
         "test_qmc_sampler_suggest_int_balanced",
         "test_sample_relative_seeding",
         "test_samplers.py::test_reproducible",
     ),
-    "allows for as many trials as one job, or as many as it asks for, can begin": (
+    "expects no more trials to have begun than one job, or as many as it asks for, begin before the end": (
+        "test_gp.py::test_constraints_func_nan",
+        "test_optimize_with_catch",
         "test_optimize_parallel_timeout",
+        "test_stop_in_callback",
+        "test_stop_in_objective",
+        "test_stop_n_jobs",
+        "test_stop_with_MaxTrialsCallback",
         "test_terminator_callback_terminator",
     ),
-    "of several jobs, Optuna does not raise what one of the last raised": (
+    "with several jobs Optuna raises no error of the last trials; the runner raises objectives' errors": (
         "test_brute_force.py::test_study_optimize_with_infinite_search_space",
         "test_brute_force.py::test_study_optimize_with_dynamic_range_search_space",
+        "test_nsgaii.py::test_constraints_func_nan",
+        "test_nsgaiii.py::test_constraints_func_nan",
         "test_out_of_the_range_categorical",
         "test_enqueued_insufficient_trial",
-        "test_optimize_with_catch",
         "test_optimize_with_catch_invalid_type",
         "test_after_trial_failing",
         "test_after_trial_failing_in_after_trial",
     ),
-    "Optuna draws no bar of a timeout for several jobs": (
+    "with several jobs Optuna shows no progress towards a timeout": (
         "test_optimize_with_progbar_timeout",
         "test_optimize_with_progbar_timeout_formats",
     ),
     ONLY_HERE: ("test_hyperband_no_call_of_filter_study_in_should_prune",),
 }
 PROSE = """\
-Each test runs once in Optuna's own loop and once with `HydraTrialRunner(pool, concurrency).optimize(study, ...)` in
-place of `study.optimize(...)`, with as many jobs. Counted are those that call `optimize`, of the tests of pruners,
-samplers, search spaces, storages, studies, terminators, trials, callbacks and several objectives. A test that asks for
-more `n_jobs` gets as many, in both. Four at a time begin with a pause of 10 ms, in both: without, many of these
-objectives are over before the next one begins. Those that pass in one way and fail in the other run five times more in
-both; a test fails that has failed in any run.
+# Optuna's own tests through the runner
+
+Written by `python -m tests.conformance.run`, whose docstring says how. Each test runs in Optuna's own loop, and with
+`HydraTrialRunner(pool, concurrency).optimize(study, ...)` in place of `study.optimize(...)` with as many jobs. Counted
+are tests that call `optimize`, but for those that only make a study to draw it, to weigh its parameters or to keep
+files. A test that asks for more `n_jobs` gets as many, in both. Four at a time begin with a pause of 10 ms, in both:
+many of these objectives are over before another begins. Where a test passes in one way and fails in the other, both
+are run at least five times more, and a test fails that has failed once.
 """
 HEADER = """\
 | Optuna | trials at a time | call `optimize` | pass: stock | runner | fail: both | only stock | only the runner |
 |---|---|---|---|---|---|---|---|
 """
+WRAP: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
 
 
 def as_markdown(figures: list[dict[str, Any]]) -> str:
-    parts = ["# Optuna's own tests through the runner\n", f"Written by `{command()}`.\n", PROSE, environment() + "\n"]
-    parts.append(HEADER + "".join(map(row, figures)))
+    parts = [PROSE, environment() + "\n", HEADER + "".join(map(row, figures))]
     for figure in figures:
         if figure["stock"] or figure["hydra"]:
             parts.append(f"## What fails with Optuna {figure['optuna']}, {figure['concurrency']} at a time\n")
             parts.append(reasons(figure))
     return "\n".join(parts)
-
-
-def command() -> str:
-    words = [Path(word).name for word in sys.argv[1:]]
-    return " ".join(["python -m tests.conformance.run", *words])
 
 
 def environment() -> str:
@@ -122,7 +132,7 @@ def reasons(figure: dict[str, Any]) -> str:
         name = test.removeprefix("tests/").replace("_tests/", "/")
         listed[why(test)].append(f"`{name}` {failed['stock']}, {failed['hydra']}")
     lines = [fill(f"- {reason}: {'; '.join(tests)}.", 120, **WRAP) for reason, tests in listed.items()]
-    return "How many cases of each fail in stock Optuna, and through the runner:\n\n" + "\n".join(lines) + "\n"
-
-
-WRAP: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return (
+        "By what a test takes for granted; how many of its cases fail, stock and through the runner:\n\n"
+        + "\n".join([*lines, ""])
+    )

@@ -25,6 +25,7 @@ from tests.conformance.document import ONLY_HERE, as_markdown, why
 HERE = Path(__file__).parent
 LEFT_OUT = ("artifacts_tests", "importance_tests", "visualization_tests", "test_cli.py")  # need a study, or a process
 MORE_RUNS = 5
+UNTIL_RUNS = 30  # of a test in Optuna's loop, if it has failed through the runner only
 LIMIT_S = 3600.0  # of all tests in one way
 
 
@@ -48,16 +49,19 @@ class Comparison:
                 self.messages[way][test] = line["message"]
 
     def run(self, way: str, tests: list[str]) -> None:
-        self.note(way, tests, outcomes(self.checkout, way, self.at, tests))
+        if tests:
+            self.note(way, tests, outcomes(self.checkout, way, self.at, tests))
 
     def fail(self, way: str) -> set[str]:
         return {*self.failures[way]}
 
     def run_again(self) -> None:
         unlike = sorted(self.fail("stock") ^ self.fail("hydra"))
-        for _ in range(MORE_RUNS if unlike else 0):
-            for way in ("stock", "hydra"):
-                self.run(way, unlike)
+        for _ in range(MORE_RUNS):
+            self.run("stock", unlike)
+            self.run("hydra", unlike)
+        for _ in range(UNTIL_RUNS):
+            self.run("stock", [test for test in self.only_here if why(test) != ONLY_HERE])
 
     @property
     def only_here(self) -> list[str]:
@@ -119,11 +123,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4], metavar="N")
-    parser.add_argument("--json", type=Path, help="where to write all figures")
-    parser.add_argument("--markdown", type=Path, help="where to write them as docs/conformance.md is written")
+    parser.add_argument("--json", type=Path, help="where all figures are kept; those of other versions stay")
+    parser.add_argument("--markdown", type=Path, help="where to write them, as docs/conformance.md is")
     options = parser.parse_args()
     compared = [c for checkout in options.checkouts for c in compare(checkout.resolve(), options.concurrency)]
     figures = [c.as_json() for c in compared]
+    if options.json and options.json.exists():
+        new = {(f["optuna"], f["concurrency"]) for f in figures}
+        known = json.loads(options.json.read_text())
+        figures = [*(f for f in known if (f["optuna"], f["concurrency"]) not in new), *figures]
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     if options.markdown:

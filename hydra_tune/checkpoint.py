@@ -44,33 +44,48 @@ class CheckpointFolder:
         self.path = path
 
     def write(self, moment: Moment, state: Any) -> None:
-        """Write one and let go of all but the newest few.
+        """Write one and let go of all but the newest few. Those before are untouched should it fail.
 
         Raises:
-            OSError: it could not be written; those before are untouched.
+            Exception: of the disk, or of safetensors.
             ConfigError: the state holds what no checkpoint can.
         """
-        place, unfinished = self.path / str(moment), self.path / (str(moment) + _UNFINISHED)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        self.stage(moment, state)
+        self.publish(moment)
+
+    def stage(self, moment: Moment, state: Any) -> None:
+        """Write one that is not there before it is published."""
+        unfinished = self.path / (str(moment) + _UNFINISHED)
+        self.discard()
         try:
             unfinished.mkdir(parents=True)
             _write(unfinished, state)
-            shutil.rmtree(place, ignore_errors=True)
-            unfinished.rename(place)
-            _synchronise(self.path)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            self.discard()
             raise
+
+    def publish(self, moment: Moment) -> None:
+        place = self.path / str(moment)
+        shutil.rmtree(place, ignore_errors=True)
+        place.with_name(place.name + _UNFINISHED).rename(place)
+        _synchronise(self.path)
         for _, old in self._moments()[KEPT:]:
             shutil.rmtree(old, ignore_errors=True)
 
+    def discard(self) -> None:
+        """What was not published."""
+        for unfinished in self.path.glob("*" + _UNFINISHED):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
     def newest(self) -> tuple[Moment, Any] | None:
         """The newest that is sound, if there is one; says which ones are not."""
-        for moment, place in self._moments():
+        moments = self._moments()
+        for i, (moment, place) in enumerate(moments):
             try:
                 return moment, _read(place)
             except Exception as error:  # torn in any way
-                logger.warning("the checkpoint %s is not sound (%s); the one before it is taken", place, error)
+                then = "the one before it is taken" if i + 1 < len(moments) else "there is none before it"
+                logger.warning("the checkpoint %s is not sound (%s); %s", place, error, then)
         return None
 
     def _moments(self) -> list[tuple[Moment, Path]]:

@@ -20,6 +20,10 @@ class PrepareError(HydraTuneError, ValueError):
     """A model, optimizer or call that cannot be trained spilled with plain PyTorch's numbers."""
 
 
+class ResumeError(PrepareError):
+    """A checkpoint is of another model, optimizer or loader than those that go on from it."""
+
+
 class UncuttableError(PrepareError):
     """A block that cannot be run apart. A pilot opens it into its children, or keeps it with its graph; once
     training has begun it ends the trial."""

@@ -25,10 +25,18 @@ class LoaderProgress:
         self._random_state = random_state
         self._iteration: Callable[[], object] = lambda: None  # weakly: who drops it will not go on with it
         self._batches = 0  # of this iteration
-        self._before = self.now()
+        self._ended = False
+        self._before = self._first = self.now()  # when the iteration began, and when it gave its first batch
         self._left: dict[str, Any] | None = None  # the iteration that is to go on
         if hasattr(type(loader), "__next__"):  # an iterator, which began before
             self._iteration = weakref.ref(self)
+
+    @property
+    def description(self) -> str:
+        """What has to be the same when it goes on."""
+        loader = self._loader
+        length = len(loader) if _has_length(loader) else "unknown"
+        return f"{type(loader).__name__} of {length} batches of {getattr(loader, 'batch_size', None)}"
 
     def now(self) -> dict[str, Any]:
         """States of all that the loader draws from."""
@@ -50,15 +58,19 @@ class LoaderProgress:
     def iterate(self) -> Iterator[Any]:
         """Begin an iteration; the first time, the one that was left, at the batch that comes next."""
         left, self._left = self._left, None
+        self._ended = False
         batches: Iterator[Any]
         if left is None:
-            self._before, self._batches = self.now(), 0
+            self._before = self._first = self.now()
+            self._batches = 0
             batches = iter(self._loader)
             return batches
         random = self._random_state.states()
-        self._before, self._batches = left["before"], left["batches"]
-        self._set(left["before"])
+        self._before, self._first, self._batches = left["before"], left["first"], left["batches"]
+        self._set(self._before)
         batches = iter(self._loader)
+        if self._batches:  # by then another one may have drawn
+            self._set(self._first)
         self._skip(batches, self._batches)
         self._set({"random": random, "generators": left["generators"]})
         return batches
@@ -70,20 +82,46 @@ class LoaderProgress:
     def follow(self, iteration: object) -> None:
         self._iteration = weakref.ref(iteration)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an iteration has given a batch and may give more."""
+        return self._iteration() is not None and self._batches > 0
+
+    @property
+    def was_left(self) -> bool:
+        """Whether the last iteration was not gone through to its end."""
+        return self._batches > 0 and not self._ended
+
+    def is_asked(self) -> None:
+        """For the next batch."""
+        if self._batches == 0:
+            self._first = self.now()
+
     def has_given(self) -> None:
         self.drawn += 1
         self._batches += 1
 
     def has_ended(self) -> None:
         self._iteration = lambda: None
+        self._ended = True
 
     def state(self, generators: list[torch.Tensor]) -> dict[str, Any]:
         """For a checkpoint; its generators have these states."""
-        left = {"before": self._before, "batches": self._batches, "generators": generators}
-        return {"drawn": self.drawn, "left": None if self._iteration() is None else left}
+        left = {"before": self._before, "first": self._first, "batches": self._batches, "generators": generators}
+        return {"drawn": self.drawn, "generators": generators, "left": None if self._iteration() is None else left}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.drawn, self._left = state["drawn"], state["left"]
+        for generator, value in zip(self._generators(), state["generators"], strict=True):
+            generator.set_state(value)
         if self._left is not None and hasattr(type(self._loader), "__next__"):
             self.iterate()
             self._iteration = weakref.ref(self)
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        len(loader)
+    except TypeError:  # of an iterable data set
+        return False
+    return True

@@ -362,7 +362,8 @@ class ShardPool:
     def figures(self, trial: Client) -> dict[str, Any]:
         """Plain data on what one trial has done so far, a few numbers."""
         with self._lock:
-            self.note_summary(trial)
+            if not trial.ended:  # then it was noted
+                self.note_summary(trial)
             summary, totals = self._summaries[trial.id], self._trace.trials[trial.id].to_dict()
         keys = ("device", "steps", "resident", "weight_bytes")
         return {**{key: summary[key] for key in keys}, "shards": len(summary["shards"]), **totals}

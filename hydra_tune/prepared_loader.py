@@ -53,7 +53,9 @@ class PreparedLoader:
 
     def __iter__(self) -> PreparedLoader:
         _between_tasks(self._prepared_trial)
-        progress = self._prepared_progress
+        progress, resumption = self._prepared_progress, self._prepared_trial.resumption
+        if progress is not None and resumption is not None:
+            resumption.before_iteration(progress)
         with gate.one_at_a_time:  # now, not at the first batch: it may draw a seed
             batches = iter(self._prepared_loader) if progress is None else progress.iterate()
         iteration = PreparedLoader.standing_for(batches, self._prepared_trial, progress)

@@ -1,7 +1,8 @@
 """What a trial goes on from, and what it leaves for whoever has to: its checkpoints, in its own thread.
 
     loader   0 1 2 | 3 ...    a checkpoint after three mini-batches is written when the fourth has arrived, for then
-    trains   0 1 2 |          all work of the third is done: schedules, reports, the evaluation at an epoch's end
+    trains   0 1 2 |   3      all work of the third is done: schedules, reports, the evaluation at an epoch's end.
+                              It counts once the model is called to train, so that the fourth is no evaluation's
 Without a prepared loader it is written when the model is called to train; its random state is then the one after the
 last thing that was seen of the trial (a backward, an optimizer's step, an evaluation, a report).
 """
@@ -9,18 +10,20 @@ last thing that was seen of the trial (a backward, an optimizer's step, an evalu
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
 from hydra_tune.checkpoint import CheckpointFolder, Moment
-from hydra_tune.errors import ConfigError, PrepareError
+from hydra_tune.errors import ConfigError, PrepareError, ResumeError
 from hydra_tune.loader_progress import LoaderProgress
 from hydra_tune.random_state import RandomState
 
@@ -86,11 +89,13 @@ class Resumption:
         self._restored = False
         self._loaders: list[LoaderProgress] = []
         self._extra: list[Any] = []
+        self._staged: Moment | None = None
         self._start(0)
 
     def _start(self, step: int) -> None:
-        self._trained = self._began_at = self._last_step = step
-        self._was_called = False
+        self._trained = self._stepped = self._began_at = self._last_step = step
+        self._was_called = self._idles = False
+        self._trained_before = step  # this iteration of the first loader
         self._last_s = time.monotonic()
         self._latest = self._random_state.states()
 
@@ -143,7 +148,14 @@ class Resumption:
             if copied is None:
                 raise PrepareError(f"{self._name} starts from another's weights, but {self._weights.path} has none.")
             _restore_model(copied[1], model)
+        if any(getattr(loader, "persistent_workers", False) for loader in loaders):
+            self._stop("a loader's persistent workers keep random states from epoch to epoch, which nobody can restore")
         return self._loaders
+
+    @property
+    def began_at(self) -> int:
+        """The mini-batch at which the model that was prepared last went on; 0 if it began."""
+        return self._began_at
 
     # ---- as the trial goes on ----
 
@@ -156,6 +168,11 @@ class Resumption:
         """One mini-batch."""
         self._trained += 1
 
+    def has_stepped(self) -> None:
+        """The optimizer."""
+        self._stepped += 1
+        self.note()
+
     @property
     def _is_fed(self) -> bool:
         """By its first loader."""
@@ -165,27 +182,50 @@ class Resumption:
     def _step(self) -> int:
         return self._loaders[0].drawn if self._is_fed else self._trained
 
+    def before_iteration(self, progress: LoaderProgress) -> None:
+        """Of one of the loaders. Where the first one's do not train, each to its end, their number says nothing."""
+        if progress is not self._loaders[0] or not self._is_fed:
+            return
+        if progress.was_left:
+            self._stop(
+                "an iteration of the first loader was left before its end, so that resume_step() // len(loader) would "
+                "not be its epoch. Give prepare a loader that is as long as an epoch"
+            )
+        elif self._trained == self._trained_before and self._was_called:
+            self._stop(
+                "the first loader was gone through without training, so that resume_step() would count those batches, "
+                "too. Evaluate with a loader of its own"
+            )
+        self._trained_before = self._trained
+
     def before_batch(self, progress: LoaderProgress) -> list[dict[str, Any]] | None:
         """Of one of the loaders: the states of all, if a checkpoint is due now that is to be written if it arrives."""
         if threading.get_ident() != self._thread:
             self._stop(
                 "a batch was drawn in another thread than the objective's, so that nobody knows which were trained"
             )
-        if progress is self._loaders[0] and self._is_due():
-            return [loader.now() for loader in self._loaders]
-        return None
+        progress.is_asked()
+        if progress is not self._loaders[0]:
+            return None
+        if self._staged is not None:  # nothing was trained on the batch before
+            self._staged, self._idles = None, True
+            self._folder.discard()
+        return [loader.now() for loader in self._loaders] if self._is_due() else None
 
     def before_forward(self) -> list[dict[str, Any]] | None:
         """Of training, between two steps: the states of all loaders, if a checkpoint is due now."""
         ahead = self._step - self._began_at if self._is_fed and not self._was_called else 0
-        self._was_called = True
+        self._was_called, self._idles = True, False
         if ahead > 1:
             self._stop(f"{ahead} batches were drawn before the first was trained, so that nobody knows which were")
+        if self._is_fed and not self._loaders[0].is_under_way:
+            self._stop("it trains on batches that are not the first loader's, which is what resume_step() counts")
+        self.publish()
         return None if self._is_fed or not self._is_due() else [loader.now() for loader in self._loaders]
 
     def _is_due(self) -> bool:
         step = self._step
-        if self._stopped or step <= max(self._last_step, 0):
+        if self._stopped or self._idles or step <= max(self._last_step, 0):
             return False
         if self._every.steps is not None:
             due = step - self._last_step >= self._every.steps
@@ -197,32 +237,62 @@ class Resumption:
                 "the objective would not know where to go on: it never calls hydra_tune.resume_step(). "
                 "Begin its loop there: for step in range(hydra_tune.resume_step(), STEPS)"
             )
+        if due and self._stepped not in (self._trained, 0) and not self._is_fed:
+            self._stop(
+                f"{self._trained} backwards were made for {self._stepped} steps of the optimizer, so that nobody knows "
+                "which of them resume_step() shall count. Give prepare the loader of the mini-batches"
+            )
         return due and not self._stopped and (self.moment is None or Moment(self._model, step) > self.moment)
 
     def _stop(self, reason: str) -> None:
         if not self._stopped:
-            self._stopped = True
+            self._stopped, self._staged = True, None
             logger.warning("%s: no checkpoints from here on: %s", self._name, reason)
 
-    def write(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, now: Sequence[dict[str, Any]]) -> None:
-        """A checkpoint with all loaders in these states. One that fails is the last; the trial goes on."""
+    def stage(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, now: Sequence[dict[str, Any]]) -> None:
+        """A checkpoint with all loaders in these states, to be published. One that fails is the last."""
         state = {
             **_state_of(model),
+            "made_of": _made_of(model, optimizer, self._loaders),
             "optimizer": None if optimizer is None else optimizer.state_dict(),
             "extra_state": [each.state_dict() for each in self._extra],
             "loaders": [p.state(each["generators"]) for p, each in zip(self._loaders, now, strict=True)],
             "random": now[0]["random"] if self._is_fed else self._latest,
         }
+        moment = Moment(self._model, self._step)
         try:
-            self._folder.write(Moment(self._model, self._step), state)
-        except (OSError, ConfigError) as error:
+            self._folder.stage(moment, state)
+            self._staged = moment
+        except Exception as error:  # of a full disk, or what no checkpoint can hold
             self._stop(str(error))
-        self._last_step, self._last_s = self._step, time.monotonic()
+
+    def publish(self) -> None:
+        """What was staged counts from here on."""
+        if self._staged is not None:
+            moment, self._staged = self._staged, None
+            self._last_step, self._last_s = moment.step, time.monotonic()
+            try:
+                self._folder.publish(moment)
+            except OSError as error:
+                self._stop(str(error))
 
 
 def write_weights(folder: CheckpointFolder, model: nn.Module) -> None:
     """For `Resumption(weights=folder)`."""
     folder.write(Moment(0, 0), {**_state_of(model), "gradients": {}})
+
+
+class _GeneratorState:
+    """A generator of the user's own, with the names that all else has."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["state"])
 
 
 def extra_states(extra_state: Any) -> list[Any]:
@@ -237,11 +307,14 @@ def extra_states(extra_state: Any) -> list[Any]:
         given = list(extra_state.values())
     else:
         given = list(extra_state) if isinstance(extra_state, (list, tuple)) else [extra_state]
+    given = [_GeneratorState(each) if isinstance(each, torch.Generator) else each for each in given]
     for each in given:
-        if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
+        has = callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
+        if isinstance(each, type) or not has:
+            name = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
             raise ConfigError(
                 f"extra_state is what has state_dict and load_state_dict (a schedule, a GradScaler, an average of the "
-                f"model), or several of these in a list; a {type(each).__name__} has not."
+                f"model), a torch.Generator, or several of these in a list; got {name}."
             )
     return given
 
@@ -250,7 +323,8 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     extra = {name: module.get_extra_state() for name, module in _with_extra_state(model)}
     tensors = {"parameters": dict(model.named_parameters()), "buffers": dict(model.named_buffers())}
-    return {**tensors, "gradients": gradients, "module_state": extra}
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    return {**tensors, "trained": trained, "gradients": gradients, "module_state": extra}
 
 
 def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -261,6 +335,17 @@ def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def _made_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, loaders: Sequence[LoaderProgress]
+) -> dict[str, str]:
+    """By which a changed objective is known, as far as it can be."""
+    return {
+        "model": re.sub(r" at 0x[0-9a-f]+", "", repr(model)),
+        "optimizer": "none" if optimizer is None else type(optimizer).__qualname__,
+        "loaders": ", ".join(loader.description for loader in loaders) or "none",
+    }
+
+
 def _restore(
     state: dict[str, Any],
     model: nn.Module,
@@ -268,16 +353,10 @@ def _restore(
     loaders: Sequence[LoaderProgress],
     extra: Sequence[Any],
 ) -> None:
+    for kind, now in _made_of(model, optimizer, loaders).items():
+        _refuse_other(kind, state["made_of"][kind], now)
+    _refuse_other("number of extra states", str(len(state["extra_state"])), str(len(extra)))
     _restore_model(state, model)
-    optimizers = "an optimizer" if state["optimizer"] is not None else "no optimizer"
-    if (optimizer is None) != (state["optimizer"] is None):
-        raise _does_not_fit(f"it was written with {optimizers}, now it is otherwise")
-    if len(loaders) != len(state["loaders"]) or len(extra) != len(state["extra_state"]):
-        then = len(state["loaders"]), len(state["extra_state"])
-        raise _does_not_fit(
-            f"it was written with {then[0]} loaders and {then[1]} extra states, now prepare was given {len(loaders)} "
-            f"and {len(extra)}"
-        )
     if optimizer is not None:
         _restore_optimizer(state["optimizer"], optimizer)
     for each, value in zip(extra, state["extra_state"], strict=True):
@@ -286,17 +365,23 @@ def _restore(
         loader.restore(value)
 
 
+def _refuse_other(what: str, then: str, now: str) -> None:
+    if then != now:
+        lines = zip_longest(then.splitlines(), now.splitlines(), fillvalue="nothing")
+        before, after = next((a, b) for a, b in lines if a != b)
+        raise _does_not_fit(f"its {what} had {before.strip()!r} where it has {after.strip()!r} now")
+
+
 @torch.no_grad()
 def _restore_model(state: dict[str, Any], model: nn.Module) -> None:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for kind, now in (("parameters", parameters), ("buffers", buffers)):
-        then = state[kind]
-        layout = {name: (tuple(t.shape), t.dtype) for name, t in now.items()}
-        if layout != {name: (tuple(t.shape), t.dtype) for name, t in then.items()}:
-            raise _does_not_fit(f"the model's {kind} are others than then")
+        layouts = ["\n".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in ts.items()) for ts in (state[kind], now)]
+        _refuse_other(kind, *layouts)
         for name, tensor in now.items():
-            tensor.copy_(then[name])
+            tensor.copy_(state[kind][name])
     for name, parameter in parameters.items():
+        parameter.requires_grad_(name in state["trained"])
         parameter.grad = state["gradients"].get(name)
     for name, module in _with_extra_state(model):
         module.set_extra_state(state["module_state"][name])
@@ -304,7 +389,10 @@ def _restore_model(state: dict[str, Any], model: nn.Module) -> None:
 
 def _restore_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """To the bit: `load_state_dict` would round a state to its parameter's dtype."""
-    optimizer.load_state_dict(state)
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, KeyError) as error:
+        raise _does_not_fit(f"the optimizer's state is another's: {error}") from None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in state["state"].items():
         own = optimizer.state[parameters[index]] if isinstance(index, int) else {}
@@ -313,8 +401,8 @@ def _restore_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) 
                 own[key] = value
 
 
-def _does_not_fit(why: str) -> PrepareError:
-    return PrepareError(
-        f"a trial goes on from its checkpoint with what it was written of, but {why}. Restore the objective as it was, "
-        "or remove the trial's folder in checkpoint_dir to train it from its beginning."
+def _does_not_fit(why: str) -> ResumeError:
+    return ResumeError(
+        f"a trial goes on from its checkpoint with what it was written of, but {why}. Restore the objective as it was "
+        "and start the search again, or remove the trial's folder in checkpoint_dir to give it up."
     )

@@ -166,7 +166,8 @@ class Trial:
     def _after_optimizer_step(self) -> None:
         unfinished = self._begin()
         self.pool.invalidate(self)
-        self._note_for_resumption()
+        if self.resumption is not None:
+            self.resumption.has_stepped()
         self._unfinished = unfinished
 
     def _boundary(self) -> None:
@@ -219,7 +220,7 @@ class Trial:
         """Write one, from the host, with the trial's loaders in these states; the devices go on with others."""
         if self.resumption is not None and not self.in_step:
             with self.meter.paused():
-                self.resumption.write(self.model, self.optimizer, states)
+                self.resumption.stage(self.model, self.optimizer, states)
 
     # ---- interruptions ----
 
@@ -324,6 +325,7 @@ class Trial:
         states = resumption.before_forward() if torch.is_grad_enabled() else None
         if states is not None:
             self.checkpoint(states)
+            resumption.publish()
 
     def _run_step(self, root: RootForward, plan: TrialPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.open_step(plan)

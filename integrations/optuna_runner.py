@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.context import Context, TrialContext
-from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
+from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, ResumeError, TrialStopped
 from hydra_tune.integrations.concurrency import Places, SearchEnded
 from hydra_tune.integrations.running import Running
 from hydra_tune.pool import ShardPool, default_pool
@@ -310,6 +310,8 @@ class Search:
                     value = self._objective(trial)
                 finally:
                     vars(trial).pop("report", None)  # or the collector has to come for every trial
+                    if context.resumption is not None and context.resumption.began_at:
+                        trial.set_user_attr(RESUMED, context.resumption.began_at)
                     self.running.remove(trial.number)
                     _keep_figures(trial, context)
         except TrialStopped as stop:
@@ -322,6 +324,9 @@ class Search:
             reason = str(stop)
         except KeyboardInterrupt:
             self._note_interruption(trial)
+            raise
+        except ResumeError:
+            self._note_interruption(trial)  # it may go on yet
             raise
         except BudgetError as error:
             reason = str(error)  # what is raised below shall not keep it, and its frames
@@ -387,8 +392,6 @@ class Search:
             context.name or "",
             self._folder.clones(clone) if clone else None,
         )
-        if context.resumption.moment is not None:
-            trial.set_user_attr(RESUMED, context.resumption.moment.step)
 
     def _note_interruption(self, trial: optuna.Trial) -> None:
         """By which another may continue it."""

@@ -86,7 +86,7 @@ class Resumption:
         self._thread = threading.get_ident()
         self._asked = self._stopped = self._was_called = False
         self._model = -1  # the number of the one that is prepared now
-        self._restored = False
+        self._restored = self._steps = False  # whether there is an optimizer to count by
         self._loaders: list[LoaderProgress] = []
         self._extra: list[Any] = []
         self._staged: Moment | None = None
@@ -133,7 +133,7 @@ class Resumption:
         self._model += 1
         self._restored = False
         self._loaders = [LoaderProgress(loader, self._random_state) for loader in loaders]
-        self._extra = list(extra)
+        self._extra, self._steps = list(extra), optimizer is not None
         self._start(0)
         if self._from is not None and self._from[0].model == self._model:
             moment, state = self._from
@@ -237,7 +237,7 @@ class Resumption:
                 "the objective would not know where to go on: it never calls hydra_tune.resume_step(). "
                 "Begin its loop there: for step in range(hydra_tune.resume_step(), STEPS)"
             )
-        if due and self._stepped not in (self._trained, 0) and not self._is_fed:
+        if due and self._stepped != self._trained and self._steps and not self._is_fed:
             self._stop(
                 f"{self._trained} backwards were made for {self._stepped} steps of the optimizer, so that nobody knows "
                 "which of them resume_step() shall count. Give prepare the loader of the mini-batches"

@@ -88,6 +88,11 @@ class CheckpointFolder:
                 logger.warning("the checkpoint %s is not sound (%s); %s", place, error, then)
         return None
 
+    @property
+    def last_moment(self) -> str:
+        """The newest one's name, sound or not."""
+        return max((str(moment) for moment, _ in self._moments()), default="none")
+
     def _moments(self) -> list[tuple[Moment, Path]]:
         """The newest first."""
         return sorted(self._found(), reverse=True)

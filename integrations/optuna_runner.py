@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hydra_tune")
 FIGURES, PRUNED, LACK = "hydra_tune", "hydra_tune: pruned because", "hydra_tune: lacks"  # keys of `user_attrs`
+BY_HAND = "it was stopped by hand"
 RESUMED, CLONED = "hydra_tune: resumed at step", "hydra_tune: cloned from"
 INTERRUPTED, CLONE = "hydra_tune: interrupted", "hydra_tune: starts from"
 
@@ -68,6 +69,8 @@ class HydraTrialRunner:
             raise ConfigError("checkpoint_every says how often checkpoints are written, but checkpoint_dir not where.")
         self.pool = pool or default_pool()
         self.concurrency = concurrency
+        if checkpoint_dir is not None and not isinstance(checkpoint_dir, (str, os.PathLike)):
+            raise ConfigError(f"checkpoint_dir is the path of a folder, got {checkpoint_dir!r}.")
         self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
         self._every = Interval.of(checkpoint_every)
         self._searches: list[Search] = []
@@ -96,9 +99,13 @@ class HydraTrialRunner:
             PoolClosedError: the pool is closed, or was while trials ran.
             RuntimeError: an objective of this study calls it.
         """
+        import optuna
+
         from hydra_tune.integrations.rehearsal import warn_of_sampler
 
         self.pool.check_usable()
+        if not isinstance(study, optuna.Study):
+            raise ConfigError(f"study is an optuna.Study, got {type(study).__name__}.")
         if study._thread_local.in_optimize_loop:  # which Optuna would not find out: the search has a thread of its own
             raise RuntimeError("an objective cannot optimize its own study.")
         _show_progress()
@@ -138,34 +145,40 @@ class HydraTrialRunner:
     # ---- by hand, from any other thread ----
 
     def pause(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> None:
-        """Hold a live trial where it next is between two steps. It keeps its host memory, and what it has reserved."""
+        """Hold a live trial where it next is between two steps. It keeps its host memory, and what it has reserved;
+        `optimize` waits for it, whatever its timeout."""
         self._context(trial).stop.pause()
 
     def resume(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> None:
         """Let a paused trial go on."""
         self._context(trial).stop.go_on()
 
-    def stop(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> None:
-        """End a live trial at its next task boundary. It is told as pruned, at the last value that it has reported."""
-        self._context(trial).stop("it was stopped by hand")
+    def stop(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int | None = None) -> None:
+        """End a live trial at its next task boundary. It is told as pruned, at the last value that it has reported.
+        Without one, end all of them, and begin none: `optimize` returns."""
+        if trial is not None:
+            self._context(trial).stop(BY_HAND)
+            return
+        for search in list(self._searches):
+            search.places.end()
+            search.running.stop_all(BY_HAND)
 
     def clone(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int, **changed: Any) -> None:
         """Enqueue a new trial with a live one's parameters, but those in `changed`, which starts from its weights and
         buffers as they are when it next is between two steps. Needs `checkpoint_dir`, where they travel."""
         if self.checkpoint_dir is None:
             raise ConfigError("a clone's weights travel through checkpoint_dir; give HydraTrialRunner one.")
-        search = self._search(trial)
-        search.clone(trial if isinstance(trial, int) else trial.number, changed)
+        self._search(trial).clone(_number_of(trial), changed)
 
     def _context(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> Context:
-        number = trial if isinstance(trial, int) else trial.number
+        number = _number_of(trial)
         context: Context | None = self._search(trial).running.context(number)
         if context is None:
             raise ConfigError(f"trial {number} has just ended.")
         return context
 
     def _search(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> Search:
-        number = trial if isinstance(trial, int) else trial.number
+        number = _number_of(trial)
         found = [search for search in self._searches if number in search.running.numbers]
         if len(found) != 1:
             live = [number for search in self._searches for number in search.running.numbers]
@@ -191,6 +204,13 @@ def optimize(
     """``study.optimize(objective, ...)`` over a pool: `HydraTrialRunner` and its `optimize` in one call."""
     runner = HydraTrialRunner(pool, concurrency, checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every)
     runner.optimize(study, objective, n_trials, timeout, **options)
+
+
+def _number_of(trial: Any) -> int:
+    number = trial if isinstance(trial, int) else getattr(trial, "number", None)
+    if isinstance(trial, bool) or not isinstance(number, int):
+        raise ConfigError(f"a trial is optuna's, or its number; got {trial!r}.")
+    return number
 
 
 def _show_progress() -> None:
@@ -242,6 +262,7 @@ class Search:
     def close(self) -> None:
         if self._folder is not None:
             self._folder.close()
+            self._folder.tidy(self._study)
 
     def callbacks(self, users: Iterable[StudyCallback]) -> list[StudyCallback]:
         """Of `Study.optimize`: the users' come last, and get the study that they know."""
@@ -401,11 +422,15 @@ class Search:
     def clone(self, number: int, changed: dict[str, Any]) -> None:
         context, folder = self.running.context(number), self._folder
         assert context is not None and folder is not None
-        params = next(t.params for t in self._study.get_trials(deepcopy=False) if t.number == number)
+        frozen = next(t for t in self._study.get_trials(deepcopy=False) if t.number == number)
+        params = frozen.params
         if unknown := [name for name in changed if name not in params]:
             raise ConfigError(
                 f"a clone changes parameters of its trial, {sorted(params)}; {unknown} are not among them."
             )
+
+        for name, value in changed.items():
+            _refuse_outside(name, value, frozen.distributions[name])
 
         def write_and_enqueue() -> None:
             donor, name = context.trials[-1], uuid.uuid4().hex
@@ -436,6 +461,19 @@ def _predecessors(trial: optuna.trial.FrozenTrial) -> Sequence[int]:
 
     history: Sequence[int] = predecessors(trial)
     return history
+
+
+def _refuse_outside(name: str, value: Any, distribution: Any) -> None:
+    """Optuna would only find out when the trial asks."""
+    choices = getattr(distribution, "choices", None)
+    if choices is not None:
+        inside = value in choices
+    else:
+        inside = isinstance(value, (int, float)) and distribution.low <= value <= distribution.high
+    if not inside:
+        raise ConfigError(
+            f"a clone's parameters lie where its trial's do, but {name} is {value!r}, not in {distribution}."
+        )
 
 
 def _note_constraint(trial: optuna.Trial, context: Context, lack: float) -> None:

@@ -25,6 +25,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from hydra_tune.checkpoint import CheckpointFolder
+from hydra_tune.errors import ConfigError
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hydra_tune")
 FOLDER, CONTINUES = "hydra_tune: checkpoints", "hydra_tune: continues trials"
 INTERRUPTED, CLONE = "hydra_tune: interrupted", "hydra_tune: starts from"
+MOST_DEATHS = 10  # of one trial's processes, without a new checkpoint
 _CLOCK_S = 1.0  # between a file's time and a storage's
 
 
@@ -86,7 +88,12 @@ class StudyFolder:
     """The checkpoints of one study's trials, for the processes that share `checkpoint_dir`."""
 
     def __init__(self, checkpoint_dir: Path, study: Study) -> None:
-        checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint_dir is a folder that can be made, got {str(checkpoint_dir)!r}: {error}."
+            ) from None
         with locked(checkpoint_dir / "lock"):
             if FOLDER not in study.user_attrs:
                 readable = re.sub(r"[^\w.-]+", "_", study.study_name)[:60]
@@ -141,8 +148,14 @@ class StudyFolder:
             lock.close()
 
     def close(self) -> None:
+        """No trial is this process's any more."""
         for number in list(self._claims):
             self._unclaim(number)
+
+    def tidy(self, study: Study) -> None:
+        """Remove the checkpoints that nobody will go on from."""
+        with locked(self.path / "asking"):
+            self._remove_what_is_over(study)
 
     # ---- after a process has died ----
 
@@ -154,7 +167,14 @@ class StudyFolder:
             trials = study.get_trials(deepcopy=False)
             for trial in trials:
                 if trial.state is TrialState.RUNNING and self._is_dead(trial, asked_s):
-                    _give_back(study, trial)
+                    if self._has_died_often(trial.number):
+                        _give_up(study, trial)
+                    else:
+                        _give_back(study, trial)
+                elif trial.state is TrialState.RUNNING and not self.of(trial.number).path.is_dir():
+                    logger.warning(
+                        "trial %d runs, but has left nothing in %s: it is left alone", trial.number, self.path
+                    )
             continued = {number for trial in trials for number in predecessors(trial)}
             for trial in trials:
                 if _is_interrupted(trial) and trial.number not in continued and self.of(trial.number).path.is_dir():
@@ -175,6 +195,15 @@ class StudyFolder:
             return lock.try_take()
         finally:
             lock.close()
+
+    def _has_died_often(self, number: int) -> bool:
+        """At the same place: a trial that takes its process with it would do so for ever."""
+        note, place = self.of(number).path / "deaths", self.of(number).last_moment
+        before, times = note.read_text().split() if note.exists() else (place, "0")
+        deaths = int(times) + 1 if before == place else 1
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(f"{place} {deaths}")
+        return deaths >= MOST_DEATHS
 
     def _remove_what_is_over(self, study: Study) -> None:
         trials = study.get_trials(deepcopy=False)
@@ -210,6 +239,13 @@ def _give_back(study: Study, trial: FrozenTrial) -> None:
         logger.warning("trial %d cannot go on under its number (%s)", trial.number, error)
         study.tell(trial.number, state=TrialState.FAIL)
         _enqueue_again(study, trial)
+
+
+def _give_up(study: Study, trial: FrozenTrial) -> None:
+    logger.warning(
+        "trial %d: its process has died %d times at the same place; it has failed", trial.number, MOST_DEATHS
+    )
+    study.tell(trial.number, state=TrialState.FAIL)
 
 
 def _enqueue_again(study: Study, trial: FrozenTrial) -> None:

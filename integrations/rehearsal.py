@@ -23,7 +23,8 @@ def warn_of_pruner(study: optuna.Study, concurrency: int) -> None:
     if concurrency < 2 or len(study.directions) > 1 or not isinstance(pruner, _COMPARE) or _prunes(study, concurrency):
         return
     logger.warning(
-        "%s would stop none of %d trials that run together: it compares them with finished ones, or waits for one to "
+        "%s would stop none of %d trials that run together while none has finished: it compares them with finished "
+        "ones, or waits for one to "
         "tell how many steps there are. These can: hydra_tune.RungPruner(min_resource=1), "
         "optuna.pruners.SuccessiveHalvingPruner(min_resource=1), optuna.pruners.HyperbandPruner(max_resource=STEPS).",
         type(pruner).__name__,
@@ -61,7 +62,7 @@ def warn_of_sampler(study: optuna.Study, concurrency: int, n_trials: int | None)
     """If it draws at random until so many trials have finished, and the last one of this search begins before."""
     sampler = study.sampler
     startup = getattr(sampler, "_n_startup_trials", None)  # no public way to ask
-    if not isinstance(sampler, optuna.samplers.TPESampler) or startup is None or n_trials in (None, 1):
+    if not isinstance(sampler, optuna.samplers.TPESampler) or startup is None or n_trials is None or n_trials < 2:
         return
     finished = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
     before_last = finished + n_trials - min(concurrency, n_trials)

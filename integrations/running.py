@@ -21,6 +21,7 @@ class Running:
 
     def __init__(self) -> None:
         self.interrupted = ""  # why, if it was
+        self._stopped = ""  # likewise, by that or by hand
         self._contexts: dict[int, Context] = {}  # by the trial's number
         self._begun: dict[int, object] = {}
         self._lock = threading.Lock()
@@ -54,8 +55,12 @@ class Running:
             raise error[0]
 
     def _interrupt(self, reason: str) -> None:
+        self.interrupted = reason
+        self.stop_all(reason)
+
+    def stop_all(self, reason: str) -> None:
         with self._lock:
-            self.interrupted = reason
+            self._stopped = reason
             contexts = list(self._contexts.values())
         for context in contexts:
             context.stop(reason)
@@ -68,7 +73,7 @@ class Running:
     def add(self, number: int, context: Context) -> None:
         with self._lock:
             self._contexts[number] = context
-            reason = self.interrupted
+            reason = self._stopped
         if reason:
             context.stop(reason)
 

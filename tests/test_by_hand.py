@@ -95,6 +95,16 @@ def test_a_trial_that_is_stopped_is_told_as_pruned_at_its_last_value(paused):
     assert stopped.user_attrs["hydra_tune: pruned because"] == "it was stopped by hand"
 
 
+@pytest.mark.parametrize("concurrency", [2, None])
+def test_a_whole_search_is_stopped_from_another_thread(concurrency):
+    with Search(n_trials=1_000, concurrency=concurrency) as search:
+        search.runner.pause(0)
+        search.runner.stop()
+        search.thread.join(WAIT_S)
+        assert not search.thread.is_alive()
+    assert {t.state for t in search.study.trials} == {TrialState.PRUNED} and len(search.study.trials) < 20
+
+
 def test_a_clone_starts_from_a_live_trials_weights(tmp_path):
     with Search(tmp_path, n_trials=3) as search:
         search.runner.clone(0, lr=0.05)
@@ -140,6 +150,12 @@ def test_what_does_not_live_or_fit_is_refused_with_what_does(tmp_path):
                 ask(7)
         with pytest.raises(hydra_tune.ConfigError, match=r"\['lr'\]; \['rate'\] are not among them"):
             search.runner.clone(0, rate=1.0)
+        for outside in (7.0, "fast"):
+            with pytest.raises(hydra_tune.ConfigError, match=f"but lr is {outside!r}, not in Float"):
+                search.runner.clone(0, lr=outside)
+        for nothing in ("0", None, True):
+            with pytest.raises(hydra_tune.ConfigError, match="a trial is optuna's, or its number"):
+                search.runner.pause(nothing)
     with Search() as search, pytest.raises(hydra_tune.ConfigError, match="checkpoint_dir"):
         search.runner.clone(0)
 

@@ -15,7 +15,9 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from hydra_tune.integrations.recovery import Lock, StudyFolder
+import hydra_tune
+from hydra_tune.checkpoint import Moment
+from hydra_tune.integrations.recovery import MOST_DEATHS, Lock, StudyFolder
 
 WAIT_S = 120.0
 TRIALS, STEPS, EVERY = 6, 24, 3
@@ -25,7 +27,9 @@ import optuna, torch
 import hydra_tune
 from optuna.trial import TrialState
 
-from hydra_tune.integrations.recovery import Lock, StudyFolder
+import hydra_tune
+from hydra_tune.checkpoint import Moment
+from hydra_tune.integrations.recovery import MOST_DEATHS, Lock, StudyFolder
 from scripts import BUDGETS, WIDTH, Net
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -253,3 +257,46 @@ def test_where_a_storage_takes_no_trial_back_it_goes_on_as_a_retry(tmp_path, mon
     assert (first.state, retry.state) == (TrialState.FAIL, TrialState.WAITING)
     assert retry.user_attrs["hydra_tune: continues trials"] == [0] and retry.params == first.params
     assert folder.of(0).path.is_dir(), "from which it goes on"
+
+
+def test_a_trial_that_takes_its_process_with_it_is_given_up(tmp_path, caplog):
+    """The tenth time at the same place; a new checkpoint is another place."""
+    study = optuna.create_study()
+
+    def die():
+        folder = StudyFolder(tmp_path, study)
+        number = folder.ask(study.ask).number
+        folder.close()
+        folder.recover(study)
+        return number
+
+    for _ in range(MOST_DEATHS - 1):
+        assert die() == 0
+    StudyFolder(tmp_path, study).of(0).write(Moment(0, 5), {})
+    for _ in range(MOST_DEATHS):
+        assert study.trials[0].state is TrialState.WAITING
+        assert die() == 0
+    assert study.trials[0].state is TrialState.FAIL
+    assert "died 10 times at the same place" in caplog.text
+    assert not StudyFolder(tmp_path, study).of(0).path.is_dir()
+
+
+def test_checkpoints_of_trials_that_failed_are_removed_at_the_end(tmp_path):
+    study = optuna.create_study()
+    folder = StudyFolder(tmp_path, study)
+    for state in (TrialState.FAIL, TrialState.PRUNED):
+        trial = folder.ask(study.ask)
+        folder.of(trial.number).write(Moment(0, 5), {})
+        study.tell(trial, state=state)
+    live = folder.ask(study.ask)
+    folder.tidy(study)
+    assert [path.name for path in folder.path.glob("trial-*")] == [f"trial-{live.number:05d}"]
+    folder.close()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(hydra_tune.ConfigError, match="checkpoint_dir is a folder that can be made"):
+        hydra_tune.optimize(optuna.create_study(), lambda trial: 0.0, 1, checkpoint_dir=tmp_path / "file")
+    with pytest.raises(hydra_tune.ConfigError, match="checkpoint_dir is the path of a folder, got 5"):
+        hydra_tune.HydraTrialRunner(checkpoint_dir=5)

@@ -68,6 +68,7 @@ LOADERS = {
     "augmented": lambda: DataLoader(Noisy(), 4, shuffle=True),
     "workers": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=2),
     "stream": lambda: DataLoader(Stream(), 4),
+    "persistent": lambda: DataLoader(drawn(), 4, num_workers=1, persistent_workers=True),
     "a list": lambda: [(torch.randn(4, WIDTH), torch.randint(0, 8, (4,))) for _ in range(BATCHES)],
 }
 
@@ -164,7 +165,7 @@ def compare(tmp_path, budget="spilled", every=1, at=(8,), kind=Training, written
         assert_same(got, plain)
 
 
-@pytest.mark.parametrize("loader", [*LOADERS, None])
+@pytest.mark.parametrize("loader", [*(name for name in LOADERS if name != "persistent"), None])
 def test_numbers_after_a_resume_are_the_uninterrupted_ones(tmp_path, loader):
     """At a step in an epoch's middle, at its first, and at the training's last."""
     compare(tmp_path, loader=loader, at=(7, 10, 14))
@@ -448,13 +449,124 @@ def test_a_full_disk_ends_no_trial(tmp_path, caplog, monkeypatch):
     assert "No space left" in message
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    class Grown(Training):
-        def model(self):
-            return Net(NoisyLayer, depth=6 if self.interrupt_at else 5)
+class Changed(Training):
+    """Is another one when it is called again."""
 
-    with pytest.raises(hydra_tune.PrepareError, match=r"its model had .* now.*checkpoint_dir"):
-        search(Grown("shuffled", interrupt_at=8), tmp_path)
+    what = ""
+
+    def model(self):
+        again = bool(self.starts)
+        net = Net(NoisyLayer, depth=5 if self.what == "depth" and again else 6)
+        if self.what == "activation" and again:
+            net.layers[2].drop = nn.Dropout(0.3)
+        return net
+
+    def prepared(self, model, optimizer, loader, **options):
+        if self.starts and self.what == "optimizer":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if self.starts and self.what == "loader":
+            loader = DataLoader(drawn(), 2)
+        if self.starts and self.what == "extra":
+            options = {}
+        if self.starts and self.what == "groups":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        return hydra_tune.prepare(model, optimizer, loader, **options)
+
+
+CHANGES = {
+    "depth": "its model had",
+    "activation": "its model had '.* 6 x NoisyLayer",
+    "optimizer": "its optimizer had 'AdamW' where it has 'SGD' now",
+    "loader": "its loaders had 'DataLoader of 5 batches of 4' where it has 'DataLoader of 10 batches of 2' now",
+    "extra": "its number of extra states had '1' where it has '0' now",
+    "groups": "the optimizer's state is another's",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_checkpoint_of_another_objective_is_refused_and_waits_for_the_right_one(tmp_path, what):
+    training = Changed("shuffled", interrupt_at=8)
+    training.what, study = what, optuna.create_study()
+    with pytest.raises(hydra_tune.PrepareError, match=f"{CHANGES[what]}.*Restore the objective as it was"):
+        search(training, tmp_path, study=study)
+    assert [t.state for t in study.trials] == [TrialState.FAIL] * 2
+    training.what = ""
+    search(training, tmp_path, study=study)
+    assert study.trials[2].user_attrs["hydra_tune: continues trials"] == [0, 1]
+    plain = Training("shuffled")
+    search(plain, tmp_path / "plain")
+    assert_same(training, plain)
+
+
+# ---- where mini-batches cannot be told from other things, no checkpoint says so ----------------------
+
+
+class Left(Training):
+    def batches(self, loader):
+        hydra_tune.resume_step()
+        for epoch in range(EPOCHS):
+            for i, batch in zip(range(BATCHES - 1), loader, strict=False):
+                yield epoch * (BATCHES - 1) + i, batch
+
+
+class EvaluatesOnIt(Training):
+    def batches(self, loader):
+        hydra_tune.resume_step()
+        for epoch in range(EPOCHS):
+            yield from enumerate(loader, epoch * BATCHES)
+            self.losses["train"] = sum(x.sum().item() for x, _ in loader)
+
+
+class TwoLoaders(Training):
+    def prepared(self, *arguments, **options):
+        *prepared, self.second = hydra_tune.prepare(*arguments, LOADERS["shuffled"](), **options)
+        return prepared
+
+    def batches(self, loader):
+        yield from enumerate(loader, hydra_tune.resume_step())
+        yield from enumerate(self.second, BATCHES)
+
+
+class TwoBackwards(Training):
+    def batches(self):
+        for step in range(hydra_tune.resume_step(), STEPS):
+            yield step, (torch.randn(4, WIDTH), torch.randint(0, 8, (4,)))
+
+    def update(self, step, model, optimizer, schedule):
+        if step % 2:
+            super().update(step, model, optimizer, schedule)
+
+
+UNCLEAR = {
+    "left": (Left, "left before its end"),
+    "evaluated": (EvaluatesOnIt, "gone through without training"),
+    "two loaders": (TwoLoaders, "not the first loader's"),
+    "two backwards": (TwoBackwards, "1 backwards were made for 0 steps of the optimizer"),
+    "persistent": (Training, "persistent workers"),
+}
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_where_it_is_unclear_what_a_number_of_mini_batches_means_none_is_written(tmp_path, caplog, case):
+    kind, words = UNCLEAR[case]
+    loader = None if case == "two backwards" else "persistent" if case == "persistent" else "shuffled"
+    with caplog.at_level(logging.WARNING, "hydra_tune"):
+        search(kind(loader), tmp_path)
+    (message,) = warned(caplog)
+    assert words in message
+
+
+def test_a_generator_of_the_objectives_own_goes_on(tmp_path):
+    class Drawing(Training):
+        def prepared(self, *arguments, extra_state):
+            self.generator = torch.Generator().manual_seed(5)
+            return hydra_tune.prepare(*arguments, extra_state=[extra_state, self.generator])
+
+        def update(self, step, model, optimizer, schedule):
+            super().update(step, model, optimizer, schedule)
+            self.losses[step] += torch.rand((), generator=self.generator).item()
+
+    compare(tmp_path, kind=Drawing, loader="shuffled", at=(7,))
 
 
 @pytest.mark.parametrize("extra", [3, [torch.nn.Linear(1, 1), None]])

@@ -11,10 +11,13 @@ from hydra_tune.integrations.optuna_runner import LACK
 
 
 def memory_constraint(trial: FrozenTrial | optuna.Trial) -> tuple[float]:
-    """By how much a trial lacked memory that could never fit: 0.5 if it needed half as much again as there is; else 0.
+    """By how much a trial lacked memory that could never fit: 0.5 if it needed half as much again as there is, 1.0 if
+    only a device knows; 0 if it fitted.
 
     From Optuna 5 on, call ``hydra_tune.memory_constraint(trial)`` in the objective, before `prepare`: the runner sets
-    the constraint when the trial ends. Before, it is a sampler's: ``constraints_func=hydra_tune.memory_constraint``.
+    the constraint when the trial ends, and tells one that could never fit as complete but infeasible, with the worst
+    value so far and the reason in its `user_attrs`: some samplers learn nothing of pruned ones. Before, it is a
+    sampler's: ``constraints_func=hydra_tune.memory_constraint``.
 
     Raises:
         ConfigError: a trial of Optuna 4 that still runs.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hydra_tune")
 FIGURES, PRUNED, LACK = "hydra_tune", "hydra_tune: pruned because", "hydra_tune: lacks"  # keys of `user_attrs`
+INFEASIBLE = "hydra_tune: infeasible because"
 BY_HAND = "it was stopped by hand"
 RESUMED, CLONED = "hydra_tune: resumed at step", "hydra_tune: cloned from"
 INTERRUPTED, CLONE = "hydra_tune: interrupted", "hydra_tune: starts from"
@@ -353,6 +354,10 @@ class Search:
             reason = str(error)  # what is raised below shall not keep it, and its frames
             trial.set_user_attr(LACK, error.lack)
             _note_constraint(trial, context, error.lack)
+            if context.notes_memory and len(trial.study.directions) == 1:
+                logger.warning("trial %d: infeasible, %s", trial.number, reason)
+                trial.set_user_attr(INFEASIBLE, reason)
+                return self._worst_value()
         except Exception as error:
             logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
             _note_constraint(trial, context, 0.0)
@@ -370,6 +375,15 @@ class Search:
         if talks:
             logger.info("trial %d: finished with %s", trial.number, value)
         return value
+
+    def _worst_value(self) -> float:
+        """For a trial that broke its constraint: some samplers learn of complete trials only."""
+        import optuna
+
+        complete = self._study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+        worst = min if self._maximizes else max
+        values = [t.value for t in complete if t.value is not None and INFEASIBLE not in t.user_attrs]
+        return float(worst(values, default=0.0))
 
     def _noted(self, report: Callable[..., None], context: Context, known: Container[int]) -> Callable[..., None]:
         """`trial.report`, of which the pool's policy learns too, and where an objective that trains nothing may stop.

@@ -256,6 +256,7 @@ def test_a_sampler_with_the_constraint_learns_what_does_not_fit():
     for trial, value in zip(study.trials, lack, strict=True):
         need = training_bytes(Net(depth=trial.params["depth"]), None) / pool.host_memory_bytes
         assert value == pytest.approx(max(0.0, need - 1.0))
-        assert trial.state is (TrialState.PRUNED if value > 0 else TrialState.COMPLETE)
+        assert trial.state is (TrialState.PRUNED if value > 0 and before else TrialState.COMPLETE)
+        assert value == 0 or before or "of host memory" in trial.user_attrs["hydra_tune: infeasible because"]
     assert sum(value > 0 for value in lack[20:]) <= sum(value > 0 for value in lack[:20])
     assert study.best_params["depth"] in (9, 10)

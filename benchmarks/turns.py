@@ -1,4 +1,4 @@
-"""Trials in several threads train one epoch at a time, as on one device, in an order that is the same in every run.
+"""Trials in several threads begin, or train an epoch, one at a time, in an order that is the same in every run.
 
 A turn is given when as many wait as run at a time: who has just trained is back, or another trial has come in its
 place. The smallest rank goes first, of equal ones the oldest trial.
@@ -18,7 +18,7 @@ class Turns:
         self.spent = 0
 
     def take(self, trial: int, rank: float) -> bool:
-        """Wait until this trial may train; False if all epochs have been spent."""
+        """Wait until it is this trial's turn; False if all epochs have been spent."""
         with self._changed:
             self._waiting[trial] = rank
             self._changed.notify_all()

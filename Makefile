@@ -38,6 +38,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.prediction
 	$(BIN)/python -m benchmarks.runner
+	$(BIN)/python -m benchmarks.search
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -36,7 +36,16 @@ from hydra_tune.events import (
     TrialEnded,
 )
 from hydra_tune.ledger import Ledger
-from hydra_tune.policy import BestFirst, FairShare, Fifo, RungSynchronous, ShardedLRTF, Shuffled, policy_named
+from hydra_tune.policy import (
+    BestFirst,
+    FairShare,
+    Fifo,
+    OldestFirst,
+    RungSynchronous,
+    ShardedLRTF,
+    Shuffled,
+    policy_named,
+)
 from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.schedule import PATIENCE, Machine
 from hydra_tune.shard import BlockProfile, Direction, Shard, ShardState, Task, TrialPlan
@@ -386,6 +395,7 @@ def test_longest_remaining_time_goes_first():
         ("best-first", [1, 2, 0]),
         (BestFirst("maximize"), [1, 0, 2]),
         ("rung-synchronous", [1, 2, 0]),
+        ("oldest-first", [0, 1, 2]),
         (ShardedLRTF(), [2, 1, 0]),
     ],
 )
@@ -762,7 +772,16 @@ class Player:
             assert isinstance(instruction, waiting.pop(trial))
 
 
-POLICIES = [ShardedLRTF(), Fifo(), FairShare(), BestFirst(), BestFirst("maximize"), RungSynchronous(), Shuffled(3)]
+POLICIES = [
+    ShardedLRTF(),
+    Fifo(),
+    FairShare(),
+    BestFirst(),
+    BestFirst("maximize"),
+    RungSynchronous(),
+    OldestFirst(),
+    Shuffled(3),
+]
 RATES = ("fails", "interrupted", "lacks", "travels")
 
 

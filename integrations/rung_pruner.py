@@ -30,7 +30,7 @@ class RungPruner(optuna.pruners.BasePruner):
         min_trials: as many must have reached a rung before anyone is stopped there; `reduction_factor` if None.
 
     Raises:
-        ConfigError: not whole numbers of at least 1, or a factor below 2.
+        ConfigError: not whole numbers, `min_resource` below 1, or one of the others below 2.
     """
 
     def __init__(self, min_resource: int = 1, reduction_factor: int = 3, min_trials: int | None = None) -> None:

@@ -7,7 +7,7 @@ from optuna.trial import FrozenTrial
 
 from hydra_tune.context import current_context
 from hydra_tune.errors import ConfigError
-from hydra_tune.integrations.optuna_runner import LACK
+from hydra_tune.integrations.search import LACK
 
 
 def memory_constraint(trial: FrozenTrial | optuna.Trial) -> tuple[float]:

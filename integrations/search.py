@@ -1,0 +1,312 @@
+"""One search: asks for trials when there is a place for one, and runs each from its random state to its last byte."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import cache, cached_property, partial
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra_tune.context import Context, TrialContext
+from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, ResumeError, TrialStopped
+from hydra_tune.integrations.concurrency import Places
+from hydra_tune.integrations.running import Running
+from hydra_tune.pool import ShardPool
+from hydra_tune.resumption import Interval, Resumption, write_weights
+
+if TYPE_CHECKING:
+    import optuna
+
+    from hydra_tune.integrations.recovery import StudyFolder
+
+    StudyCallback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
+
+logger = logging.getLogger("hydra_tune")
+FIGURES, PRUNED, LACK = "hydra_tune", "hydra_tune: pruned because", "hydra_tune: lacks"  # keys of `user_attrs`
+INFEASIBLE = "hydra_tune: infeasible because"
+BY_HAND = "it was stopped by hand"
+RESUMED, CLONED = "hydra_tune: resumed at step", "hydra_tune: cloned from"
+INTERRUPTED, CLONE = "hydra_tune: interrupted", "hydra_tune: starts from"
+
+
+class Search:
+    """One `optimize`: its trials, each from its random state to its last byte."""
+
+    def __init__(
+        self,
+        pool: ShardPool,
+        objective: Callable[[optuna.Trial], Any],
+        study: optuna.Study,
+        places: Places,
+        caught: tuple[type[Exception], ...],
+    ) -> None:
+        self.places = places
+        self.running = Running()
+        self._pool = pool
+        self._objective = objective
+        self._study = study
+        self._stock_ask: Callable[..., optuna.Trial] = study.ask
+        self._caught = caught
+        self._folder: StudyFolder | None = None
+        self._every = Interval.of(None)
+        self.error: Exception | None = None  # the first that `Study.optimize` is to raise, and may lose
+        self._first_report = threading.Lock()  # taken for good by the first trial that reports
+
+    def _warn_at_first_report(self) -> None:
+        """A study has a pruner, whether its objective reports or not."""
+        if self._first_report.acquire(blocking=False):
+            from hydra_tune.integrations.rehearsal import warn_of_pruner
+
+            warn_of_pruner(self._study, self.places.number)
+
+    def keep_checkpoints(self, checkpoint_dir: Path, every: Interval) -> None:
+        from hydra_tune.integrations.recovery import StudyFolder
+
+        self._every = every
+        self._folder = StudyFolder(checkpoint_dir, self._study)
+        self._folder.recover(self._study)
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder.tidy(self._study)
+
+    def callbacks(self, users: Iterable[StudyCallback]) -> list[StudyCallback]:
+        """Of `Study.optimize`: the users' come last, and get the study that they know."""
+        study, own = self._study, [] if self._folder is None else [self._folder.has_ended]
+        if self.places.are_counted:
+            own.append(lambda *_: self.places.give_back())
+        return [*own, *(lambda _, trial, user=user: user(study, trial) for user in users)]
+
+    def asking(self) -> optuna.Study:
+        """The study, by another name under which its `ask` waits for a place."""
+        kind: Any = type(self._study)
+        asking: Any = object.__new__(_asking_kind(kind))
+        asking.__dict__ = self._study.__dict__
+        asking.ask = self._ask
+        return asking  # type: ignore[no-any-return]
+
+    def _ask(self, *args: Any, **kwargs: Any) -> optuna.Trial:
+        self.places.take()
+        try:
+            if self._folder is None:
+                return self._ask_for_new(*args, **kwargs)
+            trial: optuna.Trial = self._folder.ask(partial(self._ask_for_new, *args, **kwargs))
+            return trial
+        except BaseException:
+            self.places.give_back()
+            raise
+
+    def _ask_for_new(self, *args: Any, **kwargs: Any) -> optuna.Trial:
+        trial = self._stock_ask(*args, **kwargs)
+        while not self.running.begins(trial.number):
+            trial = self._stock_ask(*args, **kwargs)
+        return trial
+
+    # ---- one trial ----
+
+    def run(self, trial: optuna.Trial) -> Any:
+        try:
+            return self._run(trial)
+        except BaseException as error:
+            import optuna
+
+            if not isinstance(error, (*self._caught, optuna.TrialPruned)):
+                if isinstance(error, Exception):
+                    self.error = self.error or error
+                self.places.end()
+            raise
+        finally:
+            self.places.trial_ends()
+
+    def _run(self, trial: optuna.Trial) -> Any:
+        talks = logger.isEnabledFor(logging.INFO)
+        if talks:
+            logger.info("trial %d: starts", trial.number)
+        reason, value = "", None
+        before = None if self._folder is None else self._as_it_was(trial)
+        history = () if before is None else _predecessors(before)
+        try:
+            with TrialContext(self._pool, trial.number, history[0] if history else None) as context:
+                self.running.add(trial.number, context)
+                try:
+                    context.stop.check()
+                    if before is not None:
+                        self._go_on(trial, context, before)
+                    known = () if before is None else before.intermediate_values
+                    trial.report = self._noted(trial.report, context, known)  # type: ignore[method-assign]
+                    value = self._objective(trial)
+                finally:
+                    vars(trial).pop("report", None)  # or the collector has to come for every trial
+                    if context.resumption is not None and context.resumption.began_at:
+                        trial.set_user_attr(RESUMED, context.resumption.began_at)
+                    self.running.remove(trial.number)
+                    _keep_figures(trial, context)
+        except TrialStopped as stop:
+            logger.info("trial %d: stopped, %s", trial.number, stop)
+            if not context.stop.reason:
+                raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
+            if self.running.interrupted:
+                self._note_interruption(trial)
+                raise KeyboardInterrupt(f"trial {trial.number} was stopped: {stop}") from None
+            reason = str(stop)
+        except KeyboardInterrupt:
+            self._note_interruption(trial)
+            raise
+        except ResumeError:
+            self._note_interruption(trial)  # it may go on yet
+            raise
+        except BudgetError as error:
+            reason = str(error)  # what is raised below shall not keep it, and its frames
+            trial.set_user_attr(LACK, error.lack)
+            _note_constraint(trial, context, error.lack)
+            if context.notes_memory and len(trial.study.directions) == 1:
+                logger.warning("trial %d: infeasible, %s", trial.number, reason)
+                trial.set_user_attr(INFEASIBLE, reason)
+                return self._worst_value()
+        except Exception as error:
+            logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
+            _note_constraint(trial, context, 0.0)
+            raise
+        else:
+            _note_constraint(trial, context, 0.0)
+        if isinstance(value, float) and isnan(value) and len(trial.study.directions) == 1:
+            reason = "its value is nan"
+        if reason:
+            logger.warning("trial %d: pruned, %s", trial.number, reason)
+            trial.set_user_attr(PRUNED, reason)
+            import optuna
+
+            raise optuna.TrialPruned(reason)
+        if talks:
+            logger.info("trial %d: finished with %s", trial.number, value)
+        return value
+
+    def _worst_value(self) -> float:
+        """For a trial that broke its constraint: some samplers learn of complete trials only."""
+        import optuna
+
+        complete = self._study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+        worst = min if self._maximizes else max
+        values = [t.value for t in complete if t.value is not None and INFEASIBLE not in t.user_attrs]
+        return float(worst(values, default=0.0))
+
+    def _noted(self, report: Callable[..., None], context: Context, known: Container[int]) -> Callable[..., None]:
+        """`trial.report`, of which the pool's policy learns too, and where an objective that trains nothing may stop.
+        What a trial that goes on has reported before is `known`."""
+
+        def report_and_note(value: float, step: int) -> None:
+            context.stop.check_between_steps()
+            self._warn_at_first_report()
+            if step not in known:
+                report(value, step)
+            if context.resumption is not None:
+                context.resumption.note()
+            context.note_objective(float(value), maximizes=self._maximizes)
+
+        return report_and_note
+
+    @cached_property
+    def _maximizes(self) -> bool:
+        import optuna
+
+        return self._study.directions[0] is optuna.study.StudyDirection.MAXIMIZE
+
+    # ---- its checkpoints ----
+
+    def _as_it_was(self, trial: optuna.Trial) -> optuna.trial.FrozenTrial:
+        """In the storage, before its objective is called."""
+        import optuna
+
+        running = self._study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+        return next(each for each in running if each.number == trial.number)
+
+    def _go_on(self, trial: optuna.Trial, context: Context, before: optuna.trial.FrozenTrial) -> None:
+        """From its own checkpoint or one of those that it continues; with a clone's weights."""
+        assert self._folder is not None and context.mode is not None and context.mode.random_state is not None
+        clone = before.user_attrs.get(CLONE)
+        context.resumption = Resumption(
+            self._folder.of(trial.number),
+            [self._folder.of(number) for number in reversed(_predecessors(before))],
+            self._every,
+            context.mode.random_state,
+            context.name or "",
+            self._folder.clones(clone) if clone else None,
+        )
+
+    def _note_interruption(self, trial: optuna.Trial) -> None:
+        """By which another may continue it."""
+        if self._folder is not None:
+            trial.set_user_attr(INTERRUPTED, True)
+
+    def clone(self, number: int, changed: dict[str, Any]) -> None:
+        context, folder = self.running.context(number), self._folder
+        assert context is not None and folder is not None
+        frozen = next(t for t in self._study.get_trials(deepcopy=False) if t.number == number)
+        params = frozen.params
+        if unknown := [name for name in changed if name not in params]:
+            raise ConfigError(
+                f"a clone changes parameters of its trial, {sorted(params)}; {unknown} are not among them."
+            )
+
+        for name, value in changed.items():
+            _refuse_outside(name, value, frozen.distributions[name])
+
+        def write_and_enqueue() -> None:
+            donor, name = context.trials[-1], uuid.uuid4().hex
+            try:
+                with donor.meter.paused():
+                    write_weights(folder.clones(name), donor.model)
+                attrs = {CLONED: number, CLONE: name}
+                self._study.enqueue_trial({**params, **changed}, user_attrs=attrs)
+            except Exception as error:  # a full disk, a storage out of reach: the trial itself goes on
+                logger.warning("trial %d: no clone could be made of it (%s)", number, error)
+
+        context.stop.between_steps(write_and_enqueue)
+
+
+@cache
+def _asking_kind(kind: Any) -> Any:
+    """What a search puts in place of its study, with the study's own attributes: several threads may search one study
+    at once, so that none may change it."""
+    methods = {
+        "__slots__": ("ask",),
+        "__reduce__": lambda study: (object.__new__, (kind,), study.__getstate__()),  # a copy is plain
+    }
+    return type("Study", (kind,), methods)
+
+
+def _predecessors(trial: optuna.trial.FrozenTrial) -> Sequence[int]:
+    from hydra_tune.integrations.recovery import predecessors
+
+    history: Sequence[int] = predecessors(trial)
+    return history
+
+
+def _refuse_outside(name: str, value: Any, distribution: Any) -> None:
+    """Optuna would only find out when the trial asks."""
+    choices = getattr(distribution, "choices", None)
+    if choices is not None:
+        inside = value in choices
+    else:
+        inside = isinstance(value, (int, float)) and distribution.low <= value <= distribution.high
+    if not inside:
+        raise ConfigError(
+            f"a clone's parameters lie where its trial's do, but {name} is {value!r}, not in {distribution}."
+        )
+
+
+def _note_constraint(trial: optuna.Trial, context: Context, lack: float) -> None:
+    """For an objective that has called `memory_constraint`."""
+    if context.notes_memory:
+        trial.set_constraint(LACK, lack)
+
+
+def _keep_figures(trial: optuna.Trial, context: Context) -> None:
+    """Of the last model that the objective prepared."""
+    if context.trials:
+        trial.set_user_attr(FIGURES, context.trials[-1].pool.figures(context.trials[-1]))

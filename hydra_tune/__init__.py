@@ -20,8 +20,11 @@ if TYPE_CHECKING:
         PrepareError,
         TrialStopped,
     )
+    from hydra_tune.integrations import ray_tune as tune
+    from hydra_tune.integrations.executor import HydraExecutor
     from hydra_tune.integrations.memory_constraint import memory_constraint
     from hydra_tune.integrations.optuna_runner import HydraTrialRunner, optimize
+    from hydra_tune.integrations.ray_trainable import trainable
     from hydra_tune.integrations.rung_pruner import RungPruner
     from hydra_tune.pool import ShardPool
     from hydra_tune.preparation import prepare, release, resume_step
@@ -31,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "ConfigError",
+    "HydraExecutor",
     "HydraTrialRunner",
     "HydraTuneError",
     "PoolClosedError",
@@ -45,8 +49,11 @@ __all__ = [
     "release",
     "resume_step",
     "simulate",
+    "trainable",
+    "tune",
 ]
 _HOME = {
+    "HydraExecutor": "hydra_tune.integrations.executor",
     "HydraTrialRunner": "hydra_tune.integrations.optuna_runner",
     "RungPruner": "hydra_tune.integrations.rung_pruner",
     "ShardPool": "hydra_tune.pool",
@@ -57,7 +64,9 @@ _HOME = {
     "release": "hydra_tune.preparation",
     "resume_step": "hydra_tune.preparation",
     "simulate": "hydra_tune.simulation",
+    "trainable": "hydra_tune.integrations.ray_trainable",
 }
+_MODULES = {"tune": "hydra_tune.integrations.ray_tune"}
 
 _checkout = Path(__file__).parent.parent
 if (_checkout / "integrations" / "optuna_runner.py").exists() and (_checkout / "setup.cfg").exists():
@@ -67,7 +76,10 @@ if (_checkout / "integrations" / "optuna_runner.py").exists() and (_checkout / "
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME.get(name, "hydra_tune.errors")), name)
+    if name in _MODULES:
+        value: Any = import_module(_MODULES[name])
+    else:
+        value = getattr(import_module(_HOME.get(name, "hydra_tune.errors")), name)
     globals()[name] = value
     return value
 

@@ -75,10 +75,12 @@ class TrialContext:
 
     __slots__ = ("_before", "_context", "_mode", "_outer", "_own", "_single")
 
-    def __init__(self, pool: ShardPool, number: int, seed_number: int | None = None) -> None:
+    def __init__(
+        self, pool: ShardPool, number: int, seed_number: int | None = None, *, name: str | None = None
+    ) -> None:
         self._own = pool.random_state(number if seed_number is None else seed_number)
         self._mode = TrialMode(self._own)
-        self._context = Context(pool, f"trial {number}", self._mode)
+        self._context = Context(pool, name or f"trial {number}", self._mode)
 
     def __enter__(self) -> Context:
         pool = self._context.pool

@@ -6,6 +6,7 @@ Each message says the rule, what arrived, and the next step.
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 
 class HydraTuneError(Exception):
@@ -51,6 +52,9 @@ class BlockTooLargeError(BudgetError):
     def __init__(self, block: str, message: str) -> None:
         super().__init__(message)
         self.block = block
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.block, str(self)), self.__dict__
 
 
 class PoolClosedError(HydraTuneError, RuntimeError):

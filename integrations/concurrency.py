@@ -9,8 +9,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from hydra_tune.pool import ShardPool
+if TYPE_CHECKING:
+    from hydra_tune.pool import ShardPool
 
 logger = logging.getLogger("hydra_tune")
 LEAST_A_DEVICE = 2  # one computes while another steps its optimizer on the host

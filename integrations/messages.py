@@ -1,0 +1,72 @@
+"""What a trial's proxy and its pool tell each other. Plain data; no torch, for proxies do without."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+from ray import cloudpickle
+
+
+class Order(NamedTuple):
+    """What a pool is to run. `attempt` is new each time Tune starts a trial, `payload` a pickled function or class;
+    `surroundings` are what `ray.tune.get_context()` tells."""
+
+    attempt: str
+    job: str
+    payload: bytes
+    config: dict[str, Any]
+    surroundings: dict[str, Any]
+
+    @property
+    def trial_id(self) -> str:
+        return str(self.surroundings["trial_id"])
+
+    @property
+    def trial_name(self) -> str:
+        return str(self.surroundings["trial_name"])
+
+
+class Reported(NamedTuple):
+    """The trial waits until it is told to go on."""
+
+    metrics: dict[str, Any]
+    checkpoint: Any
+
+
+class Printed(NamedTuple):
+    stream: str
+    text: str
+
+
+class Returned(NamedTuple):
+    """A method of a trainable."""
+
+    value: Any
+
+
+class Ended(NamedTuple):
+    output: Any
+
+
+class Stopped(NamedTuple):
+    """As it was asked to."""
+
+    reason: str
+
+
+class Raised(NamedTuple):
+    error: bytes
+    text: str  # its traceback
+
+    @classmethod
+    def of(cls, error: BaseException, text: str) -> Raised:
+        """One that cannot be pickled, or not read again, becomes a `RuntimeError` of its type's name and message."""
+        try:
+            pickled = cloudpickle.dumps(error)
+            cloudpickle.loads(pickled)
+        except Exception:
+            pickled = cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+        return cls(pickled, text)
+
+
+Message: TypeAlias = Reported | Printed | Returned | Ended | Stopped | Raised

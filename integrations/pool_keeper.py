@@ -1,0 +1,120 @@
+"""The pools of one Ray job: who makes them, and that they end with it.
+
+driver --owns--> PoolKeeper --makes, when a trial comes to a node--> PoolActor, one a node --> a thread a trial
+                                                                          ^
+Tune's trial = proxy: orders an attempt, takes what it says --------------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.integrations.executor import HydraExecutor
+from hydra_tune.integrations.pool_actor import PoolActor
+from hydra_tune.integrations.pool_spec import PoolSpec
+
+START_S = 60.0  # a pool whose devices are not to be had by then does not start
+_keepers: dict[tuple[str, str], Any] = {}  # by name and job; an actor ends with its last handle in its owner
+_runs: Counter[str] = Counter()  # by name
+_lock = threading.Lock()
+
+
+class PoolKeeper:
+    """Makes a pool on the node of the first trial that comes there."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self._spec = spec
+        self._pools: dict[str, Any] = {}
+        self._making: dict[str, asyncio.Lock] = {}
+
+    async def pool_on(self, node_id: str) -> Any:
+        """The node's pool, an actor.
+
+        Raises:
+            ConfigError: its devices are not to be had, or it could not be made.
+        """
+        async with self._making.setdefault(node_id, asyncio.Lock()):
+            if node_id not in self._pools:
+                self._pools[node_id] = await self._made_on(node_id)
+        return self._pools[node_id]
+
+    async def _made_on(self, node_id: str) -> Any:
+        node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
+        spec, gpus = self._spec, int(node["Resources"].get("GPU", 0))
+        options = {
+            "num_cpus": 0,
+            "num_gpus": spec.num_gpus(gpus),
+            "max_restarts": -1,
+            "max_concurrency": 1000,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+            "runtime_env": {"env_vars": {"RAY_CHDIR_TO_TRIAL_DIR": "0"}},
+        }
+        job = ray.get_runtime_context().get_job_id()
+        threads = spec.num_threads(int(node["Resources"].get("CPU", 1)), gpus)
+        actor: Any = ray.remote(**options)(PoolActor)
+        pool = actor.remote(spec, job, spec.places(gpus), threads)
+        try:
+            await asyncio.wait_for(pool.is_ready.remote(), START_S)
+        except asyncio.TimeoutError:
+            ray.kill(pool)
+            raise ConfigError(
+                f"a pool owns the devices of its node, {spec.num_gpus(gpus)} GPUs, but it could not have them within "
+                f"{START_S:.0f} s: other actors or tasks of this cluster hold them. End those, or name devices="
+            ) from None
+        return pool
+
+    async def report(self) -> dict[str, Any]:
+        """Of each pool, by its node."""
+        return {node: await pool.report.remote() for node, pool in self._pools.items()}
+
+
+# ---- in the driver ----
+
+
+def keep_pools(spec: PoolSpec) -> None:
+    """In the driver, which owns them: see that the pools of this job have a keeper."""
+    context = ray.get_runtime_context()
+    key = spec.name, context.get_job_id()
+    if key not in _keepers:
+        options = {
+            "name": spec.name,
+            "namespace": spec.namespace,
+            "get_if_exists": True,
+            "num_cpus": 0,
+            "max_restarts": -1,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+        }
+        keeper: Any = ray.remote(PoolKeeper)
+        _keepers[key] = keeper.options(**options).remote(spec)
+
+
+@contextmanager
+def pools_for(spec: PoolSpec) -> Iterator[None]:
+    """Around a run: when the last one that uses these pools is over they end, and give back their devices, unless other
+    jobs share them."""
+    with _lock:
+        _runs[spec.name] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _runs[spec.name] -= 1
+            if not _runs[spec.name] and ray.is_initialized():
+                keeper = _keepers.pop((spec.name, ray.get_runtime_context().get_job_id()), None)
+                if keeper is not None and spec.shared is None:
+                    ray.kill(keeper)
+
+
+def report(executor: HydraExecutor) -> dict[str, Any]:
+    """`ShardPool.report` of each node's pool, and the trials that live there, by the node's id. In the driver."""
+    keeper = _keepers.get((executor.spec.name, ray.get_runtime_context().get_job_id()))
+    return {} if keeper is None else dict(ray.get(keeper.report.remote()))

@@ -1,0 +1,164 @@
+"""`trainable`: what Tune starts for each trial, in place of a function or a class that trains in the node's pool.
+
+A thin proxy, without torch: Tune's decisions reach the trial through it, and the trial's results Tune, which persists
+checkpoints itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ray.tune import Trainable, get_checkpoint, get_context
+from ray.tune import report as tune_report
+from ray.tune.result import TRIAL_INFO
+from ray.tune.trainable.function_trainable import wrap_function
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.integrations.executor import HydraExecutor
+from hydra_tune.integrations.messages import Ended
+from hydra_tune.integrations.payload import Payload
+from hydra_tune.integrations.pool_keeper import keep_pools
+from hydra_tune.integrations.pool_link import PoolLink, PoolLostError
+from hydra_tune.integrations.pool_spec import PoolSpec
+
+
+def trainable(train: Callable[..., Any] | type, executor: HydraExecutor | None = None) -> type:
+    """A trainable for stock `ray.tune`, whose trials run in the pool of their node: `train`, a function of a config or
+    a `ray.tune.Trainable` class.
+
+    Raises:
+        ConfigError: neither a function nor a trainable, or it has resources of its own.
+    """
+    executor = executor or HydraExecutor()
+    if not isinstance(executor, HydraExecutor):
+        raise ConfigError(f"executor is a HydraExecutor, got {type(executor).__name__}.")
+    if getattr(train, "_resources", None) is not None:
+        raise ConfigError("a trial of a pool has no resources of its own. Leave tune.with_resources out.")
+    if inspect.isclass(train):
+        if not issubclass(train, Trainable):
+            raise ConfigError(f"what Tune runs is a function or a ray.tune.Trainable, got the class {train.__name__}.")
+        return _class_proxy(train, executor.spec)
+    if not callable(train):
+        raise ConfigError(f"what Tune runs is a function or a ray.tune.Trainable, got {train!r}.")
+    try:
+        inspect.signature(train).bind({})
+    except TypeError as error:
+        raise ConfigError(f"a training function takes its config, but {train!r} does not: {error}.") from None
+    return _function_proxy(train, executor.spec)
+
+
+# ---- what Tune starts for a trial ----
+
+
+def _resource_request(spec: PoolSpec) -> Any:
+    def default_resource_request(cls: type, config: dict[str, Any]) -> HydraExecutor:
+        """In the driver, before a trial starts."""
+        keep_pools(spec)
+        return HydraExecutor.slot(spec)
+
+    return classmethod(default_resource_request)
+
+
+def _refuse_other_resources(proxy: Trainable) -> None:
+    resources = proxy.trial_resources
+    if resources is not None and not isinstance(resources, HydraExecutor):
+        raise ConfigError(
+            "a trial of a pool has a slot for its proxy, and its node's devices are the pool's, but something has "
+            f"given it {resources.required_resources} instead, as ResourceChangingScheduler does. Leave that out."
+        )
+
+
+def _function_proxy(train: Callable[..., Any], spec: PoolSpec) -> type:
+    payload = Payload(train)
+    links: list[PoolLink] = []  # of the trial's process, one
+
+    def proxy(config: dict[str, Any]) -> Any:
+        (link,) = links
+        context = get_context()
+        surroundings = {
+            "trial_id": context.get_trial_id(),
+            "trial_name": context.get_trial_name(),
+            "trial_resources": context.get_trial_resources(),
+            "trial_dir": context.get_trial_dir(),
+            "experiment_name": context.get_experiment_name(),
+            "storage": context.get_storage(),
+            "loaded_checkpoint": get_checkpoint(),
+        }
+        link.begin(payload.pickled(), config, surroundings)
+        try:
+            for message in link.messages():
+                if isinstance(message, Ended):
+                    return message.output
+                tune_report(message.metrics, checkpoint=message.checkpoint)
+        finally:  # Tune ends this thread where it reports
+            link.stop("Tune has stopped the trial")
+        raise PoolLostError("the trial was stopped in its pool, though Tune has not asked for it.")
+
+    name = getattr(train, "__name__", type(train).__name__)
+    stock: Any = wrap_function(proxy, name=name)
+
+    class FunctionProxy(stock):  # type: ignore[misc]
+        default_resource_request = _resource_request(spec)
+
+        def setup(self, config: dict[str, Any]) -> None:
+            _refuse_other_resources(self)
+            links[:] = [PoolLink(spec)]
+            super().setup(config)
+
+        def cleanup(self) -> None:
+            links[0].stop("Tune has stopped the trial")
+            super().cleanup()
+
+    FunctionProxy.__name__ = FunctionProxy.__qualname__ = name
+    return FunctionProxy
+
+
+def _class_proxy(train: type, spec: PoolSpec) -> type:
+    payload = Payload(train)
+
+    class ClassProxy(Trainable):
+        """Every method that Tune calls goes on to the trainable in the pool, which has this one's storage."""
+
+        default_resource_request = _resource_request(spec)
+
+        def setup(self, config: dict[str, Any]) -> None:
+            _refuse_other_resources(self)
+            self._link = PoolLink(spec)
+            info = self._trial_info
+            surroundings = {
+                "trial_id": self.trial_id,
+                "trial_name": self.trial_name,
+                "trial_resources": self.trial_resources,
+                "trial_dir": self.logdir,
+                "experiment_name": getattr(info, "experiment_name", None),
+                "storage": self._storage,
+            }
+            self._link.begin(payload.pickled(), self._with_info(config), surroundings)
+            self._link.await_value()
+
+        def _with_info(self, config: dict[str, Any]) -> dict[str, Any]:
+            return config if self._trial_info is None else {**config, TRIAL_INFO: self._trial_info}
+
+        def train(self) -> dict[str, Any]:
+            result: dict[str, Any] = self._link.call("train")
+            return result
+
+        def save(self, checkpoint_dir: str | None = None) -> Any:
+            return self._link.call("save", checkpoint_dir)
+
+        def restore(self, checkpoint_path: Any) -> None:
+            self._link.call("restore", checkpoint_path)
+
+        def export_model(self, export_formats: Any, export_dir: str | None = None) -> Any:
+            return self._link.call("export_model", export_formats, export_dir)
+
+        def reset_config(self, new_config: dict[str, Any]) -> bool:
+            return bool(self._link.call("reset", self._with_info(new_config), self._storage))
+
+        def cleanup(self) -> None:
+            self._link.stop("Tune has stopped the trial")
+
+    ClassProxy.__name__ = ClassProxy.__qualname__ = train.__name__
+    return ClassProxy

@@ -1,0 +1,313 @@
+"""Ray Tune over one pool a node, against a real local Ray."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+pytest.importorskip("ray")
+
+import ray
+import ray.tune
+
+import hydra_tune
+from hydra_tune import HydraExecutor, tune
+from hydra_tune.integrations.pool_keeper import report
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
+BUDGET = "256KiB"  # of a device; the models below do not fit
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster():
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def executor():
+    return HydraExecutor(BUDGET, devices=["cpu"], concurrency=6)
+
+
+@pytest.fixture
+def run(executor, tmp_path):
+    """`tune.run` of a function over the pools, which stay for the test to look at."""
+
+    def run(train: Any, **options: Any) -> Any:
+        proxy = hydra_tune.trainable(train, executor)
+        options = {"verbose": 0, "storage_path": str(tmp_path), "raise_on_failed_trial": False, **options}
+        return ray.tune.run(proxy, **options)
+
+    return run
+
+
+def the_pool(executor: HydraExecutor) -> dict[str, Any]:
+    (pool,) = report(executor).values()
+    return pool
+
+
+def assert_empty(executor: HydraExecutor) -> None:
+    pool = the_pool(executor)
+    assert pool["live"] == 0, pool
+    assert [device["used_bytes"] for device in pool["devices"]] == [0], pool
+
+
+def steps(config: dict[str, Any], prepare: bool = True) -> list[float]:
+    """The losses of a few steps of a model with dropout; the weights are too large for the budget."""
+    if "seed" in config:
+        torch.manual_seed(config["seed"])
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Tanh()) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.get("lr", 1e-2))
+    if prepare:
+        model, optimizer = hydra_tune.prepare(model, optimizer)
+    losses = []
+    for _ in range(4):
+        loss = model(torch.randn(16, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_steps(config: dict[str, Any]) -> dict[str, Any]:
+    return {"losses": steps(config), "trained_in": os.getpid()}
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # as a pool on a node with two CPUs and one virtual device has
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("together", [1, 6])
+def test_numbers_are_those_of_plain_pytorch_alone_and_in_company(run, executor, together, two_threads):
+    """In one process, and nothing of them is left there."""
+    ended = run(train_steps, config={"seed": tune.grid_search(list(range(together)))}).trials
+    plain = [steps({"seed": seed}, prepare=False) for seed in range(together)]
+    assert [trial.last_result["losses"] for trial in ended] == plain
+    assert len({trial.last_result["trained_in"] for trial in ended}) == 1
+    assert {trial.last_result["pid"] for trial in ended}.isdisjoint({ended[0].last_result["trained_in"]})
+    assert any(len(trial["shards"]) > 1 for trial in the_pool(executor)["trials"])
+    assert_empty(executor)
+
+
+def fail_once(config: dict[str, Any]) -> dict[str, Any]:
+    marker = Path(config["marker"])
+    first = torch.rand(()).item()
+    if not marker.exists():
+        marker.write_text(str(first))
+        raise OSError("once")
+    return {"first": first}
+
+
+def test_without_a_seed_trials_differ_and_attempts_of_one_do_not(run, tmp_path):
+    markers = [str(tmp_path / name) for name in "ab"]
+    ended = run(fail_once, config={"marker": tune.grid_search(markers)}, max_failures=1).trials
+    drawn = {trial.config["marker"]: trial.last_result["first"] for trial in ended}
+    assert drawn == {marker: float(Path(marker).read_text()) for marker in markers}
+    assert len(set(drawn.values())) == 2
+
+
+def test_run_takes_resources_literally(tmp_path):
+    proxies = []
+
+    class Watch(ray.tune.Callback):
+        def on_trial_result(self, iteration, trials, trial, result, **info):
+            proxies.append(Path(f"/proc/{result['pid']}/maps").read_text())
+
+    analysis = tune.run(
+        train_reporting,
+        config={"seed": 1},
+        resources=HydraExecutor(BUDGET, devices=["cpu"], concurrency=6),
+        verbose=0,
+        storage_path=str(tmp_path),
+        callbacks=[Watch()],
+    )
+    assert len(analysis.trials[0].metric_analysis["loss"]) > 0
+    assert proxies
+    assert not any("libtorch" in maps for maps in proxies)
+
+
+def train_reporting(config: dict[str, Any]) -> None:
+    for loss in steps(config):
+        tune.report({"loss": loss})
+
+
+def test_a_tuner_takes_resources(tmp_path):
+    tuner = tune.Tuner(
+        train_reporting,
+        resources=HydraExecutor(BUDGET, devices=["cpu"], concurrency=6),
+        param_space={"seed": tune.grid_search([1, 2])},
+        run_config=tune.RunConfig(storage_path=str(tmp_path), name="sweep", verbose=0),
+    )
+    results = tuner.fit()
+    assert [result.metrics["training_iteration"] for result in results] == [4, 4]
+    again = tune.Tuner.restore(
+        str(tmp_path / "sweep"), train_reporting, resources=HydraExecutor(BUDGET, devices=["cpu"], concurrency=6)
+    )
+    assert {result.metrics["loss"] for result in again.fit()} == {result.metrics["loss"] for result in results}
+
+
+def train_with_checkpoints(config: dict[str, Any]) -> None:
+    checkpoint = tune.get_checkpoint()
+    first = 0
+    if checkpoint:
+        with checkpoint.as_directory() as folder:
+            first = int(Path(folder, "step").read_text()) + 1
+    for step in range(first, 6):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "step").write_text(str(step))
+            tune.report({"step": step, "first": first}, checkpoint=tune.Checkpoint.from_directory(folder))
+        if step == 2 and first == 0:
+            raise ArithmeticError("of the third step")
+
+
+def test_a_trial_that_raises_goes_on_from_its_checkpoint(run, executor):
+    (trial,) = run(train_with_checkpoints, max_failures=1).trials
+    assert (trial.status, trial.last_result["step"], trial.last_result["first"]) == ("TERMINATED", 5, 3)
+    assert [Path(trial.checkpoint.path, "step").read_text()] == ["5"]
+    assert_empty(executor)
+
+
+def test_the_error_is_the_functions_own(run):
+    (trial,) = run(train_with_checkpoints).trials
+    assert trial.status == "ERROR"
+    text = Path(trial.error_file).read_text()
+    assert "ArithmeticError: of the third step" in text
+    assert "train_with_checkpoints" in text, "where it was raised"
+
+
+def generate(config):
+    yield {"a": 1}
+    yield 2.5
+
+
+def count(config, data):
+    return {"length": len(data)}
+
+
+def test_generators_outputs_and_parameters(run):
+    (trial,) = run(generate).trials
+    assert trial.last_result["_metric"] == 2.5 and trial.last_result["training_iteration"] == 2
+    (trial,) = run(tune.with_parameters(count, data=[1, 2, 3])).trials
+    assert trial.last_result["length"] == 3
+
+
+def tell(config):
+    context = tune.get_context()
+    print("told to its own log", config["n"])
+    return {
+        "told": [context.get_trial_id(), context.get_trial_name(), context.get_experiment_name()],
+        "dir": context.get_trial_dir(),
+    }
+
+
+def test_context_and_output_are_the_trials_own(run):
+    ended = run(tell, config={"n": tune.grid_search([1, 2])}, log_to_file=True).trials
+    for n, trial in enumerate(ended, 1):
+        assert trial.last_result["told"] == [trial.trial_id, str(trial), trial.experiment_dir_name]
+        log = Path(trial.storage.trial_working_directory, "stdout").read_text()
+        assert [line for line in log.splitlines() if "told" in line] == [f"told to its own log {n}"]
+
+
+class Counting(ray.tune.Trainable):
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+        self.model, self.optimizer = hydra_tune.prepare(model, self.optimizer)
+
+    def step(self):
+        loss = self.model(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss.item(), "done": self.iteration >= 5, "trained_in": os.getpid()}
+
+    def save_checkpoint(self, folder):
+        torch.save([self.model.state_dict(), self.optimizer.state_dict()], Path(folder, "state.pt"))
+
+    def load_checkpoint(self, folder):
+        model, optimizer = torch.load(Path(folder, "state.pt"))
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+    def reset_config(self, config):
+        for group in self.optimizer.param_groups:
+            group["lr"] = config["lr"]
+        return True
+
+
+def test_classes_train_in_the_pool(run, executor):
+    ended = run(
+        Counting,
+        config={"lr": tune.grid_search([0.1, 0.2])},
+        checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
+    ).trials
+    assert [trial.last_result["training_iteration"] for trial in ended] == [6, 6]
+    assert len({trial.last_result["trained_in"] for trial in ended}) == 1
+    assert all(Path(trial.checkpoint.path, "state.pt").exists() for trial in ended)
+    assert_empty(executor)
+
+
+def test_schedulers_stop_trials_and_nothing_is_left(run, executor):
+    scheduler = ray.tune.schedulers.ASHAScheduler(
+        metric="loss", mode="min", grace_period=1, reduction_factor=2, max_t=4
+    )
+    ended = run(
+        train_reporting,
+        config={"seed": 0, "lr": tune.grid_search([1e-9, 1e-8, 1e-7, 1e-2, 2e-2, 3e-2])},
+        scheduler=scheduler,
+    ).trials
+    assert {trial.status for trial in ended} == {"TERMINATED"}
+    assert len({trial.last_result["training_iteration"] for trial in ended}) > 1, "some were stopped"
+    assert_empty(executor)
+
+
+def test_actors_are_reused(run, executor):
+    ended = run(
+        train_reporting, config={"seed": tune.grid_search([1, 2, 3, 4])}, reuse_actors=True, max_concurrent_trials=1
+    )
+    assert len({trial.last_result["pid"] for trial in ended.trials}) == 1
+    assert len({trial.last_result["loss"] for trial in ended.trials}) == 4
+    assert_empty(executor)
+
+
+def test_an_executor_given_to_stock_tune_is_an_error_of_the_trial(tmp_path):
+    analysis = ray.tune.run(
+        train_reporting,
+        resources_per_trial=HydraExecutor(BUDGET, devices=["cpu"]),
+        verbose=0,
+        storage_path=str(tmp_path),
+        raise_on_failed_trial=False,
+    )
+    (trial,) = analysis.trials
+    assert trial.status == "ERROR"
+    assert "past the pool" in Path(trial.error_file).read_text()
+
+
+def test_what_cannot_be_run_is_refused(executor, tmp_path):
+    with pytest.raises(hydra_tune.ConfigError, match="takes its config"):
+        hydra_tune.trainable(lambda: None, executor)
+    with pytest.raises(hydra_tune.ConfigError, match=r"ray\.tune\.Trainable, got the class dict"):
+        hydra_tune.trainable(dict, executor)
+    with pytest.raises(hydra_tune.ConfigError, match="resources is a HydraExecutor"):
+        tune.run(train_steps, resources={"cpu": 1})
+    with pytest.raises(hydra_tune.ConfigError, match="resources_per_trial"):
+        tune.run(train_steps, resources=executor, resources_per_trial={"cpu": 1})
+    lock = threading.Lock()
+    with pytest.raises(hydra_tune.ConfigError, match="cannot be pickled"):
+        tune.run(lambda config: lock, resources=executor, storage_path=str(tmp_path), verbose=0)

@@ -1,0 +1,158 @@
+"""What dies under Ray Tune, and what is left of it: proxies, pools, nodes, drivers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+pytest.importorskip("ray")
+
+import ray
+import ray.tune
+from ray.cluster_utils import Cluster
+
+import hydra_tune
+from hydra_tune import HydraExecutor, tune
+from hydra_tune.integrations.pool_keeper import report
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    yield own
+    own.shutdown()
+
+
+@pytest.fixture
+def job(cluster):
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    end_s = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end_s, f"{what} within {seconds} s"
+        time.sleep(0.1)
+
+
+def processes(name: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if f"ray::{name}" in " ".join(process.info["cmdline"] or ()):
+            found.append(process)
+    return found
+
+
+def train_for_long(config: dict[str, Any]) -> None:
+    checkpoint = tune.get_checkpoint()
+    first = 0
+    if checkpoint:
+        with checkpoint.as_directory() as folder:
+            first = int(Path(folder, "step").read_text()) + 1
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    folder = Path(config["folder"], f"{os.getpid()} {time.monotonic_ns()}")
+    folder.mkdir()
+    for step in range(first, 8):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        Path(folder, "step").write_text(str(step))
+        tune.report(
+            {"step": step, "first": first, "pool": os.getpid()}, checkpoint=tune.Checkpoint.from_directory(folder)
+        )
+        while step == 3 and not Path(config["folder"], "go on").exists():
+            time.sleep(0.1)
+
+
+class OnResult(ray.tune.Callback):
+    """Calls once, in the driver, when a trial has reported so many times."""
+
+    def __init__(self, reports: int, call: Callable[[dict[str, Any]], None]) -> None:
+        self._left, self._call = reports, call
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        self._left -= 1
+        if self._left == 0:
+            self._call(result)
+
+
+def sweep(executor: HydraExecutor, tmp_path: Path, **options: Any) -> Any:
+    proxy = hydra_tune.trainable(train_for_long, executor)
+    defaults = {"verbose": 0, "storage_path": str(tmp_path / "results"), "raise_on_failed_trial": False}
+    return ray.tune.run(proxy, config={"folder": str(tmp_path)}, **{**defaults, **options})
+
+
+def kill_and_go_on(pid: int, folder: Path) -> None:
+    os.kill(pid, signal.SIGKILL)
+    Path(folder, "go on").touch()
+
+
+def test_a_killed_proxys_trial_starts_again_and_the_former_attempt_ends(job, tmp_path):
+    executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
+    watch = OnResult(4, lambda result: kill_and_go_on(result["pid"], tmp_path))
+    (trial,) = sweep(executor, tmp_path, callbacks=[watch], max_failures=1).trials
+    assert (trial.status, trial.last_result["step"]) == ("TERMINATED", 7)
+    assert trial.last_result["first"] == 3, "from the last checkpoint that Tune had heard of"
+    (pool,) = report(executor).values()
+    assert (pool["live"], pool["devices"][0]["used_bytes"]) == (0, 0)
+
+
+def test_a_killed_proxy_is_noticed(job, tmp_path):
+    executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
+    watch = OnResult(4, lambda result: os.kill(result["pid"], signal.SIGKILL))
+    (trial,) = sweep(executor, tmp_path, callbacks=[watch]).trials
+    assert trial.status == "ERROR"
+    Path(tmp_path, "go on").touch()
+    wait_until(lambda: next(iter(report(executor).values()))["live"] == 0, "its attempt ends", 30)
+    (pool,) = report(executor).values()
+    assert pool["devices"][0]["used_bytes"] == 0
+
+
+def test_trials_of_a_killed_pool_start_again_in_a_new_one(job, tmp_path):
+    executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=2)
+    watch = OnResult(8, lambda result: kill_and_go_on(result["pool"], tmp_path))
+    ended = sweep(executor, tmp_path, callbacks=[watch], max_failures=2, num_samples=2).trials
+    assert {(trial.status, trial.last_result["step"]) for trial in ended} == {("TERMINATED", 7)}
+    assert {trial.last_result["first"] for trial in ended} <= {3, 4}
+    (pool,) = report(executor).values()
+    assert (pool["live"], pool["devices"][0]["used_bytes"]) == (0, 0)
+
+
+def test_a_killed_pool_without_max_failures_is_an_error_that_says_so(job, tmp_path):
+    executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
+    watch = OnResult(2, lambda result: kill_and_go_on(result["pool"], tmp_path))
+    (trial,) = sweep(executor, tmp_path, callbacks=[watch]).trials
+    assert trial.status == "ERROR"
+    assert "PoolLostError: the pool's process has died" in Path(trial.error_file).read_text()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_stays_of_a_driver_that_is_stopped_within_a_step(cluster, tmp_path, how):
+    driver = subprocess.Popen([sys.executable, str(HERE / "ray_driver.py"), cluster.address, str(tmp_path)])
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("under way*"))) == 2, "both trials are under way")
+        driver.send_signal(how)
+        driver.wait(60)
+    finally:
+        driver.kill()
+    wait_until(lambda: not [p for name in ("Pool", "long_step") for p in processes(name)], "no process is left", 30)

@@ -1,0 +1,247 @@
+"""Tune's schedulers, searchers, stoppers and restarts over the pools, against a real local Ray."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+pytest.importorskip("ray")
+
+import ray
+import ray.tune
+from ray.tune import schedulers
+
+import hydra_tune
+from hydra_tune import HydraExecutor, tune
+from hydra_tune.integrations.pool_keeper import report
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
+EXECUTOR = HydraExecutor("256KiB", devices=["cpu"], concurrency=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster():
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(train: Any, **options: Any) -> Any:
+        options = {"verbose": 0, "storage_path": str(tmp_path), "reuse_actors": True, **options}
+        analysis = ray.tune.run(hydra_tune.trainable(train, EXECUTOR), **options)
+        (pool,) = report(EXECUTOR).values()
+        assert (pool["live"], pool["devices"][0]["used_bytes"]) == (0, 0)
+        return analysis
+
+    return run
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+    for tensor in (*model.state_dict().values(), *momenta):
+        found.update(tensor.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+class Net(ray.tune.Trainable):
+    """Its loss depends on its learning rate; says what it had when it was saved, and when it was loaded."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+        self.model, self.optimizer = hydra_tune.prepare(model, optimizer)
+        self.loaded = ""
+
+    def step(self) -> dict[str, Any]:
+        if "apart" in self.config:
+            time.sleep(9 + math.log10(self.config["lr"]))
+        loss = self.model(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        (group,) = self.optimizer.param_groups
+        return {"loss": loss.item(), "loaded": self.loaded, "used_lr": group["lr"], "trained_in": os.getpid()}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        torch.save([self.model.state_dict(), self.optimizer.state_dict()], Path(checkpoint_dir, "state.pt"))
+        Path(checkpoint_dir, "digest").write_text(digest(self.model, self.optimizer))
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        model, optimizer = torch.load(Path(checkpoint, "state.pt"))
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config["lr"]
+        self.loaded = digest(self.model, self.optimizer)
+        assert self.loaded == Path(checkpoint, "digest").read_text(), "bit for bit"
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        for group in self.optimizer.param_groups:
+            group["lr"] = new_config["lr"]
+        return True
+
+
+RATES = [1e-9, 1e-8, 1e-2, 2e-2]
+
+
+def results_of(trial: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(trial.local_path, "result.json").read_text().splitlines()]
+
+
+def test_population_based_training_clones_weights_and_optimizer(run):
+    scheduler = schedulers.PopulationBasedTraining(
+        time_attr="training_iteration", metric="loss", mode="min", perturbation_interval=2,
+        hyperparam_mutations={"lr": [3e-2, 4e-2]},
+        quantile_fraction=0.5, resample_probability=1.0, synch=True, require_attrs=True,
+    )  # fmt: skip
+    ended = run(Net, config={"lr": tune.grid_search(RATES)}, scheduler=scheduler, stop={"training_iteration": 6}).trials
+    assert {trial.status for trial in ended} == {"TERMINATED"}
+    lasts = [trial.last_result for trial in ended]
+    cloned = [last for last in lasts if last["loaded"]]
+    assert cloned, "the worse half starts from the better half's weights"
+    assert {last["used_lr"] for last in cloned} <= {3e-2, 4e-2, *RATES}
+    assert {last["used_lr"] for last in lasts} & {3e-2, 4e-2}, "perturbed rates reach the optimizer"
+    assert {last["used_lr"] == last["config"]["lr"] for last in lasts} == {True}
+
+
+class PauseOnce(schedulers.FIFOScheduler):
+    """Every trial after its first result; it is taken up again when there is a place."""
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        return self.PAUSE if result["training_iteration"] == 1 and not result["loaded"] else self.CONTINUE
+
+
+def test_paused_trials_go_on_where_they_were(run):
+    config = {"lr": tune.grid_search(RATES)}
+    paused = run(Net, config=config, scheduler=PauseOnce(), stop={"training_iteration": 3}).trials
+    straight = run(Net, config=config, stop={"training_iteration": 3}).trials
+    assert all(trial.last_result["loaded"] for trial in paused)
+    assert not any(trial.last_result["loaded"] for trial in straight)
+    assert [trial.last_result["loss"] for trial in paused] == [trial.last_result["loss"] for trial in straight]
+
+
+@pytest.mark.proof
+def test_hyperband_halves_its_brackets(run):
+    """Results of one bracket come apart: where two come at once, stock Tune may leave a trial paused for ever."""
+    scheduler = schedulers.HyperBandScheduler(metric="loss", mode="min", max_t=2, reduction_factor=2)
+    config = {"lr": tune.grid_search([1e-8, 1e-7, 1e-2, 2e-2]), "apart": True}
+    ended = run(Net, config=config, scheduler=scheduler).trials
+    assert {trial.status for trial in ended} == {"TERMINATED"}
+    assert sorted(trial.last_result["training_iteration"] for trial in ended) == [1, 2, 2, 2]
+
+
+def train(config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=config["lr"]))
+    for _ in range(5):
+        loss = model(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tune.report({"loss": loss.item()})
+
+
+def test_median_stopping_and_stoppers(run):
+    scheduler = schedulers.MedianStoppingRule(metric="loss", mode="min", grace_period=1, min_samples_required=2)
+    ended = run(
+        train, config={"lr": tune.grid_search(RATES)}, scheduler=scheduler, stop={"training_iteration": 4}
+    ).trials
+    assert max(trial.last_result["training_iteration"] for trial in ended) == 4
+
+
+def test_optuna_searches_with_as_many_trials_as_there_are_places(tmp_path):
+    from ray.tune.search.optuna import OptunaSearch
+
+    analysis = tune.run(
+        train,
+        resources=EXECUTOR,
+        config={"lr": tune.loguniform(1e-4, 1e-2)},
+        search_alg=OptunaSearch(metric="loss", mode="min", seed=0),
+        num_samples=4,
+        verbose=0,
+        reuse_actors=True,
+        storage_path=str(tmp_path),
+    )
+    assert len({trial.config["lr"] for trial in analysis.trials}) == 4
+    assert [trial.last_result["training_iteration"] for trial in analysis.trials] == [5] * 4
+
+
+def test_a_concurrency_limiter_is_the_users(tmp_path):
+    from ray.tune.search import ConcurrencyLimiter
+    from ray.tune.search.optuna import OptunaSearch
+
+    search = ConcurrencyLimiter(OptunaSearch(metric="loss", mode="min", seed=0), max_concurrent=1)
+    analysis = tune.run(
+        train, resources=EXECUTOR, config={"lr": tune.loguniform(1e-4, 1e-2)}, search_alg=search, num_samples=2,
+        verbose=0, storage_path=str(tmp_path),
+    )  # fmt: skip
+    assert len(analysis.trials) == 2
+
+
+def train_for_ever(config: dict[str, Any]) -> None:
+    while True:
+        train(config)
+
+
+def test_a_time_budget_ends_trials(run):
+    ended = run(train_for_ever, config={"lr": tune.grid_search([1e-3, 1e-2])}, time_budget_s=12).trials
+    assert {trial.status for trial in ended} == {"TERMINATED"}
+
+
+def fail_at_second(config: dict[str, Any]) -> None:
+    tune.report({"loss": 1.0})
+    if config["n"] == 0 and not Path(config["mended"]).exists():
+        raise OSError("until it is mended")
+    tune.report({"loss": 0.5})
+
+
+def test_a_failed_sweep_is_resumed(run, tmp_path):
+    config = {"n": tune.grid_search([0, 1]), "mended": str(tmp_path / "mended")}
+    first = run(fail_at_second, config=config, name="sweep", raise_on_failed_trial=False)
+    assert sorted(trial.status for trial in first.trials) == ["ERROR", "TERMINATED"]
+    Path(tmp_path, "mended").touch()
+    again = run(fail_at_second, config=config, name="sweep", resume="AUTO+ERRORED")
+    assert {(trial.status, trial.last_result["loss"]) for trial in again.trials} == {("TERMINATED", 0.5)}
+
+
+def test_fail_fast_ends_the_run(run, tmp_path):
+    config = {"n": tune.grid_search([0, 1, 1]), "mended": str(tmp_path / "mended")}
+    with pytest.raises(ray.tune.TuneError):
+        run(fail_at_second, config=config, fail_fast=True, max_concurrent_trials=1)
+
+
+def test_loggers_write_what_they_write_in_stock_tune(run):
+    (trial,) = run(train, config={"lr": 1e-3}).trials
+    folder = Path(trial.local_path)
+    assert {"result.json", "progress.csv", "params.json"} <= {path.name for path in folder.iterdir()}
+    assert list(folder.glob("events.out.tfevents*")), "for TensorBoard"
+
+
+def test_resources_that_change_are_refused(tmp_path):
+    def more(controller, trial, result, scheduler):
+        return tune.PlacementGroupFactory([{"CPU": 1}])
+
+    scheduler = schedulers.ResourceChangingScheduler(schedulers.FIFOScheduler(), more)
+    analysis = tune.run(
+        Net, resources=EXECUTOR, config={"lr": 1e-2}, scheduler=scheduler, stop={"training_iteration": 6}, verbose=0,
+        storage_path=str(tmp_path), raise_on_failed_trial=False,
+    )  # fmt: skip
+    (trial,) = analysis.trials
+    assert trial.status == "ERROR"
+    assert "ResourceChangingScheduler" in Path(trial.error_file).read_text()

@@ -36,6 +36,9 @@ class PoolKeeper:
         self._pools: dict[str, Any] = {}
         self._making: dict[str, asyncio.Lock] = {}
 
+    async def its_spec(self) -> PoolSpec:
+        return self._spec
+
     async def pool_on(self, node_id: str) -> Any:
         """The node's pool, an actor.
 
@@ -93,8 +96,10 @@ def keep_pools(spec: PoolSpec) -> None:
             "max_restarts": -1,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
         }
-        keeper: Any = ray.remote(PoolKeeper)
-        _keepers[key] = keeper.options(**options).remote(spec)
+        kind: Any = ray.remote(PoolKeeper)
+        _keepers[key] = kind.options(**options).remote(spec)
+    if spec.shared is not None and (its := ray.get(_keepers[key].its_spec.remote())) != spec:
+        raise ConfigError(f"the pool {spec.shared!r} is shared as its first job made it, {its}, not {spec}.")
 
 
 @contextmanager

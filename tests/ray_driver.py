@@ -1,4 +1,4 @@
-"""A driver of its own: `python ray_driver.py ADDRESS WHAT FOLDER`, for tests that interrupt or kill it."""
+"""A driver of its own: `python ray_driver.py ADDRESS FOLDER [POOL]`, for tests that interrupt or kill it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def long_step(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    address, folder = sys.argv[1:]
+    address, folder, *pool = sys.argv[1:]
     ray.init(address=address, log_to_driver=False)
     tune.run(
         long_step,
         config={"folder": folder, "n": tune.grid_search([0, 1])},
-        resources=HydraExecutor("256KiB", devices=["cpu"], concurrency=2),
+        resources=HydraExecutor("256KiB", devices=["cpu"], concurrency=4, pool=pool[0] if pool else None),
         storage_path=folder,
         verbose=0,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from ray.cluster_utils import Cluster
 
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
+from hydra_tune.integrations.messages import Order
 from hydra_tune.integrations.pool_keeper import report
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
@@ -156,3 +159,103 @@ def test_nothing_stays_of_a_driver_that_is_stopped_within_a_step(cluster, tmp_pa
     finally:
         driver.kill()
     wait_until(lambda: not [p for name in ("Pool", "long_step") for p in processes(name)], "no process is left", 30)
+
+
+# ---- several nodes, several jobs ----
+
+
+def several_steps(config: dict[str, Any]) -> None:
+    """Sixteen of them, which go on from the last checkpoint; says on which node."""
+    checkpoint = tune.get_checkpoint()
+    first = 0
+    if checkpoint:
+        with checkpoint.as_directory() as folder:
+            first = int(Path(folder, "step").read_text()) + 1
+    torch.manual_seed(config["n"])
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(first, 16):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        node = ray.get_runtime_context().get_node_id()
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "step").write_text(str(step))
+            metrics = {"step": step, "node": node, "pool": os.getpid()}
+            tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder))
+        time.sleep(config.get("rest_s", 0))
+
+
+@pytest.fixture
+def three_nodes():
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    others = [own.add_node(num_cpus=1) for _ in range(2)]
+    ray.init(address=own.address, log_to_driver=False)
+    yield own, others
+    ray.shutdown()
+    own.shutdown()
+
+
+@pytest.mark.proof
+def test_every_node_has_a_pool_and_one_that_dies_takes_no_history_along(three_nodes, tmp_path):
+    cluster, others = three_nodes
+    executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=2)
+    head = ray.get_runtime_context().get_node_id()
+    lost: list[str] = []
+
+    class LoseNode(ray.tune.Callback):
+        def on_trial_result(self, iteration, trials, trial, result, **info):
+            if not lost and result["step"] == 6 and result["node"] != head:
+                lost.append(result["node"])
+                (node,) = (node for node in others if node.node_id == result["node"])
+                cluster.remove_node(node, allow_graceful=False)
+                cluster.add_node(num_cpus=1)
+
+    proxy = hydra_tune.trainable(several_steps, executor)
+    ended = ray.tune.run(
+        proxy, config={"n": tune.grid_search(list(range(6))), "rest_s": 0.5}, verbose=0, max_failures=3,
+        storage_path=str(tmp_path), callbacks=[LoseNode()],
+    ).trials  # fmt: skip
+    assert lost
+    histories = [
+        [json.loads(line) for line in Path(trial.local_path, "result.json").read_text().splitlines()] for trial in ended
+    ]
+    assert len({result["node"] for history in histories for result in history}) >= 3
+    for history in histories:
+        steps = [result["step"] for result in history]
+        assert sorted(set(steps)) == list(range(16)), "whole"
+        assert len(steps) <= 17, "no step but the last before the loss is repeated"
+
+
+def test_a_pool_is_its_jobs_own(job, tmp_path):
+    executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
+    ray.tune.run(hydra_tune.trainable(several_steps, executor), config={"n": 0}, verbose=0, storage_path=str(tmp_path))
+    keeper = ray.get_actor(executor.spec.name)
+    pool = ray.get(keeper.pool_on.remote(ray.get_runtime_context().get_node_id()))
+    order = Order("an attempt", "another job", b"", {}, {"trial_id": "t", "trial_name": "t"})
+    with pytest.raises(PermissionError, match="a pool runs code of its own Ray job"):
+        ray.get(pool.begin.remote(order))
+    address, name = ray.get_runtime_context().gcs_address, executor.spec.name
+    elsewhere = f"import ray; ray.init(address={address!r}); ray.get_actor({name!r})"
+    other = subprocess.run([sys.executable, "-c", elsewhere], capture_output=True, text=True)
+    assert other.returncode != 0 and "Failed to look up actor" in other.stderr
+
+
+def test_jobs_that_ask_for_it_share_a_pool(cluster, tmp_path):
+    driver = subprocess.Popen([sys.executable, str(HERE / "ray_driver.py"), cluster.address, str(tmp_path), "shared"])
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("under way*"))) == 2, "both trials are under way")
+        ray.init(address=cluster.address, log_to_driver=False)
+        executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=4, pool="shared")
+        (trial,) = ray.tune.run(
+            hydra_tune.trainable(several_steps, executor), config={"n": 0}, verbose=0, storage_path=str(tmp_path)
+        ).trials
+        assert [process.pid for process in processes("PoolActor")] == [trial.last_result["pool"]]
+        other = HydraExecutor("1MiB", devices=["cpu"], concurrency=4, pool="shared")
+        with pytest.raises(hydra_tune.ConfigError, match="is shared as its first job made it"):
+            ray.tune.run(hydra_tune.trainable(several_steps, other), verbose=0, storage_path=str(tmp_path))
+    finally:
+        ray.shutdown()
+        driver.kill()
+    wait_until(lambda: not processes("Pool"), "no process is left", 30)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,35 @@ def test_resources_that_change_are_refused(tmp_path):
     (trial,) = analysis.trials
     assert trial.status == "ERROR"
     assert "ResourceChangingScheduler" in Path(trial.error_file).read_text()
+
+
+@pytest.mark.proof
+def test_asha_over_trials_none_of_which_fits_finds_what_stock_tune_finds(run, tmp_path):
+    rates = random.Random(0).sample([10 ** (-6 + i / 8) for i in range(32)], 32)
+
+    def sweep(go: Any, train: Any, **options: Any) -> Any:
+        scheduler = schedulers.ASHAScheduler(metric="loss", mode="min", grace_period=1, reduction_factor=2, max_t=5)
+        return go(train, config={"lr": tune.grid_search(rates)}, scheduler=scheduler, reuse_actors=True, **options)
+
+    ours = sweep(run, train)
+    stock = sweep(ray.tune.run, train_plainly, verbose=0, storage_path=str(tmp_path / "stock"))
+    assert {trial.status for trial in ours.trials} == {"TERMINATED"}
+    stopped = [trial for trial in ours.trials if trial.last_result["training_iteration"] < 5]
+    assert len(stopped) >= 8, "pruned"
+    (pool,) = report(EXECUTOR).values()
+    assert not any(trial["resident"] for trial in pool["trials"]), "none fits"
+    bests = [analysis.get_best_trial("loss", "min") for analysis in (ours, stock)]
+    assert bests[0].config == bests[1].config
+    assert bests[0].last_result["loss"] == pytest.approx(bests[1].last_result["loss"], rel=1e-6)
+
+
+def train_plainly(config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+    for _ in range(5):
+        loss = model(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tune.report({"loss": loss.item()})

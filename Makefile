@@ -21,7 +21,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 proof: $(READY)
 	$(BIN)/python -m pytest -m proof
@@ -39,6 +39,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.prediction
 	$(BIN)/python -m benchmarks.runner
 	$(BIN)/python -m benchmarks.search
+	$(BIN)/python -m benchmarks.ray_tune
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

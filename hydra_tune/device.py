@@ -334,3 +334,14 @@ def _cuda_free_bytes(device: torch.device) -> int:
     except Exception as error:  # every NVML field may be missing: no driver library, MIG, a container
         logger.info("NVML has no answer for %s (%s); asking CUDA", device, error)
         return int(torch.cuda.mem_get_info(device)[0])
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether this error has spoilt CUDA for the process: then every call fails from here on."""
+    if isinstance(error, torch.OutOfMemoryError) or "CUDA error" not in str(error) or not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

@@ -17,19 +17,24 @@ from collections.abc import Callable
 from typing import Any
 
 from hydra_tune.context import Context, TrialContext
+from hydra_tune.device import is_lost
 from hydra_tune.errors import TrialStopped, clear_frames
 from hydra_tune.integrations.messages import Ended, Message, Order, Raised, Reported, Stopped
 from hydra_tune.pool import ShardPool
 
 
 class Attempt:
-    """`work` is called in the trial's thread, with this. Made within the event loop."""
+    """`work` is called in the trial's thread, with this; `on_lost`, if it ends by an error after which the process can
+    use its devices no more. Made within the event loop."""
 
-    def __init__(self, pool: ShardPool, order: Order, work: Callable[[Attempt], Any]) -> None:
+    def __init__(
+        self, pool: ShardPool, order: Order, work: Callable[[Attempt], Any], on_lost: Callable[[], None]
+    ) -> None:
         self.order = order
         self.seen_s = time.monotonic()  # its proxy
         self._pool = pool
         self._work = work
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._messages: deque[Message] = deque()
@@ -126,6 +131,8 @@ class Attempt:
                 return Stopped(str(stop))
             return Raised.of(RuntimeError(f"the trial was stopped, though Tune has not asked for it: {stop}."), "")
         except BaseException as error:
+            if is_lost(error):
+                self._on_lost()
             text = "".join(traceback.format_exception(error))
             clear_frames(error)
             return Raised.of(error, text)

@@ -7,6 +7,9 @@ anew.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import sys
 import time
 from typing import Any
 
@@ -15,6 +18,9 @@ from hydra_tune.integrations.pool_spec import PoolSpec
 
 POLL_S = 5.0  # a message is awaited for so long before the proxy asks anew
 SILENCE_S = 10.0  # a proxy that is not heard of for longer is dead
+LAST_WORDS_S = 1.0
+GIL_S = 0.001  # for which a computing thread has it, while a report waits
+logger = logging.getLogger("hydra_tune")
 
 
 class PoolActor:
@@ -28,6 +34,7 @@ class PoolActor:
         from hydra_tune.pool import ShardPool
 
         torch.set_num_threads(num_threads)
+        sys.setswitchinterval(GIL_S)
         pool_session.install()
         self._pool = ShardPool(**spec.arguments)
         self._job = None if spec.shared else job
@@ -49,14 +56,15 @@ class PoolActor:
                 "HydraExecutor(pool=...) in both."
             )
         if self._reaper is None:
-            self._reaper = asyncio.get_running_loop().create_task(self._reap())
+            self._loop = asyncio.get_running_loop()
+            self._reaper = self._loop.create_task(self._reap())
         live = [attempt for attempt in self._attempts.values() if attempt.is_alive]
         former = [attempt for attempt in live if attempt.order.trial_id == order.trial_id]
         for attempt in former:
             attempt.stop("another attempt of this trial has begun")
         if len(live) - len(former) >= self._places:
             return False
-        attempt = Attempt(self._pool, order, train)
+        attempt = Attempt(self._pool, order, train, self._start_anew)
         self._attempts[order.attempt] = attempt
         attempt.start()
         return True
@@ -93,6 +101,11 @@ class PoolActor:
         """`ShardPool.report`, and how many trials live."""
         live = sum(attempt.is_alive for attempt in self._attempts.values())
         return {"live": live, **await asyncio.to_thread(self._pool.report)}
+
+    def _start_anew(self) -> None:
+        """From any thread: in a new process, once the trial has been heard of."""
+        logger.error("a device is lost to this process: it ends, and a new one begins")
+        self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORDS_S, os._exit, 1)
 
     def _of(self, name: str) -> Any:
         attempt = self._attempts.get(name)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import ActorUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hydra_tune.errors import ConfigError
@@ -67,11 +68,12 @@ class PoolKeeper:
         pool = actor.remote(spec, job, spec.places(gpus), threads)
         try:
             await asyncio.wait_for(pool.is_ready.remote(), START_S)
-        except asyncio.TimeoutError:
+        except (asyncio.TimeoutError, ActorUnschedulableError):
             ray.kill(pool)
             raise ConfigError(
-                f"a pool owns the devices of its node, {spec.num_gpus(gpus)} GPUs, but it could not have them within "
-                f"{START_S:.0f} s: other actors or tasks of this cluster hold them. End those, or name devices="
+                f"a pool owns its node's devices, {spec.num_gpus(gpus)} GPUs here, but it could not have them within "
+                f"{START_S:.0f} s: of the node's {gpus}, others of this cluster hold some. End those, or name fewer "
+                "(HydraExecutor(devices=...))."
             ) from None
         return pool
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def kill_and_go_on(pid: int, folder: Path) -> None:
     Path(folder, "go on").touch()
 
 
+@pytest.mark.proof
 def test_a_killed_proxys_trial_starts_again_and_the_former_attempt_ends(job, tmp_path):
     executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
     watch = OnResult(4, lambda result: kill_and_go_on(result["pid"], tmp_path))
@@ -120,6 +122,7 @@ def test_a_killed_proxys_trial_starts_again_and_the_former_attempt_ends(job, tmp
     assert (pool["live"], pool["devices"][0]["used_bytes"]) == (0, 0)
 
 
+@pytest.mark.proof
 def test_a_killed_proxy_is_noticed(job, tmp_path):
     executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
     watch = OnResult(4, lambda result: os.kill(result["pid"], signal.SIGKILL))
@@ -141,6 +144,7 @@ def test_trials_of_a_killed_pool_start_again_in_a_new_one(job, tmp_path):
     assert (pool["live"], pool["devices"][0]["used_bytes"]) == (0, 0)
 
 
+@pytest.mark.proof
 def test_a_killed_pool_without_max_failures_is_an_error_that_says_so(job, tmp_path):
     executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
     watch = OnResult(2, lambda result: kill_and_go_on(result["pool"], tmp_path))
@@ -149,7 +153,65 @@ def test_a_killed_pool_without_max_failures_is_an_error_that_says_so(job, tmp_pa
     assert "PoolLostError: the pool's process has died" in Path(trial.error_file).read_text()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def lose_device(config: dict[str, Any]) -> dict[str, Any]:
+    from hydra_tune.integrations import attempt
+
+    attempt.is_lost = lambda error: "CUDA error" in str(error)  # what a GPU would say
+    marker = Path(config["folder"], "lost")
+    if not marker.exists():
+        marker.write_text(str(os.getpid()))
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return {"lost": int(marker.read_text()), "pool": os.getpid()}
+
+
+@pytest.mark.proof
+def test_a_lost_device_ends_the_pools_process_and_the_trial_starts_again_in_a_new_one(job, tmp_path):
+    executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
+    (trial,) = ray.tune.run(
+        hydra_tune.trainable(lose_device, executor), config={"folder": str(tmp_path)}, verbose=0, max_failures=3,
+        storage_path=str(tmp_path / "results"),
+    ).trials  # fmt: skip
+    wait_until(lambda: not psutil.pid_exists(trial.last_result["lost"]), "the former process is gone")
+    assert trial.last_result["lost"] != trial.last_result["pool"]
+
+
+def stop_oneself(config: dict[str, Any]) -> None:
+    raise hydra_tune.TrialStopped("of its own")
+
+
+def test_a_stop_that_nobody_asked_for_is_an_error(job, tmp_path):
+    executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
+    assert "though Tune has not asked for it" in error_of(executor, tmp_path)
+
+
+def test_a_pool_whose_devices_do_not_exist_says_so(job, tmp_path):
+    executor = HydraExecutor("256KiB", devices=["cuda:0"], concurrency=1)
+    assert "of the node's 0, others" in error_of(executor, tmp_path)
+
+
+def error_of(executor: HydraExecutor, tmp_path: Path) -> str:
+    (trial,) = ray.tune.run(
+        hydra_tune.trainable(stop_oneself, executor), verbose=0, storage_path=str(tmp_path), raise_on_failed_trial=False
+    ).trials
+    assert trial.status == "ERROR"
+    return Path(trial.error_file).read_text()
+
+
+@pytest.mark.proof
+def test_a_pool_whose_devices_are_taken_says_so(tmp_path):
+    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False})
+    try:
+        ray.init(address=own.address, log_to_driver=False)
+        taker = ray.remote(num_gpus=1)(Counter).remote()
+        ray.get(taker.total.remote())
+        executor = HydraExecutor("256KiB", devices="cuda:0", concurrency=1)
+        assert "could not have them within 60 s: of the node's 1, others" in error_of(executor, tmp_path)
+    finally:
+        ray.shutdown()
+        own.shutdown()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.proof)])
 def test_nothing_stays_of_a_driver_that_is_stopped_within_a_step(cluster, tmp_path, how):
     driver = subprocess.Popen([sys.executable, str(HERE / "ray_driver.py"), cluster.address, str(tmp_path)])
     try:
@@ -228,6 +290,7 @@ def test_every_node_has_a_pool_and_one_that_dies_takes_no_history_along(three_no
         assert len(steps) <= 17, "no step but the last before the loss is repeated"
 
 
+@pytest.mark.proof
 def test_a_pool_is_its_jobs_own(job, tmp_path):
     executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
     ray.tune.run(hydra_tune.trainable(several_steps, executor), config={"n": 0}, verbose=0, storage_path=str(tmp_path))
@@ -242,6 +305,7 @@ def test_a_pool_is_its_jobs_own(job, tmp_path):
     assert other.returncode != 0 and "Failed to look up actor" in other.stderr
 
 
+@pytest.mark.proof
 def test_jobs_that_ask_for_it_share_a_pool(cluster, tmp_path):
     driver = subprocess.Popen([sys.executable, str(HERE / "ray_driver.py"), cluster.address, str(tmp_path), "shared"])
     try:

@@ -158,6 +158,7 @@ def train(config: dict[str, Any]) -> None:
         tune.report({"loss": loss.item()})
 
 
+@pytest.mark.proof
 def test_median_stopping_and_stoppers(run):
     scheduler = schedulers.MedianStoppingRule(metric="loss", mode="min", grace_period=1, min_samples_required=2)
     ended = run(
@@ -166,6 +167,7 @@ def test_median_stopping_and_stoppers(run):
     assert max(trial.last_result["training_iteration"] for trial in ended) == 4
 
 
+@pytest.mark.proof
 def test_optuna_searches_with_as_many_trials_as_there_are_places(tmp_path):
     from ray.tune.search.optuna import OptunaSearch
 
@@ -183,6 +185,7 @@ def test_optuna_searches_with_as_many_trials_as_there_are_places(tmp_path):
     assert [trial.last_result["training_iteration"] for trial in analysis.trials] == [5] * 4
 
 
+@pytest.mark.proof
 def test_a_concurrency_limiter_is_the_users(tmp_path):
     from ray.tune.search import ConcurrencyLimiter
     from ray.tune.search.optuna import OptunaSearch
@@ -200,6 +203,7 @@ def train_for_ever(config: dict[str, Any]) -> None:
         train(config)
 
 
+@pytest.mark.proof
 def test_a_time_budget_ends_trials(run):
     ended = run(train_for_ever, config={"lr": tune.grid_search([1e-3, 1e-2])}, time_budget_s=12).trials
     assert {trial.status for trial in ended} == {"TERMINATED"}
@@ -212,6 +216,7 @@ def fail_at_second(config: dict[str, Any]) -> None:
     tune.report({"loss": 0.5})
 
 
+@pytest.mark.proof
 def test_a_failed_sweep_is_resumed(run, tmp_path):
     config = {"n": tune.grid_search([0, 1]), "mended": str(tmp_path / "mended")}
     first = run(fail_at_second, config=config, name="sweep", raise_on_failed_trial=False)
@@ -221,12 +226,14 @@ def test_a_failed_sweep_is_resumed(run, tmp_path):
     assert {(trial.status, trial.last_result["loss"]) for trial in again.trials} == {("TERMINATED", 0.5)}
 
 
+@pytest.mark.proof
 def test_fail_fast_ends_the_run(run, tmp_path):
     config = {"n": tune.grid_search([0, 1, 1]), "mended": str(tmp_path / "mended")}
     with pytest.raises(ray.tune.TuneError):
         run(fail_at_second, config=config, fail_fast=True, max_concurrent_trials=1)
 
 
+@pytest.mark.proof
 def test_loggers_write_what_they_write_in_stock_tune(run):
     (trial,) = run(train, config={"lr": 1e-3}).trials
     folder = Path(trial.local_path)

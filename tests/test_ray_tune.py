@@ -92,7 +92,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("together", [1, 6])
+@pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.proof), 6])
 def test_numbers_are_those_of_plain_pytorch_alone_and_in_company(run, executor, together, two_threads):
     """In one process, and nothing of them is left there."""
     ended = run(train_steps, config={"seed": tune.grid_search(list(range(together)))}).trials
@@ -113,6 +113,7 @@ def fail_once(config: dict[str, Any]) -> dict[str, Any]:
     return {"first": first}
 
 
+@pytest.mark.proof
 def test_without_a_seed_trials_differ_and_attempts_of_one_do_not(run, tmp_path):
     markers = [str(tmp_path / name) for name in "ab"]
     ended = run(fail_once, config={"marker": tune.grid_search(markers)}, max_failures=1).trials
@@ -146,6 +147,7 @@ def train_reporting(config: dict[str, Any]) -> None:
         tune.report({"loss": loss})
 
 
+@pytest.mark.proof
 def test_a_tuner_takes_resources(tmp_path):
     tuner = tune.Tuner(
         train_reporting,
@@ -199,6 +201,7 @@ def count(config, data):
     return {"length": len(data)}
 
 
+@pytest.mark.proof
 def test_generators_outputs_and_parameters(run):
     (trial,) = run(generate).trials
     assert trial.last_result["_metric"] == 2.5 and trial.last_result["training_iteration"] == 2
@@ -263,6 +266,7 @@ def test_classes_train_in_the_pool(run, executor):
     assert_empty(executor)
 
 
+@pytest.mark.proof
 def test_schedulers_stop_trials_and_nothing_is_left(run, executor):
     scheduler = ray.tune.schedulers.ASHAScheduler(
         metric="loss", mode="min", grace_period=1, reduction_factor=2, max_t=4

@@ -1,18 +1,12 @@
-"""One attempt of a Tune trial, in the pool's process: a thread that trains, and what it has to say to its proxy.
-
-The thread speaks by posting messages, and waits where Tune decides (after a report, for a trainable's next method); the
-proxy takes them by long polls in the pool's event loop.
-"""
+"""One attempt of a Tune trial, in the pool's process: a thread that trains, and what it has to say to its proxy. It
+waits where Tune decides: after a report, and for a trainable's next method."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import queue
 import threading
-import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,24 +14,22 @@ from hydra_tune.context import Context, TrialContext
 from hydra_tune.device import is_lost
 from hydra_tune.errors import TrialStopped, clear_frames
 from hydra_tune.integrations.messages import Ended, Message, Order, Raised, Reported, Stopped
+from hydra_tune.integrations.pool_lines import Line
 from hydra_tune.pool import ShardPool
 
 
 class Attempt:
     """`work` is called in the trial's thread, with this; `on_lost`, if it ends by an error after which the process can
-    use its devices no more. Made within the event loop."""
+    use its devices no more."""
 
     def __init__(
-        self, pool: ShardPool, order: Order, work: Callable[[Attempt], Any], on_lost: Callable[[], None]
+        self, pool: ShardPool, order: Order, line: Line, work: Callable[[Attempt], Any], on_lost: Callable[[], None]
     ) -> None:
         self.order = order
-        self.seen_s = time.monotonic()  # its proxy
         self._pool = pool
+        self._line = line
         self._work = work
         self._on_lost = on_lost
-        self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
-        self._messages: deque[Message] = deque()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of Tune, for which the thread waits
         self._stop_reason = ""  # if it was asked to
         self._context: Context | None = None
@@ -51,31 +43,16 @@ class Attempt:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    # ---- in the event loop ----
+    # ---- from other threads ----
 
-    async def take(self, timeout_s: float) -> list[Message]:
-        """What it has said since; nothing, if it says nothing for so long."""
-        self.seen_s = time.monotonic()
-        try:
-            await asyncio.wait_for(self._news.wait(), timeout_s)
-        except asyncio.TimeoutError:
-            return []
-        finally:
-            self.seen_s = time.monotonic()
-        with self._lock:
-            self._news.clear()
-            taken = list(self._messages)
-            self._messages.clear()
-        return taken
-
-    def answer(self, value: Any = None) -> None:
+    def answer(self, value: Any) -> None:
         """The thread goes on."""
         self._answers.put(value)
 
     def stop(self, reason: str) -> None:
         """At its next task boundary, or where it waits."""
         with self._lock:
-            self._stop_reason, context = reason, self._context
+            self._stop_reason, context = self._stop_reason or reason, self._context
         if context is not None:
             context.stop(reason)
         self._answers.put(None)
@@ -83,9 +60,7 @@ class Attempt:
     # ---- in its thread ----
 
     def say(self, message: Message) -> None:
-        with self._lock:
-            self._messages.append(message)
-        self._loop.call_soon_threadsafe(self._news.set)
+        self._line.say(message)
 
     def await_answer(self) -> Any:
         """Of Tune.
@@ -114,7 +89,10 @@ class Attempt:
     def _run(self) -> None:
         outcome = self._outcome()
         self._work, self._context = _nothing, None
-        self.say(outcome)
+        try:
+            self.say(outcome)
+        except Exception as error:  # what cannot be pickled
+            self.say(Raised.of(error, ""))
 
     def _outcome(self) -> Message:
         try:

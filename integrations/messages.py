@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ray import cloudpickle
 
+# ---- of the proxy ------------------------------------------------------------------------------------
+
 
 class Order(NamedTuple):
     """What a pool is to run. `attempt` is new each time Tune starts a trial, `payload` a pickled function or class;
@@ -26,6 +28,30 @@ class Order(NamedTuple):
         return str(self.surroundings["trial_name"])
 
 
+class GoOn(NamedTuple):
+    """From where it reported."""
+
+
+class Call(NamedTuple):
+    """A method of a trainable."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class Stop(NamedTuple):
+    reason: str
+
+
+# ---- of the pool -------------------------------------------------------------------------------------
+
+
+class Begun(NamedTuple):
+    """The order is carried out; or not, for want of a place."""
+
+    has_begun: bool
+
+
 class Reported(NamedTuple):
     """The trial waits until it is told to go on."""
 
@@ -39,7 +65,7 @@ class Printed(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """A method of a trainable."""
+    """By a method of a trainable."""
 
     value: Any
 
@@ -69,4 +95,4 @@ class Raised(NamedTuple):
         return cls(pickled, text)
 
 
-Message: TypeAlias = Reported | Printed | Returned | Ended | Stopped | Raised
+Message: TypeAlias = Begun | Reported | Printed | Returned | Ended | Stopped | Raised

@@ -40,8 +40,8 @@ class PoolKeeper:
     async def its_spec(self) -> PoolSpec:
         return self._spec
 
-    async def pool_on(self, node_id: str) -> Any:
-        """The node's pool, an actor.
+    async def line_on(self, node_id: str) -> tuple[Any, bytes]:
+        """Where a proxy finds the node's pool, and by which key; of its new process, if the former one has died.
 
         Raises:
             ConfigError: its devices are not to be had, or it could not be made.
@@ -49,7 +49,8 @@ class PoolKeeper:
         async with self._making.setdefault(node_id, asyncio.Lock()):
             if node_id not in self._pools:
                 self._pools[node_id] = await self._made_on(node_id)
-        return self._pools[node_id]
+        line: tuple[Any, bytes] = await self._pools[node_id].line.remote()
+        return line
 
     async def _made_on(self, node_id: str) -> Any:
         node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
@@ -58,7 +59,7 @@ class PoolKeeper:
             "num_cpus": 0,
             "num_gpus": spec.num_gpus(gpus),
             "max_restarts": -1,
-            "max_concurrency": 1000,
+            "max_task_retries": -1,  # its methods only tell
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
             "runtime_env": {"env_vars": {"RAY_CHDIR_TO_TRIAL_DIR": "0"}},
         }
@@ -67,7 +68,7 @@ class PoolKeeper:
         actor: Any = ray.remote(**options)(PoolActor)
         pool = actor.remote(spec, job, spec.places(gpus), threads)
         try:
-            await asyncio.wait_for(pool.is_ready.remote(), START_S)
+            await asyncio.wait_for(pool.line.remote(), START_S)
         except (asyncio.TimeoutError, ActorUnschedulableError):
             ray.kill(pool)
             raise ConfigError(

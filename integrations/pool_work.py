@@ -35,7 +35,7 @@ def _serve(attempt: Attempt, kind: Any, session: TrialSession) -> None:
     try:
         while True:
             attempt.say(Returned(value))
-            method, arguments = attempt.await_answer()
-            value = getattr(trainable, method)(*arguments)
+            call = attempt.await_answer()
+            value = getattr(trainable, call.method)(*call.arguments)
     finally:
         trainable.stop()

@@ -11,6 +11,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +131,7 @@ def test_a_killed_proxy_is_noticed(job, tmp_path):
     (trial,) = sweep(executor, tmp_path, callbacks=[watch]).trials
     assert trial.status == "ERROR"
     Path(tmp_path, "go on").touch()
-    wait_until(lambda: next(iter(report(executor).values()))["live"] == 0, "its attempt ends", 30)
+    wait_until(lambda: next(iter(report(executor).values()))["live"] == 0, "its attempt ends", 10)
     (pool,) = report(executor).values()
     assert pool["devices"][0]["used_bytes"] == 0
 
@@ -295,10 +297,14 @@ def test_a_pool_is_its_jobs_own(job, tmp_path):
     executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
     ray.tune.run(hydra_tune.trainable(several_steps, executor), config={"n": 0}, verbose=0, storage_path=str(tmp_path))
     keeper = ray.get_actor(executor.spec.name)
-    pool = ray.get(keeper.pool_on.remote(ray.get_runtime_context().get_node_id()))
+    address, key = ray.get(keeper.line_on.remote(ray.get_runtime_context().get_node_id()))
+    line = Client(address, authkey=key)
     order = Order("an attempt", "another job", b"", {}, {"trial_id": "t", "trial_name": "t"})
-    with pytest.raises(PermissionError, match="a pool runs code of its own Ray job"):
-        ray.get(pool.begin.remote(order))
+    line.send_bytes(ray.cloudpickle.dumps(order))
+    error = ray.cloudpickle.loads(ray.cloudpickle.loads(line.recv_bytes()).error)
+    assert isinstance(error, PermissionError) and "a pool runs code of its own Ray job" in str(error)
+    with pytest.raises(AuthenticationError):
+        Client(address, authkey=b"another")
     address, name = ray.get_runtime_context().gcs_address, executor.spec.name
     elsewhere = f"import ray; ray.init(address={address!r}); ray.get_actor({name!r})"
     other = subprocess.run([sys.executable, "-c", elsewhere], capture_output=True, text=True)

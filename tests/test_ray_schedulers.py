@@ -92,8 +92,8 @@ class Net(ray.tune.Trainable):
         assert self.loaded == Path(checkpoint, "digest").read_text(), "bit for bit"
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        for group in self.optimizer.param_groups:
-            group["lr"] = new_config["lr"]
+        hydra_tune.release(self.model)
+        self.setup(new_config)
         return True
 
 

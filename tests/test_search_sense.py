@@ -227,6 +227,7 @@ def test_of_trials_that_report_first_at_once_one_warns_and_optunas_verbosity_sta
     def objective(trial):
         level.wait()
         trial.report(1.0, 1)
+        level.wait()  # nobody has finished while it is rehearsed
         return 0.0
 
     before = optuna.logging.get_verbosity()

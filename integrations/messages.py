@@ -37,6 +37,7 @@ class Call(NamedTuple):
 
     method: str
     arguments: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 class Stop(NamedTuple):

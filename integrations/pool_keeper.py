@@ -68,7 +68,7 @@ class PoolKeeper:
         actor: Any = ray.remote(**options)(PoolActor)
         pool = actor.remote(spec, job, spec.places(gpus), threads)
         try:
-            await asyncio.wait_for(pool.line.remote(), START_S)
+            await asyncio.wait_for(asyncio.shield(pool.line.remote()), START_S)
         except (asyncio.TimeoutError, ActorUnschedulableError):
             ray.kill(pool)
             raise ConfigError(

@@ -103,13 +103,13 @@ class PoolLink:
             elif isinstance(said, Stopped):
                 return
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Of the attempt's trainable, in its thread.
 
         Raises:
             Exception: what the method raised.
         """
-        self._say(Call(method, arguments))
+        self._say(Call(method, arguments, options))
         return self.await_value()
 
     def await_value(self) -> Any:

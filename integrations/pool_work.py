@@ -36,6 +36,6 @@ def _serve(attempt: Attempt, kind: Any, session: TrialSession) -> None:
         while True:
             attempt.say(Returned(value))
             call = attempt.await_answer()
-            value = getattr(trainable, call.method)(*call.arguments)
+            value = getattr(trainable, call.method)(*call.arguments, **call.options)
     finally:
         trainable.stop()

@@ -155,7 +155,7 @@ def _class_proxy(train: type, spec: PoolSpec) -> type:
             return self._link.call("export_model", export_formats, export_dir)
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
-            return bool(self._link.call("reset", self._with_info(new_config), self._storage))
+            return bool(self._link.call("reset", self._with_info(new_config), storage=self._storage))
 
         def cleanup(self) -> None:
             self._link.stop("Tune has stopped the trial")

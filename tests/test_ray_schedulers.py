@@ -33,7 +33,7 @@ EXECUTOR = HydraExecutor("256KiB", devices=["cpu"], concurrency=4)
 @pytest.fixture(scope="module", autouse=True)
 def _cluster():
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -30,12 +30,24 @@ def train(attempt: Attempt) -> Any:
 
 def _serve(attempt: Attempt, kind: Any, session: TrialSession) -> None:
     """Until Tune stops the trial."""
-    trainable = kind(config=attempt.order.config, storage=session.storage)
+    quiet = _no_logger(kind, session)
+    trainable = kind(config=attempt.order.config, storage=session.storage, **quiet)
     value: Any = None
     try:
         while True:
             attempt.say(Returned(value))
             call = attempt.await_answer()
-            value = getattr(trainable, call.method)(*call.arguments, **call.options)
+            options = {**call.options, **quiet} if call.method == "reset" else call.options
+            value = getattr(trainable, call.method)(*call.arguments, **options)
     finally:
         trainable.stop()
+
+
+def _no_logger(kind: Any, session: TrialSession) -> dict[str, Any]:
+    """For older Rays, whose trainables log their results themselves: the proxy's does."""
+    if "logger_creator" not in inspect.signature(kind.reset).parameters:
+        return {}
+    from ray.tune import logger
+
+    loggers: Any = logger
+    return {"logger_creator": lambda config: loggers.NoopLogger(config, session.trial_dir)}

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hydra_tune.cost import ADAMW_BYTES_PER_WEIGHT, CostModel
-from hydra_tune.device import Device, open_devices
+from hydra_tune.device import Device
+from hydra_tune.devices import open_devices
 from hydra_tune.pool import ShardPool
 from hydra_tune.preparation import prepare, release
 

@@ -23,7 +23,8 @@ from hydra_tune import events as e
 from hydra_tune import timeline, workload
 from hydra_tune.config import ALIGNMENT_BYTES, format_bytes
 from hydra_tune.copier import Copier
-from hydra_tune.device import Device, host_bytes_for, open_devices
+from hydra_tune.device import Device
+from hydra_tune.devices import host_bytes_for, open_devices
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.mode import TrialMode

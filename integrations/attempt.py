@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hydra_tune.context import Context, TrialContext
-from hydra_tune.device import is_lost
+from hydra_tune.cuda_device import is_lost
 from hydra_tune.errors import TrialStopped, clear_frames
 from hydra_tune.integrations.messages import Ended, Message, Order, Raised, Reported, Stopped
 from hydra_tune.integrations.pool_lines import Line

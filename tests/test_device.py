@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import hydra_tune
-from hydra_tune import device as device_module
-from hydra_tune.device import CpuDevice, host_free_bytes
+from hydra_tune import cuda_device, devices
+from hydra_tune.cuda_device import cuda_free_bytes
+from hydra_tune.device import CpuDevice
+from hydra_tune.devices import host_free_bytes
 
 
 def test_auto_memory_on_the_cpu_is_a_quarter_of_what_is_left(monkeypatch):
-    monkeypatch.setattr(device_module, "host_free_bytes", lambda: 800 << 20)
+    monkeypatch.setattr(devices, "host_free_bytes", lambda: 800 << 20)
     assert hydra_tune.ShardPool("cpu").devices[0].budget_bytes == 200 << 20
     assert [d.budget_bytes for d in hydra_tune.ShardPool(["cpu", "cpu"]).devices] == [100 << 20] * 2
 
@@ -22,7 +24,7 @@ def test_the_cgroup_limits_what_is_left(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 50\n")
-    monkeypatch.setattr(device_module, "_cgroup_folders", lambda: [tmp_path])
+    monkeypatch.setattr(devices, "_cgroup_folders", lambda: [tmp_path])
     assert host_free_bytes() == 350
     (tmp_path / "memory.max").write_text("max\n")
     assert host_free_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
@@ -43,9 +45,9 @@ def test_nvml_may_miss_anything(monkeypatch, gone):
     cuda = types.SimpleNamespace(
         get_device_properties=lambda device: types.SimpleNamespace(uuid="abc"), mem_get_info=lambda device: (3000, 9000)
     )
-    monkeypatch.setattr(device_module.torch, "cuda", cuda)
+    monkeypatch.setattr(cuda_device.torch, "cuda", cuda)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert device_module._cuda_free_bytes(torch.device("cuda", 0)) == 5000
+    assert cuda_free_bytes(torch.device("cuda", 0)) == 5000
     if gone == "module":
         monkeypatch.setitem(sys.modules, "pynvml", None)
     elif gone == "init":
@@ -54,7 +56,7 @@ def test_nvml_may_miss_anything(monkeypatch, gone):
         nvml.nvmlDeviceGetHandleByUUID = fail
     else:
         nvml.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace()
-    assert device_module._cuda_free_bytes(torch.device("cuda", 0)) == 3000
+    assert cuda_free_bytes(torch.device("cuda", 0)) == 3000
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,9 @@ def test_the_pure_column_knows_no_torch_thread_or_clock(name):
         assert f"from {module}" not in source
 
 
-def test_only_device_names_cuda_or_nvml():
+def test_only_devices_name_cuda_or_nvml():
     """`random_state` swaps CUDA's default generators as well, and must name them."""
-    allowed = {"device.py", "random_state.py"}
+    allowed = {"cuda_device.py", "devices.py", "random_state.py"}
     for path in (ROOT / "hydra_tune").glob("*.py"):
         if path.name not in allowed:
             assert "torch.cuda" not in path.read_text(), path.name

@@ -1,0 +1,129 @@
+"""Which devices a pool has, and how much of each and of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from hydra_tune.config import format_bytes, parse_bytes
+from hydra_tune.cuda_device import CudaDevice, cuda_free_bytes
+from hydra_tune.device import CpuDevice, Device
+from hydra_tune.errors import ConfigError
+
+CUDA_MARGIN_BYTES = 1 << 29  # context, kernels' workspaces, allocator rounding
+CPU_SHARE = 4  # memory="auto" takes a quarter of what is left on the host
+
+
+def open_devices(devices: str | Sequence[str | torch.device], memory: int | str | Sequence[int | str]) -> list[Device]:
+    """The devices of a pool, from what the user wrote.
+
+    Raises:
+        ConfigError: an unknown device, or a budget that is not bytes or that the device does not have.
+    """
+    if devices == "auto":
+        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    else:
+        names = [str(devices)] if isinstance(devices, (str, torch.device)) else [str(d) for d in _listed(devices)]
+    if not names:
+        raise ConfigError('devices is empty. Name at least one, such as devices=["cpu"], or leave "auto".')
+    parsed = [_parse_device(name) for name in names]
+    cuda = [d.index for d in parsed if d.type == "cuda"]
+    if len(set(cuda)) < len(cuda):
+        raise ConfigError(f"each GPU may appear once, got devices={names}.")
+    budgets: list[Any] = list(memory) if isinstance(memory, (list, tuple)) else [memory] * len(parsed)
+    if len(budgets) != len(parsed):
+        raise ConfigError(f"memory has {len(budgets)} entries for {len(parsed)} devices. Give one, or one a device.")
+    num_cpu = sum(d.type == "cpu" for d in parsed)
+    opened: list[Device] = []
+    for number, (device, budget) in enumerate(zip(parsed, budgets, strict=True)):
+        most = cuda_free_bytes(device) if device.type == "cuda" else host_free_bytes()
+        if budget == "auto":
+            budget_bytes = most - CUDA_MARGIN_BYTES if device.type == "cuda" else most // CPU_SHARE // num_cpu
+        else:
+            budget_bytes = parse_bytes(budget)
+        if not 0 < budget_bytes <= most:
+            raise ConfigError(
+                f"a budget lies within what the device has free: {device} has {format_bytes(most)}, "
+                f'asked were {format_bytes(budget_bytes)}. Lower memory, or use memory="auto".'
+            )
+        opened.append(
+            CudaDevice(number, device.index, budget_bytes) if device.type == "cuda" else CpuDevice(number, budget_bytes)
+        )
+    return opened
+
+
+def _listed(devices: object) -> Sequence[object]:
+    if not isinstance(devices, (list, tuple)):
+        raise ConfigError(f'devices is "auto", a name or a list of names, got {devices!r}.')
+    return devices
+
+
+def _parse_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cuda" and torch.cuda.is_available():
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index < torch.cuda.device_count():
+            return torch.device("cuda", index)
+    elif device.type == "cpu":
+        return torch.device("cpu")
+    raise ConfigError(f'a device is "cpu" (virtual) or one of the {torch.cuda.device_count()} GPUs here, got {name!r}.')
+
+
+def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
+    """What trials may have of host memory, from what the user wrote.
+
+    Raises:
+        ConfigError: not bytes, or more than there are.
+    """
+    most = host_free_bytes()
+    virtual = sum(device.budget_bytes for device in devices if device.torch_device.type == "cpu")
+    if host_memory == "auto":
+        return max(1, most - virtual)
+    num_bytes = parse_bytes(host_memory, "host_memory")
+    if num_bytes > most:
+        raise ConfigError(
+            f"host_memory lies within what the host has free, {format_bytes(most)}; asked were "
+            f'{format_bytes(num_bytes)}. Lower it, or use host_memory="auto".'
+        )
+    return num_bytes
+
+
+def host_free_bytes() -> int:
+    """Host memory that this process may still take: what the system has and the cgroup allows."""
+    available: int = psutil.virtual_memory().available
+    return min([available, *_cgroup_free_bytes()])
+
+
+def _cgroup_free_bytes() -> list[int]:
+    """What each memory cgroup around this process leaves; page cache that can be reclaimed counts as left."""
+    left = []
+    for limit, usage, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for folder in _cgroup_folders():
+            with suppress(OSError, ValueError):  # absent file, or the word "max"
+                limit_bytes = int((folder / limit).read_text())
+                used_bytes = int((folder / usage).read_text())
+                stat = (folder / usage).with_name("memory.stat").read_text().split()
+                cached = int(stat[stat.index(cache) + 1]) if cache in stat else 0
+                left.append(max(0, limit_bytes - used_bytes + cached))
+    return left
+
+
+def _cgroup_folders() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    folders = [root]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            path = root / line.split(":", 2)[2].lstrip("/")
+            folders += [path, *(p for p in path.parents if root in p.parents)]
+    return list(dict.fromkeys(folders))

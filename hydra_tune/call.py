@@ -15,6 +15,7 @@ from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of
 from hydra_tune.host_buffer import same_values, version_of
+from hydra_tune.late import Gate
 from hydra_tune.mode import drawing_again, drawing_apart
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.residency import Residency
@@ -84,6 +85,7 @@ class BlockCall:
     _output_leaves: Sequence[Any] = ()
     _output_structure: Structure | None = None
     made: Sequence[torch.Tensor] = ()  # by a call without gradients
+    _gate: Gate | None = None
 
     # what a pilot finds
     measured = False
@@ -196,7 +198,8 @@ class BlockCall:
 
     def edges_in(self) -> list[torch.Tensor]:
         """Every source as many times as it has edges."""
-        sources = [*self.tensors, *self.block.parameters, *self._casts]
+        self._gate, late = self.forward_pass.gates.pop(self.block, (None, {}))
+        sources = [*self.tensors, *(late.get(id(p), p) for p in self.block.parameters), *self._casts]
         return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
 
     def forward_unsaved(self, arguments: tuple[Sequence[Any], dict[str, Any]]) -> Any:
@@ -371,7 +374,8 @@ class BlockCall:
                 self.trial.residency.write_back(visit.device, visit.changed_buffers())
             num_tensors, parameters = len(tensors), self.block.parameters
             masters = [*parameters, *(parameters[i] for i in self._recast)]
-            spilled = self.trial.residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:])
+            residency = self.trial.residency
+            spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], self._gate)
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
         return [g for source in grads for g in source]

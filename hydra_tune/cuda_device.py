@@ -1,22 +1,32 @@
-"""A GPU: compute on the caller's stream, one stream for each direction of copies, for life."""
+"""A GPU: trials compute on their own streams' default, copies have a stream for each direction, for life.
+
+    compute   | task of A | task of B | task of A |      a slot is memory of the promotions' stream: what it is given
+    h2d       | B's shard | A's shard | ...              to next waits for the last task that used it, and for no other
+    d2h       . . . . . . | A's gradients | ...
+
+A task may end, for the host, before the device has computed it: streams keep the order.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hydra_tune.config import format_bytes
-from hydra_tune.device import Device
+from hydra_tune.device import Arrival, Device
 
 logger = logging.getLogger("hydra_tune")
 
 
 class CudaDevice(Device):
-    """A GPU: compute on the caller's stream, one stream for each direction of copies, events between."""
+    """The budget is kept by reservation alone: `measured_peak_bytes` is what PyTorch's allocator has counted."""
 
     foreach_by_default = True
+    least_ahead_bytes = 1 << 20  # 20 us on a fast link, as long as it takes to wake the thread
+    spills_behind = True
 
     def __init__(self, number: int, index: int, budget_bytes: int) -> None:
         device = torch.device("cuda", index)
@@ -27,22 +37,45 @@ class CudaDevice(Device):
         self._generators = [torch.default_generator, torch.cuda.default_generators[index]]  # never a trial's proxy
 
     def slot(self, offset: int, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        with torch.cuda.stream(self._h2d):  # whose memory it is from now on
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def free_slot(self, offset: int, num_bytes: int) -> None:
-        """The allocator takes the slot back; it was allocated, and last read, on the compute stream."""
+        """The allocator has it back; see `retire`."""
+
+    def mark(self) -> torch.cuda.Event:
+        return _marked(self._compute())
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
+
+    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        return float(earlier.elapsed_time(later)) / 1e3
+
+    def retire(self, slot: torch.Tensor, used: Any) -> None:
+        if used is not None:
+            self._h2d.wait_event(used)
 
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        compute = torch.cuda.current_stream(self.torch_device)
-        self._h2d.wait_stream(compute)  # what used these bytes before is done
         with torch.cuda.stream(self._h2d):
             for slot, host in copies:
                 slot.copy_(host, non_blocking=True)
-        compute.wait_stream(self._h2d)
-        self._h2d.synchronize()  # the host buffer may be written again from here on
+        _marked(self._h2d).synchronize()  # the host may write there again from here on
+
+    def refresh(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._h2d.wait_stream(self._compute())  # tasks before this one may still read what was there
+        self.promote(copies)
 
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self._d2h.wait_stream(torch.cuda.current_stream(self.torch_device))
+        hosts, arrival = self.spill(tensors, like)
+        arrival.wait()
+        return hosts
+
+    def spill(
+        self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Arrival]:
+        self._d2h.wait_stream(self._compute())
+        start = _marked(self._d2h)
         with torch.cuda.stream(self._d2h):
             hosts = [
                 torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
@@ -50,8 +83,7 @@ class CudaDevice(Device):
                 else t.cpu()
                 for t, h in zip(tensors, like, strict=True)
             ]
-        self._d2h.synchronize()
-        return hosts
+        return hosts, _Spill(list(tensors), start, _marked(self._d2h))
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self.torch_device, copy=True)
@@ -81,6 +113,29 @@ class CudaDevice(Device):
     @property
     def measured_peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+    def _compute(self) -> torch.cuda.Stream:
+        """The stream that the calling thread computes on."""
+        return torch.cuda.current_stream(self.torch_device)
+
+
+class _Spill(Arrival):
+    """Keeps what is copied until it has arrived."""
+
+    def __init__(self, tensors: list[torch.Tensor], start: torch.cuda.Event, done: torch.cuda.Event) -> None:
+        self._tensors = tensors
+        self._done = done
+        self.marks = start, done
+
+    def wait(self) -> None:
+        self._done.synchronize()
+        self._tensors.clear()
+
+
+def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record(stream)
+    return event
 
 
 def cuda_free_bytes(device: torch.device) -> int:

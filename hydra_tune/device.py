@@ -12,6 +12,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import torch
 
@@ -22,6 +23,16 @@ from hydra_tune.transfer import copies_on
 POISON = 0xFF  # NaN in every float format, -1 in every signed integer
 
 
+class Arrival:
+    """Of copies in host memory, which nobody reads before `wait`. `marks` say when they begin and end, where the host
+    is ahead of the device."""
+
+    marks: tuple[Any, Any] | None = None
+
+    def wait(self) -> None:
+        """Until they are complete; more often than once does no harm."""
+
+
 class Device(ABC):
     """One device with an enforced budget. Slots are one-dimensional uint8 tensors."""
 
@@ -29,7 +40,8 @@ class Device(ABC):
     slots_stay = False  # is a slot at the same offset the same memory?
     takes_travellers = False  # may tasks of trials that are at home elsewhere run here?
     link_bytes_per_s = inf
-    least_ahead_bytes: int | None = None  # of a promotion that pays in a thread of its own, ahead of its task
+    least_ahead_bytes: int | None = 0  # of a promotion that pays in a thread of its own, ahead of its task
+    spills_behind = False  # do gradients go to the host while the device goes on?
 
     def __init__(self, number: int, name: str, torch_device: torch.device, budget_bytes: int, *, enforce: bool) -> None:
         self.number = number  # in its pool
@@ -46,9 +58,28 @@ class Device(ABC):
     def free_slot(self, offset: int, num_bytes: int) -> None:
         """Called once no tensor of ours is read or written there any more."""
 
+    def mark(self) -> Any:
+        """This moment of the calling thread's computing; None where the host is never ahead of that."""
+        return None
+
+    def reached(self, mark: Any) -> bool:
+        """Whether the device has got as far as this moment."""
+        return True
+
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """From one moment to another, both reached."""
+        return 0.0
+
+    def retire(self, slot: torch.Tensor, used: Any) -> None:
+        """Let what is promoted from here on have the slot's memory, which was used up to the moment `used`."""
+
     @abstractmethod
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy host tensors to device tensors, (to, from) each; later compute sees the copies done."""
+        """Copy host tensors into slots that nothing uses, (to, from) each; later compute sees the copies done."""
+
+    def refresh(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """As `promote`, into slots that are in use."""
+        self.promote(copies)
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of another device's tensors, in all else as they are."""
@@ -57,6 +88,12 @@ class Device(ABC):
     @abstractmethod
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies in host memory, laid out as `like`, complete on return."""
+
+    def spill(
+        self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Arrival]:
+        """As `to_host`, but complete on arrival."""
+        return self.to_host(tensors, like), Arrival()
 
     @abstractmethod
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:

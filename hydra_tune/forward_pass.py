@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hydra_tune.block import Block
 from hydra_tune.graph import Cast
+from hydra_tune.late import Edges, Gate
 
 
 class AbandonedForward(Exception):
@@ -22,6 +24,7 @@ class ForwardPass:
 
     done: bool = False
     ended_by: Exception | None = None
+    gates: dict[Block, tuple[Gate, Edges]] = field(default_factory=dict)  # of blocks that were not called yet
     _casts: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

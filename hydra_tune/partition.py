@@ -25,6 +25,9 @@ from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
 from hydra_tune.tree import flatten, tensors_in
 
+# 5 ms on the fastest links, ten times what a task costs the host; larger ones crowd others out
+# 5 ms on the fastest links, ten times what a task costs the host; larger ones crowd others out
+MOST_SLOT_BYTES = 1 << 28
 _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -120,8 +123,9 @@ def make_plan(
 def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shard, ...]:
     """Consecutive blocks, for a trial with `room_bytes` for slots and work. In O(blocks * log(room_bytes)).
 
-    Two shards fit beside the largest work of any block, except a block that is larger by itself. Of these
-    cuts, one that promotes the fewest bytes a step, then has the fewest shards, then the smallest largest:
+    Two shards fit beside the largest work of any block, and none is larger than `MOST_SLOT_BYTES`, except a block
+    that is larger by itself. Of these cuts, one that promotes the fewest bytes a step, then has the fewest shards,
+    then the smallest largest:
 
         forward    | promoted | promoted | promoted | promoted |
         backward   | promoted | promoted | kept since forward  |
@@ -134,7 +138,7 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
 
     Known slack: with blocks that have no backward there may be one shard too many.
     """
-    limit = (room_bytes - max((p.work_bytes for p in profiles), default=0)) // 2
+    limit = min((room_bytes - max((p.work_bytes for p in profiles), default=0)) // 2, MOST_SLOT_BYTES)
     first = _first_kept([(p.weight_bytes, p.work_bytes) for p in profiles], room_bytes)
     kept = next((i for i in range(first, len(profiles)) if profiles[i].visits == 2), len(profiles))
     shards: list[Shard] = []

@@ -144,8 +144,10 @@ class Pilot:
                     block.differentiates = True
                     self.findings.uncuttable[block] = str(error)
                 return
-            except RuntimeError as error:  # as a GPU's of weights in host memory, or of what was made of them
-                self._hold(journal.read(on_device=True) or journal.read(on_device=False))
+            except RuntimeError as error:  # as a GPU's of weights in host memory
+                self._hold(journal.read(on_device=True))
+                if not self.findings.held:  # or of what was made of them
+                    self._hold(journal.read(on_device=False))
                 if isinstance(error, torch.OutOfMemoryError) or not self.findings.held:
                     raise
                 return
@@ -197,12 +199,17 @@ class Pilot:
         return any(map(user_hooks, self.model.modules()))
 
     def _hold(self, read: Sequence[nn.Parameter]) -> None:
-        """Weights of blocks that operators were given as they are: in a visit a block has copies of its own."""
+        """Weights of blocks that operators were given as they are: in a visit a block has copies of its own. And those
+        of the same module: an operator that fails has been seen with some of its inputs."""
         spilled = {id(p) for block in self.blocks for p in block.slot_parameters}
         known = {id(p) for borrowed in self.findings.borrowed.values() for p in borrowed}
-        for parameter in read:
-            if id(parameter) in spilled - known:
-                self.findings.held[parameter] = "used without calling the module that owns it"
+        found = {id(p) for p in read} & (spilled - known)
+        for module in (module for block in self.blocks for module in block.modules) if found else ():
+            own = [p for p in module._parameters.values() if p is not None]
+            if any(id(p) in found for p in own):
+                for parameter in own:
+                    if id(parameter) in spilled - known:
+                        self.findings.held[parameter] = "used without calling the module that owns it"
 
     def _read(self, graph: OuterGraph, *, hooked: bool) -> None:
         measured = {block: profile.backward_work_bytes for block, profile in self.profiles.items()}
@@ -247,8 +254,10 @@ class Pilot:
 
     def _drop_copy(self) -> None:
         if self._copy is not None:
-            block, _ = self._copy
+            block, copy = self._copy
             self._copy = None
+            copy.used = copy.device.mark()
+            copy.retire()
             self.residency.device.free_slot(0, block.weight_bytes)
 
     def measure(self, call: BlockCall) -> bool:

@@ -166,6 +166,7 @@ class Planner:
         pool = self._trial.pool
         if self.step_is_measured:  # by another trial meanwhile
             step_bytes = max(step_bytes, pool.plans[self._key].step_bytes)
+        step_bytes += self._late_bytes
         room_bytes = pool.budget_bytes - self.plan.held_bytes - step_bytes
         plan = replace(self.plan, step_bytes=step_bytes, shards=pack_shards(self.plan.blocks, room_bytes))
         if plan.need_bytes > pool.budget_bytes:
@@ -437,7 +438,7 @@ class Planner:
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
         scratch = step_scratch_bytes(trial.optimizer, every, foreach_by_default=trial.device.foreach_by_default)
-        profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
+        profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes + self._late_bytes
         if former is not None:
             known = {p.name: p for p in former.blocks if p.visits}
             both = [larger_of(p, known[p.name]) if p.visits and p.name in known else p for p in profiles]
@@ -460,6 +461,14 @@ class Planner:
             modes=modes if pilot.forward_only else modes | {self._mode()},
             written=(former.written if former else frozenset()).union(written),
         )
+
+    @property
+    def _late_bytes(self) -> int:
+        """Gradients of one block that are on their way to the host while the next one computes."""
+        if not self._trial.device.spills_behind:
+            return 0
+        trained = ([p for p in block.slot_parameters if p.requires_grad] for block in self.blocks)
+        return max((sum(map(storage_bytes, parameters)) for parameters in trained), default=0)
 
     def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Weights, gradients and optimizer state."""

@@ -35,6 +35,7 @@ from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.state import Standing
 from hydra_tune.stop import Stop
+from hydra_tune.task_clock import TaskClock
 from hydra_tune.trace import Span, Trace
 from hydra_tune.workload import TrialWork
 
@@ -76,12 +77,23 @@ class TrialLog:
     def now_s(self) -> float:
         return self._pool._trace.now_s()
 
-    def count(self, what: str, device: Device, num_bytes: int, since_s: float | None = None) -> None:
+    def count(
+        self,
+        what: str,
+        device: Device,
+        num_bytes: int,
+        since_s: float | None = None,
+        marks: tuple[Any, Any] | None = None,
+    ) -> None:
         pool = self._pool
         with pool._lock:
             pool._trace.count(what, device.number, self._trial, num_bytes)
             task = pool._machine.devices[device.number].running
-            if since_s is not None and task is not None and task.trial == self._trial:
+            if task is None or task.trial != self._trial:
+                return
+            if marks is not None:
+                pool._clocks[device.number].copied("spill", task, *marks)
+            elif since_s is not None:
                 pool._note("spill", task, device.number, since_s, pool._trace.now_s())
 
 
@@ -175,12 +187,12 @@ class ShardPool:
         self._granted: dict[int, deque[e.Instruction]] = {}
         self._wake: dict[int, threading.Condition] = {}
         self._copiers = [Copier(device.name, self.num_threads) for device in self._devices]
-        self._idle: dict[int, tuple[float, str]] = {}  # devices that compute nothing: since when, and why
         self._copying: dict[int, list[Copy]] = {}  # ahead of their tasks, by trial
         self._ids = itertools.count()
         self._summaries: dict[int, dict[str, Any]] = {}
         self._abandoned: deque[int] = deque()  # collected with their models; only noted there, ended later
         self._trace = Trace()
+        self._clocks = [TaskClock(self._trace, device) for device in self._devices]
         self._closed = False
         self._handling = False  # an event; still, after an interruption
 
@@ -197,6 +209,7 @@ class ShardPool:
         """Plain data on what each device and each trial, ended ones included, has done so far."""
         with self._lock:
             self._end_abandoned()
+            self._settle_clocks()
             for trial in self._trials.values():
                 self.note_summary(trial)
             devices = [
@@ -216,6 +229,10 @@ class ShardPool:
             ]
             return {"elapsed_s": self._trace.now_s(), "devices": devices, "trials": trials}
 
+    def _settle_clocks(self) -> None:
+        for clock in self._clocks:
+            clock.settle()
+
     def _reserved(self, trial: int) -> dict[str, int]:
         placed = trial in self._machine.trials
         return {"reserved_bytes": self._machine.reserved_bytes(trial) if placed else 0}
@@ -224,6 +241,7 @@ class ShardPool:
         """Spans of time in order of their end: kind (run, promote, spill, wait, stall), device, trial, step, shard,
         direction, seconds, cause."""
         with self._lock:
+            self._settle_clocks()
             names = {number: summary["name"] for number, summary in self._summaries.items()}
             return [{**span._asdict(), "name": names.get(span.trial, "")} for span in self._trace.spans]
 
@@ -413,10 +431,10 @@ class ShardPool:
 
     def _end_task(self, task: Task, start_s: float, end_s: float, then: e.TaskReady | None) -> None:
         device = self._device_of(task)
-        self._note("run", task, device, start_s, end_s)
-        self._handle(e.Done(task, end_s - start_s, then))
+        clock = self._clocks[device]
+        self._handle(e.Done(task, clock.end(task, start_s, end_s), then))
         if cause := self._machine.idle_cause(device):
-            self._idle[device] = end_s, cause
+            clock.idles(end_s, cause)
 
     def _device_of(self, task: Task) -> int:
         """That it runs on."""
@@ -430,9 +448,7 @@ class ShardPool:
             start_s = self._trace.now_s()
             if waited:
                 self._note("wait", task, device, asked_s, start_s)
-            since_s, cause = self._idle.pop(device, (start_s, ""))
-            if start_s > since_s:
-                self._trace.add(Span("stall", device, -1, -1, "", since_s, start_s, cause))
+            self._clocks[device].begin(start_s)
             return start_s
 
     def drop_idle(self, trial: Client) -> None:

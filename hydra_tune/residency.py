@@ -11,8 +11,9 @@ from torch import nn
 
 from hydra_tune.block import Block
 from hydra_tune.copier import copying
-from hydra_tune.device import Device
+from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import tensor_bytes
+from hydra_tune.late import Gate
 from hydra_tune.meter import TrialMeter
 from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.tree import map_tensors
@@ -23,11 +24,19 @@ SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a t
 
 
 class Log(Protocol):
-    """Is told what moved (``"promoted_bytes"``), to or from which device, and how many; `since_s`, for a span."""
+    """Is told what moved (``"promoted_bytes"``), to or from which device, and how many; `since_s`, or
+    the device's own marks, for a span."""
 
     def now_s(self) -> float: ...
 
-    def count(self, what: str, device: Device, num_bytes: int, since_s: float | None = None) -> None: ...
+    def count(
+        self,
+        what: str,
+        device: Device,
+        num_bytes: int,
+        since_s: float | None = None,
+        marks: tuple[Any, Any] | None = None,
+    ) -> None: ...
 
 
 class Residency:
@@ -43,6 +52,7 @@ class Residency:
         self._held: list[tuple[nn.Module, str]] = []
         self._log = log
         self.visit: Visit | None = None  # the one under way
+        self._arrival: Arrival | None = None  # of gradients on their way to the host
         self.former_buffers: dict[tuple[int, int], torch.Tensor] = {}  # by buffer and version, for graphs that live
 
     def move_home(self, to: Device) -> None:
@@ -69,8 +79,14 @@ class Residency:
         """After an interruption, perhaps of their making."""
         for copy in (*self.copies.values(), *self._former.values()):
             copy.device.meter.remove(copy.slot)
-        self.copies.clear()
+        self._retire_copies()
         self._former.clear()
+
+    def _retire_copies(self) -> None:
+        for copy in self.copies.values():
+            copy.used = copy.device.mark()  # an interruption may have come before the visit's own
+            copy.retire()
+        self.copies.clear()
 
     def inside(self, block: Block, copy: DeviceCopy) -> Visit:
         """The block's module reaches its device copies."""
@@ -120,7 +136,10 @@ class Residency:
 
     def drop_shard(self, device: Device, shard: int) -> None:
         copy = self.copies.pop((device.number, shard), None)
-        if copy is not None and copy.counted:
+        if copy is None:
+            return
+        copy.retire()
+        if copy.counted:
             copy.device.meter.remove(copy.slot)
 
     def refresh(self, copy: DeviceCopy, block: Block, *, forward: bool) -> None:
@@ -128,7 +147,7 @@ class Residency:
         stale = copy.stale(block, forward=forward)
         if stale:
             with self.meter.paused():
-                copy.device.promote(stale)
+                copy.device.refresh(stale)
 
     def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies there of another device's tensors."""
@@ -154,21 +173,35 @@ class Residency:
         block: Block,
         masters: Sequence[nn.Parameter],
         grads: Sequence[Sequence[torch.Tensor | None]],
+        gate: Gate | None,
     ) -> list[list[torch.Tensor | None]]:
         """Fresh host tensors, laid out as their master, so that autograd can take them for `.grad` as they are.
+        Complete once the gate has passed them, if there is one.
 
         Each master has a list of gradients, one an edge. Those of parameters that are held stay where they are.
         """
+        self.await_gradients()  # a plan has room for those of one block beside the next one's
         in_slot = set(block.slot_parameters)
         pairs = [(g, p) for p, row in zip(masters, grads, strict=True) for g in row if g is not None and p in in_slot]
         start_s = self._log.now_s()
         with self.meter.paused():
-            hosts = iter(device.to_host([g for g, _ in pairs], [p for _, p in pairs]))
-        self._log.count("spilled_bytes", device, sum(tensor_bytes(g) for g, _ in pairs), start_s)
+            spilled, arrival = device.spill([g for g, _ in pairs], [p for _, p in pairs])
+            hosts = iter(spilled)
+            if gate is None or torch.is_anomaly_enabled():  # that reads what a node returns
+                arrival.wait()
+            else:
+                gate.arrival = self._arrival = arrival
+        self._log.count("spilled_bytes", device, sum(tensor_bytes(g) for g, _ in pairs), start_s, arrival.marks)
         return [
             [g if g is None or p not in in_slot else next(hosts) for g in row]
             for p, row in zip(masters, grads, strict=True)
         ]
+
+    def await_gradients(self) -> None:
+        """Those of the last backward that have not reached the host yet."""
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
 
     # ---- for the trial's life ----
 
@@ -243,7 +276,7 @@ class Residency:
             optimizer.load_state_dict(optimizer.state_dict())  # casts state to its parameter's device
 
     def close(self) -> None:
-        self.copies.clear()
+        self._retire_copies()
         self._former.clear()
         if self._weights is not None:
             self._weights.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from operator import is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,6 +88,7 @@ class DeviceCopy:
         self.slot = slot
         self.blocks = blocks
         self.counted = False  # by the device's meter
+        self.used: Any = None  # the last moment of computing that needs the slot, as `Device.mark` tells it
         self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
         self._copied: dict[Hashable, tuple[int, int, int]] = {}  # of each parameter and buffer: see `_state_of`
@@ -126,6 +128,10 @@ class DeviceCopy:
         for site, (_, host) in self._buffers.items():
             self._copied[site] = _state_of(host)
         self.device.promote(self._copies)
+
+    def retire(self) -> None:
+        """The slot's memory will be another copy's."""
+        self.device.retire(self.slot, self.used)
 
     def is_of(self, blocks: Sequence[Block]) -> bool:
         """Whether it may be filled again for these blocks: the host's tensors are where and what they were, and the

@@ -30,6 +30,7 @@ from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import keep_again
 from hydra_tune.hf_config import use_cache_again, use_no_cache
+from hydra_tune.late import gates_for
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import Counted, TrialMode, drop_modes
 from hydra_tune.planner import Planner, UnmeasuredBlock
@@ -141,6 +142,7 @@ class Trial:
         for hook in self._hooks:
             hook.remove()
         self.residency.close_visits()
+        self.residency.await_gradients()
         self.planner.unwrap()  # parts of a model may live longer
         self.residency.bring_home(self.optimizer)
         self.residency.close()
@@ -202,6 +204,7 @@ class Trial:
 
     def leave_step(self) -> None:
         self.in_step = False
+        self.residency.await_gradients()
         self.pool.leave_step(self, trained=self._saw_backward)
         if self._saw_backward and self.resumption is not None:
             self.resumption.has_trained()
@@ -259,6 +262,7 @@ class Trial:
         drop_modes(self.meter)
         gate.leave()
         self.meter.reset()
+        self.residency.await_gradients()
         self.residency.forget_copies()
         self._task, self.in_step, self._alone = None, False, False
         self._pass, self._backward_passes, self._backward_id = None, set(), -1
@@ -338,6 +342,8 @@ class Trial:
                 self._passes.append(weakref.ref(forward_pass))
                 if plan.resident:
                     self._go_to(0, Direction.FORWARD)
+                elif self.device.spills_behind and torch.is_grad_enabled():
+                    forward_pass.gates = gates_for(self.planner.blocks)
                 outputs = root.original(*args, **kwargs)
                 self.leave()
         except BaseException:
@@ -389,6 +395,7 @@ class Trial:
             if forward_pass.ended_by is not None:
                 raise forward_pass.ended_by
         finally:
+            forward_pass.gates.clear()
             self._pass = forward_pass.ended_by = None  # its frames refer to the pass
 
     def end_forward(self, error: Exception) -> None:
@@ -578,7 +585,7 @@ class LeasedVisit:
     after, for the next block of the same shard. No generator: one that is interrupted while it is entered or left
     cleans up when the exception is forgotten, too late for who saves the model in between."""
 
-    __slots__ = ("_at_home", "_block", "_counted", "_direction", "_trial", "_visit")
+    __slots__ = ("_at_home", "_block", "_copy", "_counted", "_direction", "_trial", "_visit")
 
     def __init__(self, trial: Trial, block: Block, direction: Direction, *, at_home: bool) -> None:
         self._trial = trial
@@ -588,7 +595,7 @@ class LeasedVisit:
 
     def __enter__(self) -> Visit:
         trial, block = self._trial, self._block
-        copy = trial.take_lease(block, self._direction, at_home=self._at_home)
+        self._copy = copy = trial.take_lease(block, self._direction, at_home=self._at_home)
         trial.meter.outside_ends()
         trial.meter.here = copy.device.meter
         self._counted, self._visit = trial.counted(), trial.residency.inside(block, copy)
@@ -615,6 +622,7 @@ class LeasedVisit:
             self._trial.residency.close_visits()  # the lease stays: it may run again
         elif error[0] is not None:
             self._end_in_error()
+        self._copy.used = self._copy.device.mark()
         self._leave_place()
 
     def _end_in_error(self) -> None:

@@ -314,7 +314,7 @@ class Structured(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
-        state = State(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), 0)
+        state = State(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1), 0)
         for layer in self.layers:
             state = layer(state)
         return self.head(state.hidden.mean(1))
@@ -335,7 +335,7 @@ class Nested(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         inputs, scale, extra = {"h": x}, None, {"masks": (mask, None)}
         for layer in self.layers:
             inputs, scale, extra = layer(inputs, scale, extra=extra)
@@ -362,7 +362,7 @@ class Halting(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
-        running, steps = torch.ones(x.shape[:2], dtype=torch.bool), torch.zeros(x.shape[:2], dtype=torch.long)
+        running, steps = torch.ones_like(x[..., 0], dtype=torch.bool), torch.zeros_like(x[..., 0], dtype=torch.long)
         for layer in self.layers:
             x, running, steps = layer(x, running, steps)
         return self.head((x + self.count(steps)).mean(1))
@@ -439,7 +439,7 @@ class Packed(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x, lengths):
-        packed = pack_padded_sequence(self.embedding(x), lengths, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(self.embedding(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
         for layer in self.layers:
             packed, _ = layer(packed)
         h, _ = pad_packed_sequence(packed, batch_first=True)
@@ -793,7 +793,7 @@ class Cells(nn.Module):
         self.head = nn.Linear(WIDTH, 64)
 
     def forward(self, x):
-        states = [torch.zeros(len(x), WIDTH) for _ in self.cells]
+        states = [torch.zeros(len(x), WIDTH, device=x.device) for _ in self.cells]
         outputs = []
         for h in self.embedding(x).unbind(1):
             for i, cell in enumerate(self.cells):

@@ -87,7 +87,7 @@ def test_company_equals_alone():
             results[trial.number] = loss.item()
             return results[trial.number]
 
-        with hydra_tune.ShardPool("cuda:0", "4MiB") as pool:
+        with hydra_tune.ShardPool("cuda:0", "6MiB") as pool:
             hydra_tune.HydraTrialRunner(pool, concurrency).optimize(optuna.create_study(), objective, n_trials=4)
         return results
 

@@ -153,17 +153,17 @@ def evidence_bound(model, x):
 
 def matched(model, x):
     """Each row with its own key, which is the first of its logits."""
-    return F.cross_entropy(model(x), torch.arange(len(x)))
+    return F.cross_entropy(model(x), torch.arange(len(x), device=x.device))
 
 
 def contrasted(model, x):
     first, second = model(x), model(x + 0.1 * torch.randn_like(x))
-    return F.cross_entropy(first @ second.T, torch.arange(len(x)))
+    return F.cross_entropy(first @ second.T, torch.arange(len(x), device=x.device))
 
 
 def deeply_supervised(model, x):
     outputs, hidden = model(x)
-    labels = torch.arange(len(x)) % awkward.CLASSES
+    labels = torch.arange(len(x), device=x.device) % awkward.CLASSES
     return sum(F.cross_entropy(logits, labels) for logits in outputs) + 0.1 * sum(h.square().mean() for h in hidden)
 
 
@@ -186,7 +186,7 @@ def with_auxiliary(model, x):
 
 def adversarial(model, x):
     labels, domains = model(x)
-    target = torch.arange(len(x))
+    target = torch.arange(len(x), device=x.device)
     return F.cross_entropy(labels, target) + F.cross_entropy(domains, target % 2)
 
 

@@ -1,0 +1,93 @@
+"""When one device computed tasks: known at once on the CPU; of a GPU, which the host is ahead of, once it is done.
+
+host    launches A | launches B |                          launches C |
+GPU     .....A....................|.....B.....|   stall    |.....C.....
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Any, NamedTuple
+
+from hydra_tune.device import Device
+from hydra_tune.shard import Task
+from hydra_tune.trace import Span, Trace
+
+LATE_HOST = "launch"  # the cause of a stall that the scheduler has not seen: nothing was launched yet
+_LEAST_STALL_S = 2e-5
+
+
+class _Launched(NamedTuple):
+    task: Task
+    host_s: float  # when it was launched; the device may have begun later
+    start: Any  # marks
+    end: Any
+    cause: str  # why the device would have computed nothing before
+
+
+class TaskClock:
+    """Writes spans of tasks, stalls and late copies into `trace`. Called under the pool's lock."""
+
+    def __init__(self, trace: Trace, device: Device) -> None:
+        self._trace = trace
+        self._device = device
+        self._idle: tuple[float, str] | None = None  # since when, and why
+        self._begun: tuple[Any, str] | None = None
+        self._launched: deque[_Launched] = deque()
+        self._copies: deque[tuple[str, Task, Any, Any]] = deque()
+        self._last: tuple[Any, float] | None = None  # the last task's end, as a mark and in seconds
+        self._untold_s: defaultdict[int, float] = defaultdict(float)  # by trial
+
+    def idles(self, since_s: float, cause: str) -> None:
+        self._idle = since_s, cause
+
+    def begin(self, now_s: float) -> None:
+        since_s, cause = self._idle or (now_s, "")
+        self._idle, mark = None, self._device.mark()
+        if mark is not None:
+            self._begun = mark, cause
+        elif now_s > since_s:
+            self._add_stall(since_s, now_s, cause)
+
+    def end(self, task: Task, start_s: float, end_s: float) -> float:
+        """Seconds that the task took; on a GPU, what has become known of its trial's tasks since it was last told."""
+        if self._begun is None:
+            self._add("run", task, start_s, end_s)
+            return end_s - start_s
+        (start, cause), self._begun = self._begun, None
+        self._launched.append(_Launched(task, start_s, start, self._device.mark(), cause))
+        self.settle()
+        return self._untold_s.pop(task.trial, 0.0)
+
+    def copied(self, kind: str, task: Task, start: Any, end: Any) -> None:
+        """From one mark to another, in a stream of its own."""
+        self._copies.append((kind, task, start, end))
+
+    def settle(self) -> None:
+        """Note what the device is done with."""
+        while self._launched and self._device.reached(self._launched[0].end):
+            self._settle(self._launched.popleft())
+        while self._copies and self._last is not None and self._device.reached(self._copies[0][3]):
+            kind, task, start, end = self._copies.popleft()
+            mark, mark_s = self._last
+            start_s = max(0.0, mark_s + self._device.seconds(mark, start))
+            self._add(kind, task, start_s, start_s + self._device.seconds(start, end))
+
+    def _settle(self, launched: _Launched) -> None:
+        start_s = launched.host_s
+        if self._last is not None:
+            last, last_s = self._last
+            start_s = max(start_s, last_s + self._device.seconds(last, launched.start))
+            if start_s > last_s + _LEAST_STALL_S:
+                self._add_stall(last_s, start_s, launched.cause or LATE_HOST)
+        seconds = self._device.seconds(launched.start, launched.end)
+        self._add("run", launched.task, start_s, start_s + seconds)
+        self._untold_s[launched.task.trial] += seconds
+        self._last = launched.end, start_s + seconds
+
+    def _add(self, kind: str, task: Task, start_s: float, end_s: float) -> None:
+        whose = task.trial, task.shard, task.direction.value
+        self._trace.add(Span(kind, self._device.number, *whose, start_s, end_s, step=task.step))
+
+    def _add_stall(self, start_s: float, end_s: float, cause: str) -> None:
+        self._trace.add(Span("stall", self._device.number, -1, -1, "", start_s, end_s, cause))

@@ -1,0 +1,37 @@
+"""Virtual devices whose gradients reach the host late, as a GPU's do: not a number until somebody has waited."""
+
+import torch
+
+from hydra_tune.device import Arrival, CpuDevice
+
+POISON = 0xFF
+
+
+class LateArrival(Arrival):
+    def __init__(self, tensors, hosts):
+        self.tensors = tensors  # on the device
+        self.late = []  # bytes in host memory, and what they are to be; the tensors themselves are autograd's alone
+        for host in hosts:
+            if host.layout is torch.strided:
+                there = torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage())
+                self.late.append((there, there.clone()))
+                there.fill_(POISON)
+
+    def wait(self):
+        for there, value in self.late:
+            there.copy_(value)
+        self.tensors, self.late = [], []
+
+
+def come_late(monkeypatch):
+    """From here on; how many arrivals nobody has waited for is told by the list that is returned."""
+    arrivals = []
+
+    def spill(device, tensors, like):
+        hosts = device.to_host(tensors, like)
+        arrivals.append(LateArrival(tensors, hosts))
+        return hosts, arrivals[-1]
+
+    monkeypatch.setattr(CpuDevice, "spills_behind", True)
+    monkeypatch.setattr(CpuDevice, "spill", spill)
+    return arrivals

@@ -1,0 +1,239 @@
+"""Gradients that reach the host while the device goes on: nobody sees one before it is there, and sums keep their
+order."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_tune
+from compared import Net, batch, compare, left_by, loss_on, made, train
+from hydra_tune.hf_config import use_no_cache
+from hydra_tune.residency import Residency
+from late import come_late
+from zoo import ZOO
+
+BUDGET = 260 * 1024
+
+
+@pytest.fixture(autouse=True)
+def arrivals(monkeypatch):
+    return come_late(monkeypatch)
+
+
+@pytest.fixture
+def late_ones(monkeypatch, arrivals):
+    """How many blocks' gradients were still on their way when autograd had what their nodes return."""
+    found = []
+    spill = Residency.spill_gradients
+
+    def noted(*arguments):
+        grads = spill(*arguments)
+        found.append(bool(arrivals and arrivals[-1].late))
+        return grads
+
+    monkeypatch.setattr(Residency, "spill_gradients", noted)
+    return found
+
+
+class _Untied(Net):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+def test_blocks_do_not_wait_for_their_gradients(late_ones):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        return train(*made(prepare, _Untied()))
+
+    compare(scenario, num_bytes=BUDGET)
+    assert any(late_ones), "else nothing here is tested"
+
+
+@pytest.mark.parametrize("model", [Net, _Untied])
+def test_accumulated_batches(model):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        net, optimizer = made(prepare, model())
+        for _ in range(3):
+            for _ in range(3):
+                loss_on(net, *batch()).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return left_by(net, optimizer)
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_weights_with_other_uses_add_up_in_order():
+    """Penalties made before the forward and after it; sums of four terms."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        net, optimizer = made(prepare, _Untied())
+        for _ in range(2):
+            before = sum((p * 1.7).square().sum() for p in net.parameters())
+            loss = loss_on(net, *batch())
+            loss = loss + before + sum(p.abs().sum() + p.square().sum() for p in net.parameters())
+            loss.backward()
+            optimizer.step()
+        return left_by(net, optimizer)
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_hooks_see_gradients():
+    """On weights, before and after `prepare`, before and after they are added up."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        net, seen = _Untied(), []
+        weights = list(net.parameters())
+        weights[2].register_hook(lambda grad: seen.append(grad.clone()))
+        weights[3].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        net, optimizer = made(prepare, net)
+        weights[4].register_hook(lambda grad: seen.append(grad.clone()))
+        for _ in range(2):
+            loss = loss_on(net, *batch())
+            weights[5].register_hook(lambda grad: seen.append(grad.clone()))
+            loss.backward()
+        return seen, left_by(net, optimizer)
+
+    def scenario_in_order_of_weights(prepare):
+        seen, left = scenario(prepare)
+        return sorted((s.flatten() for s in seen), key=lambda s: (s.numel(), *s.tolist())), left
+
+    compare(scenario_in_order_of_weights, num_bytes=BUDGET)
+
+
+def test_an_optimizer_that_steps_within_backward():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        net = prepare(_Untied())
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
+
+        def step(p):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            loss_on(net, *batch()).backward()
+        return left_by(net)
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_gradients_of_some_weights():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        net = prepare(_Untied())
+        weights = list(net.parameters())
+        grads = torch.autograd.grad(loss_on(net, *batch()), [weights[1], weights[6]])
+        loss_on(net, *batch()).backward(inputs=[weights[0], weights[5]])
+        return grads, left_by(net)
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_a_graph_kept_for_two_backwards():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        net = prepare(_Untied())
+        loss = loss_on(net, *batch())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return left_by(net)
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_two_forwards_before_the_backward():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        net = prepare(_Untied(depth=8))
+        (loss_on(net, *batch()) + loss_on(net, *batch())).backward()
+        return left_by(net)
+
+    compare(scenario, num_bytes=2 * BUDGET - 100 * 1024)
+
+
+def test_anomaly_detection_reads_no_late_gradient():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        net = prepare(_Untied())
+        with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly(check_nan=True):
+            loss_on(net, *batch()).backward()
+        return left_by(net)
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_a_backward_that_fails_leaves_no_gradient_on_its_way(arrivals):
+    """The blocks above the failing one have run theirs."""
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        net = hydra_tune.prepare(_Untied(), pool=pool)
+        loss_on(net, *batch()).backward()
+        net.zero_grad()
+        fails = [True]
+
+        def fail(grad):
+            if fails:
+                raise ValueError("as a user's hook does")
+
+        hook = net.embedding.register_forward_hook(lambda *given: given[2].register_hook(fail) and None)
+        loss = loss_on(net, *batch())
+        with pytest.raises(ValueError, match="user's hook"):
+            loss.backward()
+        fails.clear()
+        hook.remove()
+        loss_on(net, *batch()).backward()
+        gc.collect()
+        assert not any(arrival.late or arrival.tensors for arrival in arrivals)
+        assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
+        hydra_tune.release(net)
+        assert pool.devices[0].used_bytes == 0
+
+
+def test_gradients_are_taken_not_copied(arrivals):
+    """Autograd takes the host tensor for `p.grad`, if nobody else holds it."""
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        net = hydra_tune.prepare(_Untied(), pool=pool)
+        addresses = set()
+        loss_on(net, *batch()).backward()
+        to_host = type(pool._devices[0]).to_host
+
+        def noted(device, tensors, like):
+            hosts = to_host(device, tensors, like)
+            addresses.update(h.data_ptr() for h in hosts)
+            return hosts
+
+        net.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(pool._devices[0]), "to_host", noted)
+            loss_on(net, *batch()).backward()
+        in_blocks = [p for p in net.parameters() if p is not net.scale]
+        assert {p.grad.data_ptr() for p in in_blocks} <= addresses
+        hydra_tune.release(net)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "albert", "t5", "mixtral", "lstm", "unet", "llama_checkpointed", "repeated"])
+def test_architectures(name):
+    """One backward of each, beside plain PyTorch's."""
+    architecture = ZOO[name]
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = architecture.build()
+        use_no_cache(model)
+        model = prepare(model)
+        for _ in range(2):
+            architecture.loss(model, architecture.batch()).backward()
+        return left_by(model)
+
+    weights = sum(p.numel() * p.element_size() for p in architecture.build().parameters())
+    compare(scenario, num_bytes=2 * weights)

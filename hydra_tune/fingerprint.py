@@ -47,24 +47,6 @@ class PlanKey:
         return all(kind() is not None for kind in self.kinds)
 
 
-def switches_of(model: nn.Module) -> Hashable:
-    """What is on or off in its modules, and in their configs: truth values, names, what is absent, what requires a
-    gradient. A look at each forward: these decide what it computes more often than numbers do."""
-    owners: dict[int, Any] = {}
-    for module in model.modules():
-        for owner in (module, getattr(module, "config", None)):
-            if hasattr(owner, "__dict__"):
-                owners[id(owner)] = owner
-    return tuple(
-        tuple((k, v.requires_grad if type(v) is torch.Tensor else v) for k, v in vars(owner).items() if _switches(k, v))
-        for owner in owners.values()
-    )
-
-
-def _switches(name: str, value: Any) -> bool:
-    return name != "training" and (value is None or type(value) in (bool, str, torch.Tensor))
-
-
 class Fingerprint:
     """Reads values into what has a short `repr`, equal for equals: names, numbers and digests."""
 

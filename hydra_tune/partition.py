@@ -241,9 +241,9 @@ def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype]
     return tuple((tuple(t.shape), t.dtype) for t in tensors_in(inputs))
 
 
-def gradient_flags(root: nn.Module, inputs: object) -> tuple[bool, ...]:
-    """What requires a gradient: each parameter, each tensor among the inputs."""
-    return tuple(t.requires_grad for t in (*root.parameters(), *tensors_in(inputs)))
+def gradient_flags(inputs: object) -> tuple[bool, ...]:
+    """Which tensors among the inputs require a gradient."""
+    return tuple(t.requires_grad for t in tensors_in(inputs))
 
 
 def switches(inputs: object) -> tuple[object, ...]:

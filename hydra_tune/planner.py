@@ -24,8 +24,9 @@ from hydra_tune.config import format_bytes
 from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PoolClosedError, PrepareError
-from hydra_tune.fingerprint import PlanKey, switches_of
+from hydra_tune.fingerprint import PlanKey
 from hydra_tune.forward_pass import AbandonedForward, ForwardPass
+from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import drawing_for_nothing
@@ -44,7 +45,6 @@ from hydra_tune.partition import (
 )
 from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains, larger_of
 from hydra_tune.pool import Client, ShardPool
-from hydra_tune.probe import user_hooks
 from hydra_tune.random_state import has_own_state
 from hydra_tune.root import RootForward, refuse_global_hooks, refuse_own_forward, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
@@ -98,9 +98,9 @@ class Planner:
         self._kinds: set[type | None] = set()  # kept for as long as plans are looked up by keys that name them
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self._flags: Hashable = ()
-        self._parameters: list[tuple[str, int]] = []
+        self._parameters: tuple[tuple[int, str, int], ...] = ()
         self._cut = self._hook_cut = Cut()
-        self._hooked: list[int] = []
+        self._hooked: tuple[int, ...] = ()
         self._seen: set[Hashable] = set()  # switches of the model
         self.settled = True  # neither is a plan being looked for, nor are weights on their way to where it wants them
         self._last: tuple[TrialPlan, PlanKey, Any, Hashable, Any] | None = None  # settled, and what it covers
@@ -213,8 +213,8 @@ class Planner:
 
     def plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
         """The plan for these inputs, from a pilot in this training mode if gradients may follow."""
-        plan = self._plan_for_inputs(root, args, kwargs)
-        mode = self._mode()
+        glance = glance_at(self._trial.model)
+        plan, mode = self._plan_for_inputs(root, args, kwargs, glance), glance.training
         while torch.is_grad_enabled() and mode not in plan.modes and len(plan.modes) < MOST_MODES:
             if self._trial.in_step and plan.resident:
                 break  # its weights are not to be moved while a graph may refer to them
@@ -226,20 +226,20 @@ class Planner:
     def _mode(self) -> Hashable:
         return tuple(module.training for module in self._trial.model.modules())
 
-    def _plan_for_inputs(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
+    def _plan_for_inputs(
+        self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], glance: Glance
+    ) -> TrialPlan:
         """The one there is, another trial's, or a new pilot's."""
         signature = input_signature((args, kwargs))
         trial, pool = self._trial, self._trial.pool
-        buffers = tuple((name, tuple(b.shape), b.dtype) for name, b in trial.model.named_buffers())
         flags = (
-            gradient_flags(trial.model, (args, kwargs)), switches((args, kwargs)), self._switches(),
-            self._cut_of_hooks(), bool(self._hooked), buffers,
+            glance.needs_gradient, gradient_flags((args, kwargs)), switches((args, kwargs)), self._switches(glance),
+            self._cut_of_hooks(glance), bool(glance.hooked), glance.buffers,
         )  # fmt: skip
-        parameters = [(name, id(p)) for name, p in trial.model.named_parameters()]
         if self.plan is None or not self.plan.resident:
             refuse_global_hooks()
         forward_only = not torch.is_grad_enabled() and not trial.in_step  # whose backward this plan would have to hold
-        known = flags == self._flags and parameters == self._parameters and covers(self._signature, signature)
+        known = flags == self._flags and glance.parameters == self._parameters and covers(self._signature, signature)
         if self.plan is not None and known and (self.plan.modes or forward_only):
             shared = pool.plans[self._key]
             if (
@@ -267,7 +267,7 @@ class Planner:
             if former is not None:
                 trial.residency.bring_home(trial.optimizer)
             if self._key not in pool.plans:
-                cut = self._cut_of_hooks()
+                cut = self._hook_cut
                 self._adopt_cut(replace(cut, kept=(*cut.kept, *self._differentiating.items())))
                 self._run_pilot(root, args, kwargs, forward_only)
             plan = pool.plans[self._key]
@@ -276,7 +276,7 @@ class Planner:
             self._key = former_key
             self._fall_back(former, error)
             raise
-        self._signature, self._flags, self._parameters = signature, flags, parameters
+        self._signature, self._flags, self._parameters = signature, flags, glance.parameters
         self._settle(plan)
         logger.info("%s", self._spell_plan(plan))
         return plan
@@ -291,9 +291,9 @@ class Planner:
         self._trial.pool.admit(self._trial, former)
         self._settle(former)
 
-    def _switches(self) -> Hashable:
+    def _switches(self, glance: Glance) -> Hashable:
         """Of the model; nothing more where they change all the time."""
-        now = switches_of(self._trial.model)
+        now = glance.switches
         if len(self._seen) < MOST_MODES:
             self._seen.add(now)
         return now if now in self._seen else None
@@ -303,12 +303,11 @@ class Planner:
         blocks = blocks_of(self._trial.model, self._limit_bytes, plan.cut)
         return {block.name for block in blocks} >= {profile.name for profile in plan.blocks}
 
-    def _cut_of_hooks(self) -> Cut:
+    def _cut_of_hooks(self, glance: Glance) -> Cut:
         """Where the model must be cut for the hooks that it has now."""
-        model = self._trial.model
-        hooked = [id(module) for module in model.modules() if user_hooks(module)]
-        if hooked != self._hooked:
-            self._hooked, self._hook_cut = hooked, cut_at_hooks(model, self._limit_bytes, Cut())
+        if glance.hooked != self._hooked:
+            self._hooked = glance.hooked
+            self._hook_cut = cut_at_hooks(self._trial.model, self._limit_bytes, Cut())
         return self._hook_cut
 
     def extend_plan(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:

@@ -34,7 +34,8 @@ _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or coll
 def user_hooks(module: nn.Module) -> bool:
     """Whether the user has put a hook on this module."""
     own = vars(module)
-    return any(_is_users(hook) for kind in _HOOKS if own.get(kind) for hook in own[kind].values())
+    kinds = [kind for kind in _HOOKS if own.get(kind)]
+    return bool(kinds) and any(_is_users(hook) for kind in kinds for hook in own[kind].values())
 
 
 def _is_users(hook: Any) -> bool:

@@ -1,0 +1,126 @@
+"""When tasks ran on a device that the host is ahead of, against times worked out by hand."""
+
+import pytest
+
+from hydra_tune.device import CpuDevice
+from hydra_tune.shard import Direction, Task
+from hydra_tune.task_clock import LATE_HOST, TaskClock
+from hydra_tune.trace import Trace
+
+F0, F1, OTHER = Task(0, 1, 0, Direction.FORWARD), Task(0, 1, 1, Direction.FORWARD), Task(7, 1, 0, Direction.FORWARD)
+
+
+class GPU:
+    """Its moments are seconds of a clock that began at another time than the host's; it has got as far as `now`."""
+
+    number = 0
+
+    def __init__(self):
+        self.now = 0.0
+        self.marks = []
+
+    def mark(self):
+        return self.marks.pop(0)
+
+    def reached(self, mark):
+        return mark <= self.now
+
+    def seconds(self, earlier, later):
+        return later - earlier
+
+
+@pytest.fixture
+def gpu():
+    return GPU()
+
+
+def spans(trace):
+    return [
+        (s.kind, s.trial, s.shard, round(s.start_s, 6), round(s.end_s, 6), s.cause) for s in trace.spans
+    ]  # fmt: skip
+
+
+def launch(clock, task, host_s):
+    clock.begin(host_s)
+    return clock.end(task, host_s, host_s + 0.001)
+
+
+def test_on_the_cpu_tasks_take_what_the_host_saw():
+    trace = Trace()
+    clock = TaskClock(trace, CpuDevice(0, 1024))
+    clock.begin(1.0)
+    assert clock.end(F0, 1.0, 3.0) == 2.0
+    clock.idles(3.0, "memory")
+    clock.begin(4.0)
+    clock.end(F1, 4.0, 4.5)
+    assert spans(trace) == [
+        ("run", 0, 0, 1.0, 3.0, ""),
+        ("stall", -1, -1, 3.0, 4.0, "memory"),
+        ("run", 0, 1, 4.0, 4.5, ""),
+    ]
+
+
+def test_tasks_run_one_after_another_though_they_were_launched_at_once(gpu):
+    trace = Trace()
+    clock = TaskClock(trace, gpu)
+    gpu.marks = [100.0, 102.0, 102.0, 105.0]
+    assert launch(clock, F0, 10.0) == 0.0, "nobody knows yet"
+    gpu.now = 104.0
+    assert launch(clock, F1, 10.1) == 2.0, "of the first"
+    assert spans(trace) == [("run", 0, 0, 10.0, 12.0, "")]
+    gpu.now = 105.0
+    clock.settle()
+    assert spans(trace)[1:] == [("run", 0, 1, 12.0, 15.0, "")]
+
+
+def test_what_it_waited_for(gpu):
+    """The scheduler's cause where it had one; else the host was late."""
+    trace = Trace()
+    clock = TaskClock(trace, gpu)
+    gpu.now, gpu.marks = 200.0, [100.0, 101.0, 103.0, 104.0, 104.5, 105.0]
+    launch(clock, F0, 10.0)
+    clock.idles(10.1, "promotion")
+    launch(clock, F1, 13.0)
+    launch(clock, OTHER, 14.5)
+    assert spans(trace) == [
+        ("run", 0, 0, 10.0, 11.0, ""),
+        ("stall", -1, -1, 11.0, 13.0, "promotion"),
+        ("run", 0, 1, 13.0, 14.0, ""),
+        ("stall", -1, -1, 14.0, 14.5, LATE_HOST),
+        ("run", 7, 0, 14.5, 15.0, ""),
+    ]
+    assert trace.devices[0].busy_s == pytest.approx(2.5)
+    assert trace.devices[0].stalled_s == pytest.approx(2.5)
+
+
+def test_clocks_that_drift_apart_are_set_again_where_the_device_had_nothing_to_do(gpu):
+    trace = Trace()
+    clock = TaskClock(trace, gpu)
+    gpu.now, gpu.marks = 10_000.0, [100.0, 101.0, 4100.0, 4101.0]
+    launch(clock, F0, 10.0)
+    launch(clock, F1, 4010.5)  # the host's clock has gone half a second further
+    assert spans(trace)[-1] == ("run", 0, 1, 4010.5, 4011.5, "")
+
+
+def test_copies_are_shown_when_they_were_made(gpu):
+    trace = Trace()
+    clock = TaskClock(trace, gpu)
+    gpu.now, gpu.marks = 102.0, [100.0, 102.0]
+    launch(clock, F0, 10.0)
+    clock.copied("spill", F0, 101.5, 103.0)
+    clock.settle()
+    assert len(trace.spans) == 1, "it is under way"
+    gpu.now = 103.0
+    clock.settle()
+    assert spans(trace)[1:] == [("spill", 0, 0, 11.5, 13.0, "")]
+
+
+def test_each_trial_is_told_its_own_seconds_once(gpu):
+    clock = TaskClock(Trace(), gpu)
+    gpu.marks = [0.0, 1.0, 1.0, 3.0, 3.0, 7.0, 7.0, 8.0]
+    assert launch(clock, F0, 0.0) == 0.0
+    assert launch(clock, OTHER, 0.0) == 0.0
+    gpu.now = 3.0
+    assert launch(clock, F1, 0.0) == 1.0
+    gpu.now = 8.0
+    assert launch(clock, OTHER, 0.0) == 3.0

@@ -27,6 +27,8 @@ class HydraExecutor(PlacementGroupFactory):
             `policy` likewise.
         concurrency: trials that live at a time on a node; eight a device if None, of which those that host memory has
             no room for wait.
+        trial_memory: bytes of host memory that a trial takes: it starts on a node of which Ray has given that much to
+            nobody yet. If None, on any with a free slot.
         pool: the name of a pool that several Ray jobs of one cluster share. The job that made it owns it. If None,
             a job has its own.
 
@@ -44,6 +46,7 @@ class HydraExecutor(PlacementGroupFactory):
         concurrency: int | None = None,
         host_memory: int | str = "auto",
         policy: Any = "sharded-lrtf",
+        trial_memory: int | str | None = None,
         pool: str | None = None,
     ) -> None:
         whole = isinstance(concurrency, int) and not isinstance(concurrency, bool)
@@ -63,25 +66,30 @@ class HydraExecutor(PlacementGroupFactory):
             host_memory,
             policy,
             pool,
+            None if trial_memory is None else parse_bytes(trial_memory, "trial_memory"),
         )
         self._is_slot = False
         super().__init__([{"CPU": 1}])
 
     @classmethod
     def slot(cls, spec: PoolSpec) -> HydraExecutor:
-        """What the proxy of one trial asks of Ray: its share of the smallest node's CPUs. Within Ray."""
+        """What the proxy of one trial asks of Ray: a share of the smallest node's CPUs, and its memory."""
         shares = [node["CPU"] / spec.places(int(node.get("GPU", 0))) for node in eligible_nodes()]
         slot = object.__new__(cls)
         slot.spec = spec
         slot._is_slot = True
         cpus = floor(min(shares, default=1.0) / _SMALLEST_CPU) * _SMALLEST_CPU
-        PlacementGroupFactory.__init__(slot, [{"CPU": max(_SMALLEST_CPU, round(cpus, 4))}])
+        bundle: dict[str, float] = {"CPU": max(_SMALLEST_CPU, round(cpus, 4))}
+        if spec.trial_memory is not None:
+            bundle["memory"] = spec.trial_memory
+        PlacementGroupFactory.__init__(slot, [bundle])
         return slot
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, HydraExecutor)
-            and (self.spec, self._is_slot) == (other.spec, other._is_slot)
+            and (self.spec, self.spec.trial_memory, self._is_slot)
+            == (other.spec, other.spec.trial_memory, other._is_slot)
             and bool(super().__eq__(other))
         )
 
@@ -99,7 +107,13 @@ class HydraExecutor(PlacementGroupFactory):
             )
 
     def __repr__(self) -> str:
-        given = {**self.spec.arguments, "concurrency": self.spec.concurrency, "pool": self.spec.shared}
+        spec = self.spec
+        given = {
+            **spec.arguments,
+            "concurrency": spec.concurrency,
+            "trial_memory": spec.trial_memory,
+            "pool": spec.shared,
+        }
         return f"HydraExecutor({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 

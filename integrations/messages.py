@@ -10,10 +10,9 @@ from ray import cloudpickle
 
 
 class Order(NamedTuple):
-    """What a pool is to run. `attempt` is new each time Tune starts a trial, `payload` a pickled function or class;
-    `surroundings` are what `ray.tune.get_context()` tells."""
+    """What a pool is to run as a trial's next attempt, which its line tells from the others. `payload` is a pickled
+    function or class; `surroundings` are what `ray.tune.get_context()` tells."""
 
-    attempt: str
     job: str
     payload: bytes
     config: dict[str, Any]

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 from hydra_tune.integrations.messages import Begun, Call, GoOn, Order, Raised, Stop
@@ -22,12 +23,13 @@ logger = logging.getLogger("hydra_tune")
 
 
 class PoolActor:
-    """One node's pool. What proxies say comes on their lines; the actor's own methods are for who looks for it."""
+    """One node's pool. What proxies say comes on their lines; the actor's own methods are for who looks for it. Its class
+    is known where there is no torch."""
 
     def __init__(self, spec: PoolSpec, job: str, places: int, num_threads: int) -> None:
         import torch
 
-        from hydra_tune.integrations import pool_session
+        from hydra_tune.integrations import pool_session, pool_work
         from hydra_tune.integrations.attempt import Attempt
         from hydra_tune.pool import ShardPool
 
@@ -38,6 +40,7 @@ class PoolActor:
         self._job = None if spec.shared else job
         self._places = places
         self._attempts: dict[Line, Attempt] = {}
+        self._attempt = partial(Attempt, self._pool, work=pool_work.train, on_lost=self._start_anew)
         self._lines = Lines(self._hears)
 
     def line(self) -> tuple[Any, bytes]:
@@ -69,9 +72,6 @@ class PoolActor:
 
     def _begin(self, line: Line, order: Order) -> None:
         """Unless the pool is full. A former attempt of the same trial ends."""
-        from hydra_tune.integrations.attempt import Attempt
-        from hydra_tune.integrations.pool_work import train
-
         if self._job is not None and order.job != self._job:
             error = PermissionError(
                 f"a pool runs code of its own Ray job, {self._job}, but job {order.job} asked. Share one with "
@@ -86,7 +86,7 @@ class PoolActor:
         has_place = len(self._attempts) - len(former) < self._places
         line.say(Begun(has_place))
         if has_place:
-            self._attempts[line] = attempt = Attempt(self._pool, order, line, train, self._start_anew)
+            self._attempts[line] = attempt = self._attempt(order=order, line=line)
             attempt.start()
 
     def _start_anew(self) -> None:

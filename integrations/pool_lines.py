@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import AuthenticationError, Pipe
@@ -15,6 +16,8 @@ from multiprocessing.connection import Listener, wait
 from typing import Any
 
 from ray import cloudpickle
+
+from hydra_tune.integrations.messages import Raised
 
 WAITING = 64  # proxies that connect at a time
 
@@ -32,12 +35,13 @@ class Line:
         with self._lock, suppress(OSError):
             self.connection.send_bytes(data)
 
-    def hear(self) -> Any:
-        """
-        Raises:
-            EOFError, OSError: the proxy has gone.
-        """
-        return cloudpickle.loads(self.connection.recv_bytes())
+    def hear(self) -> bytes | None:
+        """A pickled message; None once the proxy has gone."""
+        try:
+            data: bytes = self.connection.recv_bytes()
+        except (EOFError, OSError):
+            return None
+        return data
 
 
 class Lines:
@@ -70,11 +74,12 @@ class Lines:
                     self._woken.recv_bytes()
                     continue
                 line = self._lines[connection]
-                try:
-                    heard = line.hear()
-                except (EOFError, OSError):
-                    heard = None
+                data = line.hear()
+                if data is None:
                     del self._lines[connection]
-                self._hears(line, heard)
-                if heard is None:
+                try:
+                    self._hears(line, None if data is None else cloudpickle.loads(data))
+                except Exception as error:  # what a user's config needs may not be there; other lines go on
+                    line.say(Raised.of(error, traceback.format_exc()))
+                if data is None:
                     line.connection.close()

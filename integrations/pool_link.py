@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Client
@@ -62,8 +61,10 @@ class PoolLink:
             ConfigError: it could not be made.
         """
         context = ray.get_runtime_context()
-        order = Order(uuid.uuid4().hex, context.get_job_id(), payload, config, surroundings)
+        order = Order(context.get_job_id(), payload, config, surroundings)
         self._stopped.clear()
+        if self._line is not None:
+            self._line.close()  # of the attempt before, which ends if it has not
         self._line = self._connected(context.get_node_id())
         self._say(order)
         while not self._has_begun() and not self._stopped.wait(_FULL_S):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra_tune.integrations.concurrency import MOST_A_DEVICE
@@ -20,6 +20,7 @@ class PoolSpec:
     host_memory: int | str = "auto"
     policy: Any = "sharded-lrtf"
     shared: str | None = None
+    trial_memory: int | None = field(default=None, compare=False)  # of the trials, not of the pools
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -43,10 +43,7 @@ def run(run_or_experiment: Any, *, resources: HydraExecutor | None = None, **opt
     """
     if resources is None:
         return ray.tune.run(run_or_experiment, **options)
-    _refuse_others(resources, options.get("resources_per_trial"))
-    train = trainable(run_or_experiment, resources)
-    if not ray.is_initialized():
-        ray.init()
+    train = _wrapped(run_or_experiment, resources, options.get("resources_per_trial"))
     if options.get("max_concurrent_trials") is None and _needs_limit(options.get("search_alg")):
         options["max_concurrent_trials"] = _places(resources)
     with pools_for(resources.spec):
@@ -59,10 +56,7 @@ class Tuner(ray.tune.Tuner):
     def __init__(self, train: Any = None, *, resources: HydraExecutor | None = None, **options: Any) -> None:
         train = options.pop("trainable", train)
         if resources is not None:
-            _refuse_others(resources, None)
-            train = trainable(train, resources)
-            if not ray.is_initialized():
-                ray.init()
+            train = _wrapped(train, resources)
             tune_config = options.get("tune_config") or ray.tune.TuneConfig()
             if tune_config.max_concurrent_trials is None and _needs_limit(tune_config.search_alg):
                 tune_config = dataclasses.replace(tune_config, max_concurrent_trials=_places(resources))
@@ -77,8 +71,7 @@ class Tuner(ray.tune.Tuner):
         """`ray.tune.Tuner.restore`, likewise."""
         train = options.pop("trainable", train)
         if resources is not None:
-            _refuse_others(resources, None)
-            train = trainable(train, resources)
+            train = _wrapped(train, resources)
         tuner = object.__new__(cls)
         tuner.__dict__ = {**vars(ray.tune.Tuner.restore(path, train, **options)), "_executor": resources}
         return tuner
@@ -89,7 +82,8 @@ class Tuner(ray.tune.Tuner):
             return super().fit()
 
 
-def _refuse_others(resources: Any, per_trial: Any) -> None:
+def _wrapped(train: Any, resources: Any, per_trial: Any = None) -> type:
+    """What Tune runs in its place, once Ray runs."""
     if not isinstance(resources, HydraExecutor):
         raise ConfigError(
             f"resources is a HydraExecutor, got {resources!r}. Plain resources are given by resources_per_trial=, or "
@@ -97,6 +91,10 @@ def _refuse_others(resources: Any, per_trial: Any) -> None:
         )
     if per_trial is not None:
         raise ConfigError("trials of a pool own nothing of their node: leave resources_per_trial= out.")
+    proxy: type = trainable(train, resources)
+    if not ray.is_initialized():
+        ray.init()
+    return proxy
 
 
 def _needs_limit(search_alg: Any) -> bool:

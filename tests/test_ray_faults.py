@@ -32,17 +32,17 @@ import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from hydra_tune.integrations.messages import Order
 from hydra_tune.integrations.pool_keeper import report
+from ray_local import HERE, first_step, modules_of_tests
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    yield own
-    own.shutdown()
+    with modules_of_tests():
+        own = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        yield own
+        own.shutdown()
 
 
 @pytest.fixture
@@ -68,11 +68,7 @@ def processes(name: str) -> list[psutil.Process]:
 
 
 def train_for_long(config: dict[str, Any]) -> None:
-    checkpoint = tune.get_checkpoint()
-    first = 0
-    if checkpoint:
-        with checkpoint.as_directory() as folder:
-            first = int(Path(folder, "step").read_text()) + 1
+    first = first_step()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -231,11 +227,7 @@ def test_nothing_stays_of_a_driver_that_is_stopped_within_a_step(cluster, tmp_pa
 
 def several_steps(config: dict[str, Any]) -> None:
     """Sixteen of them, which go on from the last checkpoint; says on which node."""
-    checkpoint = tune.get_checkpoint()
-    first = 0
-    if checkpoint:
-        with checkpoint.as_directory() as folder:
-            first = int(Path(folder, "step").read_text()) + 1
+    first = first_step()
     torch.manual_seed(config["n"])
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -300,7 +292,7 @@ def test_a_pool_is_its_jobs_own(job, tmp_path):
     keeper = ray.get_actor(executor.spec.name)
     address, key = ray.get(keeper.line_on.remote(ray.get_runtime_context().get_node_id()))
     line = Client(address, authkey=key)
-    order = Order("an attempt", "another job", b"", {}, {"trial_id": "t", "trial_name": "t"})
+    order = Order("another job", b"", {}, {"trial_id": "t", "trial_name": "t"})
     line.send_bytes(ray.cloudpickle.dumps(order))
     error = ray.cloudpickle.loads(ray.cloudpickle.loads(line.recv_bytes()).error)
     assert isinstance(error, PermissionError) and "a pool runs code of its own Ray job" in str(error)

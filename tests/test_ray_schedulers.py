@@ -25,6 +25,7 @@ from ray.tune import schedulers
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from hydra_tune.integrations.pool_keeper import report
+from ray_local import local_ray
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
 EXECUTOR = HydraExecutor("256KiB", devices=["cpu"], concurrency=4)
@@ -32,10 +33,8 @@ EXECUTOR = HydraExecutor("256KiB", devices=["cpu"], concurrency=4)
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster():
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray():
+        yield
 
 
 @pytest.fixture
@@ -146,10 +145,10 @@ def test_hyperband_halves_its_brackets(run):
     assert sorted(trial.last_result["training_iteration"] for trial in ended) == [1, 2, 2, 2]
 
 
-def train(config: dict[str, Any]) -> None:
+def train(config: dict[str, Any], prepare: Any = hydra_tune.prepare) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=config["lr"]))
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=config["lr"]))
     for _ in range(5):
         loss = model(torch.ones(4, 64)).square().mean()
         loss.backward()
@@ -276,12 +275,4 @@ def test_asha_over_trials_none_of_which_fits_finds_what_stock_tune_finds(run, tm
 
 
 def train_plainly(config: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
-    for _ in range(5):
-        loss = model(torch.ones(4, 64)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        tune.report({"loss": loss.item()})
+    train(config, prepare=lambda *given: given)

@@ -21,6 +21,7 @@ import ray.tune
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from hydra_tune.integrations.pool_keeper import report
+from ray_local import first_step, local_ray
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
 BUDGET = "256KiB"  # of a device; the models below do not fit
@@ -28,10 +29,8 @@ BUDGET = "256KiB"  # of a device; the models below do not fit
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster():
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray():
+        yield
 
 
 @pytest.fixture
@@ -164,11 +163,7 @@ def test_a_tuner_takes_resources(tmp_path):
 
 
 def train_with_checkpoints(config: dict[str, Any]) -> None:
-    checkpoint = tune.get_checkpoint()
-    first = 0
-    if checkpoint:
-        with checkpoint.as_directory() as folder:
-            first = int(Path(folder, "step").read_text()) + 1
+    first = first_step()
     for step in range(first, 6):
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "step").write_text(str(step))

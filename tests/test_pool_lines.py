@@ -1,0 +1,88 @@
+"""A pool's lines to its proxies, without Ray: what one of them sends does not reach the others."""
+
+import queue
+from multiprocessing.connection import Client
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray import cloudpickle
+
+from hydra_tune.integrations.messages import GoOn, Raised, Stop
+from hydra_tune.integrations.pool_lines import Lines
+
+
+class NotHere:
+    """Cannot be read where it arrives, as what a module of the driver's alone has made."""
+
+    def __reduce__(self):
+        return __import__, ("a_module_that_is_not_here",)
+
+
+@pytest.fixture
+def heard():
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def lines(heard):
+    def hears(line, said):
+        heard.put((line, said))
+        if isinstance(said, Stop):
+            raise ValueError(said.reason)
+
+    return Lines(hears)
+
+
+def connected(lines):
+    return Client(lines.address, authkey=lines.key)
+
+
+def say(client, message):
+    client.send_bytes(cloudpickle.dumps(message))
+
+
+def error_on(client):
+    message = cloudpickle.loads(client.recv_bytes())
+    assert isinstance(message, Raised)
+    return cloudpickle.loads(message.error)
+
+
+def test_what_cannot_be_read_is_answered_and_the_line_goes_on(lines, heard):
+    client = connected(lines)
+    say(client, NotHere())
+    assert isinstance(error_on(client), ModuleNotFoundError)
+    say(client, GoOn())
+    assert heard.get(timeout=10)[1] == GoOn()
+
+
+def test_an_error_of_who_hears_is_answered_and_other_lines_go_on(lines, heard):
+    client, other = connected(lines), connected(lines)
+    say(client, Stop("no such thing"))
+    assert str(error_on(client)) == "no such thing"
+    say(other, GoOn())
+    line, said = [heard.get(timeout=10) for _ in range(2)][-1]
+    line.say(said)
+    assert cloudpickle.loads(other.recv_bytes()) == GoOn()
+
+
+def test_the_end_of_a_line_is_heard_once(lines, heard):
+    client, other = connected(lines), connected(lines)
+    say(client, GoOn())
+    line, _ = heard.get(timeout=10)
+    client.close()
+    assert heard.get(timeout=10) == (line, None)
+    line.say(GoOn())  # to nobody
+    say(other, GoOn())
+    assert heard.get(timeout=10)[1] == GoOn()
+    assert heard.empty()
+
+
+def test_who_has_no_key_has_no_line(lines, heard):
+    from multiprocessing import AuthenticationError
+
+    with pytest.raises(AuthenticationError):
+        Client(lines.address, authkey=b"another")
+    say(connected(lines), GoOn())
+    assert heard.get(timeout=10)[1] == GoOn()

@@ -118,7 +118,9 @@ class Spilled:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3, help="of each trial a round")
+    parser.add_argument(
+        "--steps", type=int, default=10 if torch.cuda.is_available() else 3, help="of each trial a round"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=8 if torch.cuda.is_available() else 1)
     options = parser.parse_args(arguments)

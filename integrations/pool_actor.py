@@ -23,8 +23,10 @@ logger = logging.getLogger("hydra_tune")
 
 
 class PoolActor:
-    """One node's pool. What proxies say comes on their lines; the actor's own methods are for who looks for it. Its class
-    is known where there is no torch."""
+    """One node's pool. What proxies say comes on their lines; the actor's own methods are for who looks for it.
+
+    The class is known where there is no torch.
+    """
 
     def __init__(self, spec: PoolSpec, job: str, places: int, num_threads: int) -> None:
         import torch

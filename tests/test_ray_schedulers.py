@@ -7,10 +7,13 @@ import json
 import math
 import os
 import random
+import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +24,7 @@ pytest.importorskip("ray")
 import ray
 import ray.tune
 from ray.tune import schedulers
+from ray.tune.schedulers.pb2 import PB2
 
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
@@ -101,6 +105,22 @@ RATES = [1e-9, 1e-8, 1e-2, 2e-2]
 
 def results_of(trial: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(trial.local_path, "result.json").read_text().splitlines()]
+
+
+@pytest.mark.proof
+def test_population_based_bandits_clone_trials(run):
+    """Its rates are chosen by a model of what rates have brought so far."""
+    np.random.seed(0)  # from which PB2 draws
+    scheduler = PB2(
+        time_attr="training_iteration", metric="loss", mode="min", perturbation_interval=2,
+        hyperparam_bounds={"lr": [1e-3, 4e-2]}, quantile_fraction=0.5, synch=True,
+    )  # fmt: skip
+    ended = run(Net, config={"lr": tune.grid_search(RATES)}, scheduler=scheduler, stop={"training_iteration": 6}).trials
+    assert {trial.status for trial in ended} == {"TERMINATED"}
+    lasts = [trial.last_result for trial in ended]
+    assert any(last["loaded"] for last in lasts)
+    assert {last["used_lr"] == last["config"]["lr"] for last in lasts} == {True}
+    assert {last["used_lr"] for last in lasts} - set(RATES), "chosen rates reach the optimizer"
 
 
 def test_population_based_training_clones_weights_and_optimizer(run):
@@ -237,7 +257,21 @@ def test_loggers_write_what_they_write_in_stock_tune(run):
     (trial,) = run(train, config={"lr": 1e-3}).trials
     folder = Path(trial.local_path)
     assert {"result.json", "progress.csv", "params.json"} <= {path.name for path in folder.iterdir()}
-    assert list(folder.glob("events.out.tfevents*")), "for TensorBoard"
+    reported = [result["loss"] for result in results_of(trial)]
+    (events,) = folder.glob("events.out.tfevents*")
+    assert [loss for loss in scalars(events, "ray/tune/loss") if loss] == pytest.approx(reported)
+
+
+def scalars(path: Path, tag: str) -> Iterator[float]:
+    """Of a file for TensorBoard: records of a length, its checksum, an event and its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data = path.read_bytes()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + length])
+        yield from (value.simple_value for value in event.summary.value if value.tag == tag)
+        data = data[16 + length :]
 
 
 def test_resources_that_change_are_refused(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from torch import nn
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -177,6 +178,21 @@ def test_a_trial_that_raises_goes_on_from_its_checkpoint(run, executor):
     assert (trial.status, trial.last_result["step"], trial.last_result["first"]) == ("TERMINATED", 5, 3)
     assert [Path(trial.checkpoint.path, "step").read_text()] == ["5"]
     assert_empty(executor)
+
+
+@pytest.mark.proof
+def test_checkpoints_go_through_rays_storage(executor, tmp_path):
+    """To a filesystem that is not the local one, as a bucket is not; and back, for the next attempt."""
+    bucket = SubTreeFileSystem(str(tmp_path), LocalFileSystem())
+    analysis = tune.run(
+        train_with_checkpoints, resources=executor, max_failures=1, verbose=0,
+        storage_path="experiments", storage_filesystem=bucket, name="sweep",
+    )  # fmt: skip
+    (trial,) = analysis.trials
+    assert (trial.status, trial.last_result["first"]) == ("TERMINATED", 3)
+    assert {path.read_text() for path in (tmp_path / "experiments" / "sweep").glob("*/checkpoint_*/step")} == set(
+        "012345"
+    )
 
 
 def test_the_error_is_the_functions_own(run):

@@ -245,13 +245,13 @@ def several_steps(config: dict[str, Any]) -> None:
 
 @pytest.fixture
 def three_nodes():
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    others = [own.add_node(num_cpus=1) for _ in range(2)]
-    ray.init(address=own.address, log_to_driver=False)
-    yield own, others
-    ray.shutdown()
-    own.shutdown()
+    with modules_of_tests():
+        own = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        others = [own.add_node(num_cpus=1) for _ in range(2)]
+        ray.init(address=own.address, log_to_driver=False)
+        yield own, others
+        ray.shutdown()
+        own.shutdown()
 
 
 @pytest.mark.proof
@@ -283,6 +283,30 @@ def test_every_node_has_a_pool_and_one_that_dies_takes_no_history_along(three_no
         steps = [result["step"] for result in history]
         assert sorted(set(steps)) == list(range(16)), "whole"
         assert len(steps) <= 17, "no step but the last before the loss is repeated"
+
+
+@pytest.mark.proof
+def test_a_trial_starts_on_a_node_that_has_memory_for_it(tmp_path):
+    """Of three nodes with slots for all, one has memory for none, one for one trial at a time, one for two."""
+    gib = 2**30
+    with modules_of_tests():
+        head = {"num_cpus": 1, "memory": gib // 2, "include_dashboard": False}
+        own = Cluster(initialize_head=True, head_node_args=head)
+        for places in (1, 2):
+            own.add_node(num_cpus=1, memory=places * gib)
+        ray.init(address=own.address, log_to_driver=False)
+        try:
+            memory = {node["NodeID"]: node["Resources"]["memory"] // gib for node in ray.nodes()}
+            executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=4, trial_memory="1GiB")
+            ended = ray.tune.run(
+                hydra_tune.trainable(several_steps, executor), config={"n": tune.grid_search(list(range(6)))},
+                verbose=0, storage_path=str(tmp_path),
+            ).trials  # fmt: skip
+            assert {trial.status for trial in ended} == {"TERMINATED"}
+            assert {memory[trial.last_result["node"]] for trial in ended} == {1, 2}
+        finally:
+            ray.shutdown()
+            own.shutdown()
 
 
 @pytest.mark.proof

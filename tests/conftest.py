@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the demo: threads t
 import pytest
 import torch
 
+from hydra_tune.cuda_device import CudaDevice
 from hydra_tune.device import CpuDevice
 from hydra_tune.pool import ShardPool
 from hydra_tune.schedule import Machine
@@ -24,7 +25,8 @@ def fixed_threads():
 def pools(monkeypatch):
     """Every pool a test makes; afterwards none has ever been over its budget, and each scheduler is sound. Shards are
     promoted ahead however small they are."""
-    monkeypatch.setattr(CpuDevice, "least_ahead_bytes", 1)
+    for device in (CpuDevice, CudaDevice):
+        monkeypatch.setattr(device, "least_ahead_bytes", 1)
     made = []
     original = ShardPool.__init__
 

@@ -1,9 +1,12 @@
 """What only a GPU shows. Deterministic mode; the optimizer of a spilled trial steps on the host."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 import hydra_tune
+from hydra_tune.demo.gpt import GPT
 from models import bytes_batch, gpt, loss_of
 
 pytestmark = [
@@ -67,7 +70,11 @@ def test_spilled_equals_plain_cuda_within_tolerance_and_itself_bit_for_bit():
     torch.testing.assert_close(weights, plain_weights, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_company_equals_alone():
+@pytest.mark.parametrize(
+    ("width", "context", "steps", "budget"), [(128, 16, 10, "6MiB"), (1024, 256, 6, "500MiB")], ids=["small", "large"]
+)
+def test_company_equals_alone(width, context, steps, budget):
+    """Large: copies of megabytes on every stream, while kernels of other trials run."""
     import optuna
 
     def run(concurrency):
@@ -75,23 +82,46 @@ def test_company_equals_alone():
 
         def objective(trial):
             torch.manual_seed(trial.number)
-            model = gpt(0.2)
+            model = GPT(8, width, 4, context, dropout=0.2)
             optimizer = torch.optim.AdamW(model.parameters())
             model, optimizer = hydra_tune.prepare(model, optimizer)
-            for _ in range(10):
-                x, y = (t.cuda() for t in bytes_batch())
+            losses = []
+            for _ in range(steps):
+                x, y = torch.randint(0, 128, (2, 2, context)).cuda()
                 loss = loss_of(model, x, y)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            results[trial.number] = loss.item()
-            return results[trial.number]
+                losses.append(loss.item())
+            results[trial.number] = losses, [p.detach().clone() for p in model.parameters()]
+            return losses[-1]
 
-        with hydra_tune.ShardPool("cuda:0", "6MiB") as pool:
+        with hydra_tune.ShardPool("cuda:0", budget) as pool:
             hydra_tune.HydraTrialRunner(pool, concurrency).optimize(optuna.create_study(), objective, n_trials=4)
+            report = pool.report()
+        assert not any(trial["resident"] for trial in report["trials"]), report
+        assert pool.devices[0].used_bytes == 0
         return results
 
-    assert run(4) == run(1)
+    together, alone = run(4), run(1)
+    assert together.keys() == alone.keys() == set(range(4))
+    for number, (losses, weights) in alone.items():
+        assert together[number][0] == losses
+        assert all(torch.equal(a, b) for a, b in zip(together[number][1], weights, strict=True))
+
+
+def test_a_timeline_shows_what_the_gpu_did():
+    """Tasks one after another, in less time than passed, and every promotion before its task."""
+    with hydra_tune.ShardPool("cuda:0", "3MiB") as pool:
+        train(pool)
+        torch.cuda.synchronize()
+        spans, elapsed_s = pool.timeline(), pool.report()["elapsed_s"]
+    runs = [span for span in spans if span["kind"] == "run"]
+    assert len(runs) > 20
+    assert {span["kind"] for span in spans} >= {"run", "promote", "spill"}
+    for before, after in pairwise(runs):
+        assert before["end_s"] <= after["start_s"] + 1e-6
+    assert 0 < sum(span["end_s"] - span["start_s"] for span in runs) < elapsed_s
 
 
 def test_auto_memory_leaves_a_margin():

@@ -27,7 +27,9 @@ def budget_bytes(which, build, batch):
     return plan.held_bytes + plan.step_bytes + largest
 
 
-@pytest.mark.parametrize("clip", [None, 0.5], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    "clip", [pytest.param(None, id="plain", marks=pytest.mark.proof), pytest.param(0.5, id="clipped")]
+)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_plain_pytorch_bit_for_bit(case, budget, clip, caplog):

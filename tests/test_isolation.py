@@ -73,7 +73,9 @@ def sweep(where):
     return results, study
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "between", "pruned"])
+@pytest.mark.parametrize(
+    "where", ["backward", "pruned", *(pytest.param(name, marks=pytest.mark.proof) for name in ("forward", "between"))]
+)
 def test_a_trial_that_ends_early_changes_no_other(where):
     healthy, _ = sweep("nowhere")
     results, study = sweep(where)

@@ -210,7 +210,8 @@ def test_a_pool_whose_devices_are_taken_says_so(tmp_path):
         own.shutdown()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_stays_of_a_driver_that_is_stopped_within_a_step(cluster, tmp_path, how):
     driver = subprocess.Popen([sys.executable, str(HERE / "ray_driver.py"), cluster.address, str(tmp_path)])
     try:

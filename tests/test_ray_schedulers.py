@@ -274,6 +274,7 @@ def scalars(path: Path, tag: str) -> Iterator[float]:
         data = data[16 + length :]
 
 
+@pytest.mark.proof
 def test_resources_that_change_are_refused(tmp_path):
     def more(controller, trial, result, scheduler):
         return tune.PlacementGroupFactory([{"CPU": 1}])

@@ -165,7 +165,17 @@ def compare(tmp_path, budget="spilled", every=1, at=(8,), kind=Training, written
         assert_same(got, plain)
 
 
-@pytest.mark.parametrize("loader", [*(name for name in LOADERS if name != "persistent"), None])
+OFTEN = ("shuffled", "workers", None)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        pytest.param(name, marks=() if name in OFTEN else pytest.mark.proof)
+        for name in (*LOADERS, None)
+        if name != "persistent"
+    ],
+)
 def test_numbers_after_a_resume_are_the_uninterrupted_ones(tmp_path, loader):
     """At a step in an epoch's middle, at its first, and at the training's last."""
     compare(tmp_path, loader=loader, at=(7, 10, 14))

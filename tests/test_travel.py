@@ -167,7 +167,13 @@ def in_turns(monkeypatch, seed, policy="sharded-lrtf"):
         return results, pool
 
 
-@pytest.mark.parametrize("policy", ["sharded-lrtf", "shuffled", "rung-synchronous"])
+OFTEN_OR_NOT = {True: (), False: pytest.mark.proof}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(p, marks=OFTEN_OR_NOT[p == "shuffled"]) for p in ("sharded-lrtf", "shuffled", "rung-synchronous")],
+)
 def test_six_unequal_trials_on_two_devices_equal_each_alone_in_turns(monkeypatch, policy):
     found, pool = in_turns(monkeypatch, 1, policy)
     assert pool.away > 20
@@ -177,7 +183,7 @@ def test_six_unequal_trials_on_two_devices_equal_each_alone_in_turns(monkeypatch
     assert other.story == pool.story, "same seed, same story"
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [pytest.param(n, marks=OFTEN_OR_NOT[n == 4]) for n in (2, 4, 8)])
 def test_six_unequal_trials_equal_each_alone_in_threads(devices):
     results = {}
     objective = objective_of(results)

@@ -84,6 +84,7 @@ def test_every_rate_is_measured(quick):
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.proof
 def test_the_command_writes_what_simulate_reads(quick, tmp_path, capsys):
     path = tmp_path / "cost.json"
     assert cli.main(["calibrate", "--devices", "cpu", "--threads", "1", "--out", str(path)]) == 0

@@ -68,6 +68,7 @@ def interrupt_a_search(after_s, tmp_path, search=SEARCH):
     return child.returncode, json.loads(output.splitlines()[-1]), states
 
 
+@pytest.mark.proof
 def test_a_search_in_another_thread_is_interrupted_with_the_main_one(tmp_path):
     """Which ends of Ctrl-C, and then the process waited until the search was over."""
     search = SEARCH.replace("try:\n    hydra_tune.", "def run():\n  try:\n    hydra_tune.").replace(

@@ -181,7 +181,7 @@ def test_numbers_after_a_resume_are_the_uninterrupted_ones(tmp_path, loader):
     compare(tmp_path, loader=loader, at=(7, 10, 14))
 
 
-@pytest.mark.parametrize("loader", ["shuffled", None])
+@pytest.mark.parametrize("loader", ["shuffled", pytest.param(None, marks=pytest.mark.proof)])
 def test_also_of_a_resident_trial_and_between_checkpoints(tmp_path, loader):
     compare(tmp_path, "resident", every=4, at=(7, 11), loader=loader)
 
@@ -195,7 +195,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(make, id=name, marks=() if name in ("sgd", "two groups") else pytest.mark.proof)
+        for name, make in OPTIMIZERS.items()
+    ],
+)
 def test_optimizers_go_on(tmp_path, optimizer):
     compare(tmp_path, optimizer=optimizer, loader="shuffled")
 
@@ -493,7 +499,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(w, marks=() if w in ("depth", "optimizer", "groups") else pytest.mark.proof) for w in CHANGES],
+)
 def test_a_checkpoint_of_another_objective_is_refused_and_waits_for_the_right_one(tmp_path, what):
     training = Changed("shuffled", interrupt_at=8)
     training.what, study = what, optuna.create_study()

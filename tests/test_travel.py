@@ -198,7 +198,7 @@ def test_six_unequal_trials_equal_each_alone_in_threads(devices):
 
 
 CUT = [name for name in ZOO if (name, "adamw", "half") not in EXPECTED_DIFFERENCES]
-FEW = CUT[::8]
+FEW = CUT[::16]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else pytest.mark.proof) for n in CUT])

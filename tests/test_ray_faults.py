@@ -196,12 +196,11 @@ def error_of(executor: HydraExecutor, tmp_path: Path) -> str:
 
 
 @pytest.mark.proof
-@pytest.mark.xfail(run=False, reason="the wait for devices that others hold does not end after START_S; not understood")
 def test_a_pool_whose_devices_are_taken_says_so(tmp_path):
     own = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False})
     try:
         ray.init(address=own.address, log_to_driver=False)
-        taker = ray.remote(num_gpus=1)(Counter).remote()
+        taker = ray.remote(num_cpus=0, num_gpus=1)(Counter).remote()
         ray.get(taker.total.remote())
         executor = HydraExecutor("256KiB", devices="cuda:0", concurrency=1)
         assert "could not have them within 60 s: of the node's 1, others" in error_of(executor, tmp_path)

@@ -39,7 +39,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.prediction
 	$(BIN)/python -m benchmarks.runner
 	$(BIN)/python -m benchmarks.search
+	$(BIN)/python -m benchmarks.interleaving
 	$(BIN)/python -m benchmarks.ray_tune
+	$(BIN)/python -m benchmarks.ray_nodes
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -152,13 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     tokens = every * size.batch * size.context
     rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
-    (device_report,) = together.pool.report()["devices"]
     result = {
         "size": vars(size),
         "trials": trials,
         "weight_bytes": weights,
         "budget_bytes": budget,
-        "measured_peak_bytes": device_report["measured_peak_bytes"],
         "tokens_per_s": rates,
         "together_over_alone": ratio(seconds, "alone", "together"),
         "together_over_resident": ratio(seconds, "resident", "together"),

@@ -24,7 +24,7 @@ from hydra_tune.integrations.pool_actor import PoolActor
 from hydra_tune.integrations.pool_spec import PoolSpec
 
 START_S = 60.0  # a pool whose devices are not to be had by then does not start
-_keepers: dict[tuple[str, str], Any] = {}  # by name and job; an actor ends with its last handle in its owner
+_keepers: dict[tuple[str, str, str], Any] = {}  # see `_key`; an actor ends with its last handle in its owner
 _runs: Counter[str] = Counter()  # by name
 _lock = threading.Lock()
 
@@ -86,10 +86,17 @@ class PoolKeeper:
 # ---- in the driver ----
 
 
+def _key(spec: PoolSpec) -> tuple[str, str, str]:
+    """A job's number is the same again in another cluster; a node's is not."""
+    context = ray.get_runtime_context()
+    return spec.name, context.get_job_id(), context.get_node_id()
+
+
 def keep_pools(spec: PoolSpec) -> None:
     """In the driver, which owns them: see that the pools of this job have a keeper."""
-    context = ray.get_runtime_context()
-    key = spec.name, context.get_job_id()
+    context, key = ray.get_runtime_context(), _key(spec)
+    for other in [other for other in _keepers if other[1:] != key[1:]]:  # of a cluster that this process has left
+        del _keepers[other]
     if key not in _keepers:
         options = {
             "name": spec.name,
@@ -117,12 +124,12 @@ def pools_for(spec: PoolSpec) -> Iterator[None]:
         with _lock:
             _runs[spec.name] -= 1
             if not _runs[spec.name] and ray.is_initialized():
-                keeper = _keepers.pop((spec.name, ray.get_runtime_context().get_job_id()), None)
+                keeper = _keepers.pop(_key(spec), None)
                 if keeper is not None and spec.shared is None:
                     ray.kill(keeper)
 
 
 def report(executor: HydraExecutor) -> dict[str, Any]:
     """`ShardPool.report` of each node's pool, and the trials that live there, by the node's id. In the driver."""
-    keeper = _keepers.get((executor.spec.name, ray.get_runtime_context().get_job_id()))
+    keeper = _keepers.get(_key(executor.spec))
     return {} if keeper is None else dict(ray.get(keeper.report.remote()))

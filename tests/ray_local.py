@@ -27,8 +27,10 @@ def local_ray() -> Iterator[None]:
     """Two CPUs, apart from any other cluster of this machine."""
     with modules_of_tests():
         ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-        yield
-        ray.shutdown()
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def first_step() -> int:

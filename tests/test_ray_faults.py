@@ -32,7 +32,7 @@ import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from hydra_tune.integrations.messages import Order
 from hydra_tune.integrations.pool_keeper import report
-from ray_local import HERE, first_step, modules_of_tests
+from ray_local import HERE, first_step, local_ray, modules_of_tests
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
 
@@ -307,6 +307,20 @@ def test_a_trial_starts_on_a_node_that_has_memory_for_it(tmp_path):
         finally:
             ray.shutdown()
             own.shutdown()
+
+
+@pytest.mark.proof
+def test_another_cluster_in_the_same_process_has_pools_of_its_own(tmp_path):
+    """As in a notebook after `ray.shutdown()`: the job's number is the same again."""
+    executor, jobs = HydraExecutor("256KiB", devices=["cpu"], concurrency=1), []
+    for _ in range(2):
+        with local_ray():
+            jobs.append(ray.get_runtime_context().get_job_id())
+            (trial,) = ray.tune.run(
+                hydra_tune.trainable(several_steps, executor), config={"n": 0}, verbose=0, storage_path=str(tmp_path)
+            ).trials
+            assert trial.status == "TERMINATED"
+    assert jobs[0] == jobs[1]
 
 
 @pytest.mark.proof

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -166,10 +167,15 @@ def _made(
     """What an operator with an input on the device has made there: not what it wrote into another input, and of
     a list only what comes of an input there."""
     outputs = _tensors((out,))
-    if "_foreach_" in str(func) and isinstance(args[0], (list, tuple)) and len(args[0]) == len(outputs):
+    if _is_foreach(func) and isinstance(args[0], (list, tuple)) and len(args[0]) == len(outputs):
         outputs = [made for given, made in zip(args[0], outputs, strict=True) if is_counted(given)]
     written = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
     return [t for t in outputs if not written.intersection(storage._cdata for storage in storages_of(t))]
+
+
+@cache
+def _is_foreach(func: Callable[..., Any]) -> bool:
+    return "_foreach_" in str(func)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

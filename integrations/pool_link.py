@@ -57,7 +57,7 @@ class PoolLink:
         """Wait for a place in the pool, and have it begin.
 
         Raises:
-            PoolLostError: the pool has died.
+            PoolLostError: the pool has died, or the trial was stopped meanwhile.
             ConfigError: it could not be made.
         """
         context = ray.get_runtime_context()
@@ -67,7 +67,9 @@ class PoolLink:
             self._line.close()  # of the attempt before, which ends if it has not
         self._line = self._connected(context.get_node_id())
         self._say(order)
-        while not self._has_begun() and not self._stopped.wait(_FULL_S):
+        while not self._has_begun():
+            if self._stopped.wait(_FULL_S):
+                raise PoolLostError("the trial was stopped while it waited for a place in its pool.")
             self._say(order)
 
     def _connected(self, node: str) -> Any:

@@ -44,10 +44,12 @@ def gates_for(blocks: Sequence[Block]) -> dict[Block, tuple[Gate, Edges]]:
 
 
 def _may_be_late(block: Block, weights: Sequence[torch.Tensor], owners: Counter[int]) -> bool:
-    """Each weight is used once in the model, and nobody looks at its gradient before the others are there."""
+    """Each weight is used once in the model, nobody looks at its gradient before the others are there, and there is
+    none yet to add it to: the host has room for one of each."""
     single = max(block.edges.parameters, default=0) <= 1 and not any(block.edges.casts)
     return single and all(
-        p.is_leaf and owners[id(p)] == 1 and not (p._backward_hooks or p._post_accumulate_grad_hooks) for p in weights
+        p.is_leaf and p.grad is None and owners[id(p)] == 1 and not (p._backward_hooks or p._post_accumulate_grad_hooks)
+        for p in weights
     )
 
 

@@ -79,6 +79,7 @@ def make_plan(
     loose_bytes: int,
     resident_bytes: int,
     step_bytes: int,
+    late_bytes: int = 0,
     may_be_resident: bool = True,
     cut: Cut = Cut(),  # noqa: B008
 ) -> TrialPlan:
@@ -87,6 +88,7 @@ def make_plan(
     `loose_bytes`     parameters outside every block, with gradients and optimizer state
     `resident_bytes`  all parameters, with gradients and optimizer state
     `step_bytes`      boundary tensors, operators between blocks and the loss
+    `late_bytes`      what a spilled step has beside these, see `TrialPlan`
 
     Raises:
         BudgetError: some block does not fit alone; names it, its need and the budget.
@@ -105,6 +107,7 @@ def make_plan(
             f"budget is {format_bytes(budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, or split "
             f"the model into child modules.{cut.spell_kept()}"
         ).lacking(resident.need_bytes, budget_bytes)
+    step_bytes += late_bytes
     for p in profiles:
         need = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
         if need > budget_bytes:
@@ -117,7 +120,7 @@ def make_plan(
                 f"the module into smaller children.{cut.spell_kept()}",
             ).lacking(need, budget_bytes)
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
-    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
+    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut, late_bytes)
 
 
 def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shard, ...]:

@@ -152,6 +152,11 @@ class Planner:
     # ---- what a step measures ----
 
     @property
+    def has_hooks(self) -> bool:
+        """Of the user's, on modules."""
+        return bool(self._hooked)
+
+    @property
     def step_is_measured(self) -> bool:
         """Whether the plan's step bytes are those of a whole step of training, not the pilot's estimate."""
         return self._key in self._trial.pool.measured
@@ -165,8 +170,9 @@ class Planner:
         assert self.plan is not None
         pool = self._trial.pool
         if self.step_is_measured:  # by another trial meanwhile
-            step_bytes = max(step_bytes, pool.plans[self._key].step_bytes)
-        step_bytes += self._late_bytes
+            known = pool.plans[self._key]
+            step_bytes = max(step_bytes, known.step_bytes - known.late_bytes)
+        step_bytes += self.plan.late_bytes
         room_bytes = pool.budget_bytes - self.plan.held_bytes - step_bytes
         plan = replace(self.plan, step_bytes=step_bytes, shards=pack_shards(self.plan.blocks, room_bytes))
         if plan.need_bytes > pool.budget_bytes:
@@ -437,18 +443,19 @@ class Planner:
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
         scratch = step_scratch_bytes(trial.optimizer, every, foreach_by_default=trial.device.foreach_by_default)
-        profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes + self._late_bytes
+        profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
         if former is not None:
             known = {p.name: p for p in former.blocks if p.visits}
             both = [larger_of(p, known[p.name]) if p.visits and p.name in known else p for p in profiles]
             profiles = [p if p.visits else known.get(p.name, p) for p in both]
-            step_bytes = max(step_bytes, former.step_bytes)
+            step_bytes = max(step_bytes, former.step_bytes - former.late_bytes)
         plan = make_plan(
             profiles,
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._training_bytes(loose) + buffers - in_blocks + pilot.kept_bytes,
             resident_bytes=self._training_bytes(every) + buffers + scratch + pilot.kept_bytes,
             step_bytes=step_bytes,
+            late_bytes=self._late_bytes,
             may_be_resident=not trial.residency.spilled,
             cut=self._cut,
         )

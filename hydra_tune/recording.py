@@ -42,14 +42,13 @@ def recorded(spans: Iterable[Span], trials: Iterable[Mapping[str, Any]]) -> list
 def _visits(spans: Iterable[Span]) -> defaultdict[int, list[Visit]]:
     """Of each trial, one after another."""
     visits: defaultdict[int, list[Visit]] = defaultdict(list)
-    asked_s: dict[int, float] = {}  # of the task that a trial waits for
+    asked_s: dict[tuple[int, Any], float] = {}  # of a task that waits: a GPU has run it after others have waited
     for span in spans:
-        trial = span["trial"]
+        trial, what = span["trial"], (span["step"], span["shard"], span["direction"])
         if span["kind"] == "wait":
-            asked_s[trial] = span["start_s"]
+            asked_s[trial, what] = span["start_s"]
         elif span["kind"] == "run":
-            asked = asked_s.pop(trial, span["start_s"])
-            what = (span["step"], span["shard"], span["direction"])
+            asked = asked_s.pop((trial, what), span["start_s"])
             visits[trial].append(Visit(*what, asked, span["start_s"], span["end_s"]))
     return visits
 
@@ -60,7 +59,7 @@ def _work(trial: Mapping[str, Any], visits: Sequence[Visit]) -> TrialWork | None
     for visit in visits:
         seconds[visit.shard, visit.direction].append(visit.end_s - visit.start_s)
     for visit, after in pairwise(visits):
-        outside_s[visit.step] += after.asked_s - visit.end_s
+        outside_s[visit.step] += max(0.0, after.asked_s - visit.end_s)  # asked before a GPU was done
     trained = {visit.step for visit in visits if visit.direction == Direction.BACKWARD.value}
     if not trained:
         return None

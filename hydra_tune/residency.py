@@ -83,8 +83,8 @@ class Residency:
         self._former.clear()
 
     def _retire_copies(self) -> None:
-        for copy in self.copies.values():
-            copy.used = copy.device.mark()  # an interruption may have come before the visit's own
+        for copy in list(self.copies.values()):  # another trial may drop an idle one
+            copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
             copy.retire()
         self.copies.clear()
 

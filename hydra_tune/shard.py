@@ -132,6 +132,7 @@ class TrialPlan:
     `held_bytes`  from admission to the trial's end: what is never promoted or dropped
     `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators
                   between blocks, the loss
+    `late_bytes`  of these: gradients of one block on their way to the host while the next one computes
     `cut`         where the model is cut otherwise than by size
     `modes`       which modules were in training mode in the pilots with gradients that it comes from
     `written`     names of the weights that the forward itself writes into
@@ -144,6 +145,7 @@ class TrialPlan:
     held_bytes: int
     step_bytes: int
     cut: Cut = Cut()
+    late_bytes: int = 0
     modes: frozenset[Hashable] = frozenset()
     written: frozenset[str] = frozenset()
 

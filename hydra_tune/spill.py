@@ -7,6 +7,7 @@ slot                    | block 1 | tied | buffers |     one copy for the run, o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from operator import is_
 from typing import Any
@@ -35,7 +36,6 @@ class HostWeights:
 
     def __init__(self, blocks: Sequence[Block], device: Device) -> None:
         self.parameters = list(dict.fromkeys(p for block in blocks for p in block.slot_parameters))
-        self._device = device
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
         self.buffer = HostBuffer([p.data for p in self.parameters])
         self._place = {
@@ -45,6 +45,8 @@ class HostWeights:
         for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
             parameter.data = view
         device.pin(self.buffer.bytes)
+        self._unpin = weakref.finalize(self, device.unpin, self.buffer.bytes)  # also if the model is collected
+        self._unpin.atexit = False
 
     def has(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._place
@@ -77,7 +79,7 @@ class HostWeights:
 
     def close(self) -> None:
         """Parameters stay views of the buffer, which lives as long as any of them."""
-        self._device.unpin(self.buffer.bytes)
+        self._unpin()
 
 
 class DeviceCopy:
@@ -88,6 +90,7 @@ class DeviceCopy:
         self.slot = slot
         self.blocks = blocks
         self.counted = False  # by the device's meter
+        self._retired = False
         self.used: Any = None  # the last moment of computing that needs the slot, as `Device.mark` tells it
         self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
@@ -131,7 +134,14 @@ class DeviceCopy:
 
     def retire(self) -> None:
         """The slot's memory will be another copy's."""
-        self.device.retire(self.slot, self.used)
+        if not self._retired:
+            self._retired = True
+            self.device.retire(self.slot, self.used)
+
+    def __del__(self) -> None:
+        """Whose model was collected, or whose making has failed."""
+        if hasattr(self, "_retired"):
+            self.retire()
 
     def is_of(self, blocks: Sequence[Block]) -> bool:
         """Whether it may be filled again for these blocks: the host's tensors are where and what they were, and the

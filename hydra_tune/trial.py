@@ -342,7 +342,7 @@ class Trial:
                 self._passes.append(weakref.ref(forward_pass))
                 if plan.resident:
                     self._go_to(0, Direction.FORWARD)
-                elif self.device.spills_behind and torch.is_grad_enabled():
+                elif self.device.spills_behind and torch.is_grad_enabled() and not self.planner.has_hooks:
                     forward_pass.gates = gates_for(self.planner.blocks)
                 outputs = root.original(*args, **kwargs)
                 self.leave()
@@ -515,6 +515,7 @@ class Trial:
 
     def _free_all_idle(self) -> None:
         self.pool.drop_idle(self)
+        self.residency.await_gradients()  # which are on the device until then
         gc.collect()
         self._task_device.free_cache()
 
@@ -622,10 +623,12 @@ class LeasedVisit:
             self._trial.residency.close_visits()  # the lease stays: it may run again
         elif error[0] is not None:
             self._end_in_error()
+            return
         self._copy.used = self._copy.device.mark()
         self._leave_place()
 
     def _end_in_error(self) -> None:
+        self._copy.used = self._copy.device.mark()  # before the lease goes, and with it perhaps the slot
         self._trial.residency.close_visits()
         self._trial.leave_after_error()
         self._leave_place()

@@ -9,6 +9,7 @@ from torch import nn
 
 import hydra_tune
 from compared import Net, batch, compare, left_by, loss_on, made, train
+from hydra_tune.device import CpuDevice
 from hydra_tune.hf_config import use_no_cache
 from hydra_tune.residency import Residency
 from late import come_late
@@ -219,6 +220,90 @@ def test_gradients_are_taken_not_copied(arrivals):
         in_blocks = [p for p in net.parameters() if p is not net.scale]
         assert {p.grad.data_ptr() for p in in_blocks} <= addresses
         hydra_tune.release(net)
+
+
+def test_hooks_of_modules_see_gradients_where_plain_pytorch_has_them():
+    """A backward hook reads a weight's gradient; forward hooks add penalties of it, before and after its block."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        net, seen, penalties = _Untied(), [], []
+        layer = net.layers[1]
+        later = net.layers[3].up.weight
+        net.layers[0].register_full_backward_hook(lambda *_: seen.append(later.grad.clone()) and None)
+        layer.register_forward_pre_hook(lambda *_: penalties.append((layer.up.weight * 1.7).square().sum()) and None)
+        layer.register_forward_hook(lambda *_: penalties.append(layer.up.weight.abs().sum()) and None)
+        net = prepare(net)
+        for _ in range(2):
+            penalties.clear()
+            loss = loss_on(net, *batch())
+            (loss + penalties[-2] + penalties[-1]).backward()
+        return seen, left_by(net)
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_accumulated_gradients_are_on_the_host_once(late_ones):
+    """From the second batch on there is one to add to, and no block's comes late."""
+    torch.manual_seed(0)
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        net = hydra_tune.prepare(_Untied(), pool=pool)
+        for expected in (True, False):
+            late_ones.clear()
+            loss_on(net, *batch()).backward()
+            assert any(late_ones) == expected
+        net.zero_grad()
+        late_ones.clear()
+        loss_on(net, *batch()).backward()
+        assert any(late_ones)
+        hydra_tune.release(net)
+
+
+def test_plans_have_room_for_late_gradients_once():
+    """Spilled ones, and those that a first step has measured, alone or with others waiting for it; no resident one."""
+    import optuna
+
+    found = {}
+    for concurrency in (1, 4):
+
+        def objective(trial):
+            net = _Untied(depth=16)
+            net, optimizer = hydra_tune.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            train(net, optimizer, steps=2)
+            return 0.0
+
+        with hydra_tune.ShardPool(["cpu"], 2 * BUDGET) as pool:
+            study = optuna.create_study()
+            hydra_tune.HydraTrialRunner(pool, concurrency).optimize(study, objective, n_trials=4)
+            (plan,) = pool.plans.values()
+        largest = max(block.weight_bytes for block in plan.blocks)
+        assert 0 < plan.late_bytes <= largest
+        found[concurrency] = plan.step_bytes
+    assert found[4] <= found[1] + largest
+    with hydra_tune.ShardPool(["cpu"], 100 * BUDGET) as pool:
+        net = hydra_tune.prepare(_Untied(), pool=pool)
+        loss_on(net, *batch()).backward()
+        (plan,) = pool.plans.values()
+        assert plan.resident
+        assert plan.late_bytes == 0
+        hydra_tune.release(net)
+
+
+def test_slots_of_a_collected_model_are_retired(monkeypatch):
+    retired = []
+    monkeypatch.setattr(CpuDevice, "retire", lambda device, slot, used: retired.append(slot.data_ptr()))
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        net = hydra_tune.prepare(_Untied(), pool=pool)
+        loss_on(net, *batch()).backward()
+        retired.clear()
+        with torch.no_grad():
+            net(batch()[0])
+        (trial,) = pool._trials.values()
+        slots = {copy.slot.data_ptr() for copy in trial.residency.copies.values()}
+        del trial, net
+        gc.collect()
+        assert slots <= set(retired)
+        assert pool.devices[0].used_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "albert", "t5", "mixtral", "lstm", "unet", "llama_checkpointed", "repeated"])

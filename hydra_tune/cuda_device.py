@@ -27,6 +27,7 @@ class CudaDevice(Device):
     foreach_by_default = True
     least_ahead_bytes = 1 << 20  # 20 us on a fast link, as long as it takes to wake the thread
     spills_behind = True
+    pins = True
 
     def __init__(self, number: int, index: int, budget_bytes: int) -> None:
         device = torch.device("cuda", index)
@@ -34,14 +35,19 @@ class CudaDevice(Device):
         self._h2d = torch.cuda.Stream(device)
         self._d2h = torch.cuda.Stream(device)
         self._pinned: set[int] = set()
+        self._slots: dict[int, torch.Tensor] = {}  # by offset, until they are retired; a model may be collected before
         self._generators = [torch.default_generator, torch.cuda.default_generators[index]]  # never a trial's proxy
 
     def slot(self, offset: int, num_bytes: int) -> torch.Tensor:
         with torch.cuda.stream(self._h2d):  # whose memory it is from now on
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+            slot = self._slots[offset] = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        return slot
 
     def free_slot(self, offset: int, num_bytes: int) -> None:
-        """The allocator has it back; see `retire`."""
+        """One that nobody has retired was a collected model's; no one knows when it was last used."""
+        slot = self._slots.pop(offset, None)
+        if slot is not None:
+            self._h2d.wait_stream(self._compute())
 
     def mark(self) -> torch.cuda.Event:
         return _marked(self._compute())
@@ -55,6 +61,8 @@ class CudaDevice(Device):
     def retire(self, slot: torch.Tensor, used: Any) -> None:
         if used is not None:
             self._h2d.wait_event(used)
+        for offset in [offset for offset, other in list(self._slots.items()) if other is slot]:
+            del self._slots[offset]
 
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with torch.cuda.stream(self._h2d):

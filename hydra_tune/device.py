@@ -41,6 +41,7 @@ class Device(ABC):
     takes_travellers = False  # may tasks of trials that are at home elsewhere run here?
     link_bytes_per_s = inf
     least_ahead_bytes: int | None = 0  # of a promotion that pays in a thread of its own, ahead of its task
+    pins = False  # does it make host buffers fast to copy from?
     spills_behind = False  # do gradients go to the host while the device goes on?
 
     def __init__(self, number: int, name: str, torch_device: torch.device, budget_bytes: int, *, enforce: bool) -> None:

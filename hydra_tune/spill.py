@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -45,8 +46,9 @@ class HostWeights:
         for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
             parameter.data = view
         device.pin(self.buffer.bytes)
-        self._unpin = weakref.finalize(self, device.unpin, self.buffer.bytes)  # also if the model is collected
-        self._unpin.atexit = False
+        self._unpin = partial(device.unpin, self.buffer.bytes)
+        if device.pins:  # also if the model is collected
+            weakref.finalize(self, self._unpin).atexit = False
 
     def has(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._place
@@ -90,7 +92,6 @@ class DeviceCopy:
         self.slot = slot
         self.blocks = blocks
         self.counted = False  # by the device's meter
-        self._retired = False
         self.used: Any = None  # the last moment of computing that needs the slot, as `Device.mark` tells it
         self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
@@ -134,14 +135,7 @@ class DeviceCopy:
 
     def retire(self) -> None:
         """The slot's memory will be another copy's."""
-        if not self._retired:
-            self._retired = True
-            self.device.retire(self.slot, self.used)
-
-    def __del__(self) -> None:
-        """Whose model was collected, or whose making has failed."""
-        if hasattr(self, "_retired"):
-            self.retire()
+        self.device.retire(self.slot, self.used)
 
     def is_of(self, blocks: Sequence[Block]) -> bool:
         """Whether it may be filled again for these blocks: the host's tensors are where and what they were, and the

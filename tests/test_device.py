@@ -99,3 +99,31 @@ def test_a_report_is_plain_data():
     assert json.loads(json.dumps(report)) == report
     expected = {"budget_bytes", "used_bytes", "peak_bytes", "promoted_bytes", "spilled_bytes", "dropped_bytes"}
     assert expected | {"busy_s", "stalled_s"} <= report["devices"][0].keys()
+
+
+class Stream:
+    """Of a GPU; notes what it waits for."""
+
+    def __init__(self):
+        self.waits = []
+
+    def wait_event(self, event):
+        self.waits.append(event)
+
+    def wait_stream(self, stream):
+        self.waits.append(stream)
+
+
+def test_a_gpus_slot_is_given_on_once_its_last_use_is_waited_for():
+    """Also where its model was collected, which then says nothing: the slot is kept until the scheduler drops it."""
+    gpu = object.__new__(cuda_device.CudaDevice)
+    gpu._h2d, gpu._compute = Stream(), lambda: "all that was launched"
+    slots = gpu._slots = {0: torch.zeros(1), 64: torch.zeros(1)}
+    gpu.retire(slots[0], "its last visit")
+    assert gpu._h2d.waits == ["its last visit"]
+    gpu.free_slot(0, 64)
+    assert gpu._h2d.waits == ["its last visit"]
+    assert list(slots) == [64]
+    gpu.free_slot(64, 64)
+    assert gpu._h2d.waits[1:] == ["all that was launched"]
+    assert not slots

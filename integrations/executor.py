@@ -54,6 +54,10 @@ class HydraExecutor(PlacementGroupFactory):
             raise ConfigError(f"concurrency is how many trials live at a time on a node, at least 1; {concurrency!r}.")
         if pool is not None and (not isinstance(pool, str) or not pool):
             raise ConfigError(f"pool is the name of a pool that jobs share, or None; got {pool!r}.")
+        for key, value, kinds in (("memory", memory, (int, str)), ("devices", devices, (str,))):
+            listed = isinstance(value, (list, tuple)) and value and all(isinstance(each, kinds) for each in value)
+            if not listed and (isinstance(value, bool) or not isinstance(value, kinds)):
+                raise ConfigError(f"{key} is one for all devices, or a list with at least one, got {value!r}.")
         for budget in [memory] if isinstance(memory, (int, str)) else memory:
             if budget != "auto":
                 parse_bytes(budget)

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
+from benchmarks.checkpointed import CheckpointedGPT
 from benchmarks.measure import RESULTS, interleaved, ratio, save
 from hydra_tune.demo.gpt import GPT
 
@@ -38,15 +38,6 @@ class Size:
 
 
 SIZES = {"cuda": Size(12, 2048, 1024, 8), "cpu": Size(8, 256, 64, 4)}
-
-
-class CheckpointedGPT(GPT):
-    def forward(self, x_BT: torch.Tensor) -> torch.Tensor:
-        h_BTD = self.bytes(x_BT) + self.positions(torch.arange(x_BT.shape[1], device=x_BT.device))
-        for layer in self.layers:
-            h_BTD = checkpoint(layer, h_BTD, use_reentrant=False)
-        logits_BTV: torch.Tensor = self.head(self.norm(h_BTD))
-        return logits_BTV
 
 
 def build(size: Size) -> GPT:

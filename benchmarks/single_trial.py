@@ -14,24 +14,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
+from benchmarks.checkpointed import CheckpointedGPT
 from benchmarks.measure import interleaved, ratio, save
 from hydra_tune.demo.gpt import GPT
 
 DEPTH, WIDTH, HEADS, CONTEXT, BATCH = (8, 2048, 16, 1024, 8) if torch.cuda.is_available() else (8, 512, 8, 128, 8)
-
-
-class CheckpointedGPT(GPT):
-    """Every layer under `torch.utils.checkpoint`, as its documentation recommends."""
-
-    def forward(self, x_BT: torch.Tensor) -> torch.Tensor:
-        h_BTD = self.bytes(x_BT) + self.positions(torch.arange(x_BT.shape[1], device=x_BT.device))
-        for layer in self.layers:
-            h_BTD = checkpoint(layer, h_BTD, use_reentrant=False)
-        logits_BTV: torch.Tensor = self.head(self.norm(h_BTD))
-        return logits_BTV
 
 
 def build(kind: type[GPT], device: torch.device) -> GPT:

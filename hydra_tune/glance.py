@@ -41,7 +41,9 @@ def glance_at(model: nn.Module) -> Glance:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.append((place, name, tuple(buffer.shape), buffer.dtype))
-        config = vars(module).get("config")
+        config = (
+            getattr(module, "config", None) if "config" in vars(module) or hasattr(type(module), "config") else None
+        )
         for owner in (module,) if config is None else (module, config):
             if hasattr(owner, "__dict__"):
                 owners[id(owner)] = owner

@@ -26,7 +26,6 @@ from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
 from hydra_tune.tree import flatten, tensors_in
 
 # 5 ms on the fastest links, ten times what a task costs the host; larger ones crowd others out
-# 5 ms on the fastest links, ten times what a task costs the host; larger ones crowd others out
 MOST_SLOT_BYTES = 1 << 28
 _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

@@ -471,7 +471,7 @@ class Planner:
     @property
     def _late_bytes(self) -> int:
         """Gradients of one block that are on their way to the host while the next one computes."""
-        if not self._trial.device.spills_behind:
+        if not self._trial.pool.spills_behind:
             return 0
         trained = ([p for p in block.slot_parameters if p.requires_grad] for block in self.blocks)
         return max((sum(map(storage_bytes, parameters)) for parameters in trained), default=0)

@@ -31,6 +31,7 @@ from hydra_tune.mode import TrialMode
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.random_state import RandomState
 from hydra_tune.recording import recorded
+from hydra_tune.residency import During
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.state import Standing
@@ -77,24 +78,17 @@ class TrialLog:
     def now_s(self) -> float:
         return self._pool._trace.now_s()
 
-    def count(
-        self,
-        what: str,
-        device: Device,
-        num_bytes: int,
-        since_s: float | None = None,
-        marks: tuple[Any, Any] | None = None,
-    ) -> None:
+    def count(self, what: str, device: Device, num_bytes: int, during: During | None = None) -> None:
         pool = self._pool
         with pool._lock:
             pool._trace.count(what, device.number, self._trial, num_bytes)
             task = pool._machine.devices[device.number].running
-            if task is None or task.trial != self._trial:
+            if during is None or task is None or task.trial != self._trial:
                 return
-            if marks is not None:
-                pool._clocks[device.number].copied("spill", task, *marks)
-            elif since_s is not None:
-                pool._note("spill", task, device.number, since_s, pool._trace.now_s())
+            if isinstance(during, tuple):
+                pool._clocks[device.number].copied("spill", task, *during)
+            else:
+                pool._note("spill", task, device.number, during, pool._trace.now_s())
 
 
 class Copy:
@@ -274,6 +268,11 @@ class ShardPool:
         with self._lock:
             for wake in self._wake.values():
                 wake.notify_all()
+
+    @property
+    def spills_behind(self) -> bool:
+        """Whether on some device gradients go to the host while it goes on; plans are made for any of them."""
+        return any(device.spills_behind for device in self._devices)
 
     @property
     def host_memory_bytes(self) -> int | None:

@@ -23,20 +23,15 @@ MOST_FORMER = 512  # device copies that are kept to be filled again, where slots
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
 
+During = float | tuple[Any, Any]  # since so many seconds, or between two marks of the device's own
+
+
 class Log(Protocol):
-    """Is told what moved (``"promoted_bytes"``), to or from which device, and how many; `since_s`, or
-    the device's own marks, for a span."""
+    """Is told what moved (``"promoted_bytes"``), to or from which device, and how many; `during`, for a span."""
 
     def now_s(self) -> float: ...
 
-    def count(
-        self,
-        what: str,
-        device: Device,
-        num_bytes: int,
-        since_s: float | None = None,
-        marks: tuple[Any, Any] | None = None,
-    ) -> None: ...
+    def count(self, what: str, device: Device, num_bytes: int, during: During | None = None) -> None: ...
 
 
 class Residency:
@@ -191,7 +186,7 @@ class Residency:
                 arrival.wait()
             else:
                 gate.arrival = self._arrival = arrival
-        self._log.count("spilled_bytes", device, sum(tensor_bytes(g) for g, _ in pairs), start_s, arrival.marks)
+        self._log.count("spilled_bytes", device, sum(tensor_bytes(g) for g, _ in pairs), arrival.marks or start_s)
         return [
             [g if g is None or p not in in_slot else next(hosts) for g in row]
             for p, row in zip(masters, grads, strict=True)

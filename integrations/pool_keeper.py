@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,7 @@ from hydra_tune.integrations.pool_spec import PoolSpec
 
 START_S = 60.0  # a pool whose devices are not to be had by then does not start
 _keepers: dict[tuple[str, str, str], Any] = {}  # see `_key`; an actor ends with its last handle in its owner
-_runs: Counter[str] = Counter()  # by name
+_runs: list[tuple[str, PoolSpec]] = []  # under way: the trainable's name, and its pools
 _lock = threading.Lock()
 
 
@@ -55,6 +54,11 @@ class PoolKeeper:
     async def _made_on(self, node_id: str) -> Any:
         node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
         spec, gpus = self._spec, int(node["Resources"].get("GPU", 0))
+        if spec.num_gpus(gpus) > gpus:
+            raise ConfigError(
+                f"a pool owns the GPUs that it names, {spec.num_gpus(gpus)}, but Ray knows of {gpus} on this node. Name "
+                "others (HydraExecutor(devices=...)), or start the node with num_gpus=."
+            )
         options = {
             "num_cpus": 0,
             "num_gpus": spec.num_gpus(gpus),
@@ -95,35 +99,46 @@ def _key(spec: PoolSpec) -> tuple[str, str, str]:
 def keep_pools(spec: PoolSpec) -> None:
     """In the driver, which owns them: see that the pools of this job have a keeper."""
     context, key = ray.get_runtime_context(), _key(spec)
-    for other in [other for other in _keepers if other[1:] != key[1:]]:  # of a cluster that this process has left
-        del _keepers[other]
-    if key not in _keepers:
-        options = {
-            "name": spec.name,
-            "namespace": spec.namespace,
-            "get_if_exists": True,
-            "num_cpus": 0,
-            "max_restarts": -1,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
-        }
-        kind: Any = ray.remote(PoolKeeper)
-        _keepers[key] = kind.options(**options).remote(spec)
-    if spec.shared is not None and (its := ray.get(_keepers[key].its_spec.remote())) != spec:
+    with _lock:  # of two handles to one actor the first would end it
+        for other in [other for other in _keepers if other[1:] != key[1:]]:  # of a cluster that this process has left
+            del _keepers[other]
+        if key not in _keepers:
+            options = {
+                "name": spec.name,
+                "namespace": spec.namespace,
+                "get_if_exists": True,
+                "num_cpus": 0,
+                "max_restarts": -1,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+            }
+            kind: Any = ray.remote(PoolKeeper)
+            _keepers[key] = kind.options(**options).remote(spec)
+        keeper = _keepers[key]
+    if spec.shared is not None and (its := ray.get(keeper.its_spec.remote())) != spec:
         raise ConfigError(f"the pool {spec.shared!r} is shared as its first job made it, {its}, not {spec}.")
 
 
 @contextmanager
-def pools_for(spec: PoolSpec) -> Iterator[None]:
-    """Around a run: when the last one that uses these pools is over they end, and give back their devices, unless other
-    jobs share them."""
+def pools_for(spec: PoolSpec, name: str) -> Iterator[None]:
+    """Around a run of the trainable with this name: when the last one that uses these pools is over they end, and give
+    back their devices, unless other jobs share them.
+
+    Raises:
+        ConfigError: a run of the same name, with other pools, is under way.
+    """
     with _lock:
-        _runs[spec.name] += 1
+        if any(other == name and its != spec for other, its in _runs):
+            raise ConfigError(
+                f"Tune knows what it runs by its name, and {name!r} is under way in this process with another "
+                "HydraExecutor. Give one of the two functions another name, or run one after the other."
+            )
+        _runs.append((name, spec))
     try:
         yield
     finally:
         with _lock:
-            _runs[spec.name] -= 1
-            if not _runs[spec.name] and ray.is_initialized():
+            _runs.remove((name, spec))
+            if not any(its.name == spec.name for _, its in _runs) and ray.is_initialized():
                 keeper = _keepers.pop(_key(spec), None)
                 if keeper is not None and spec.shared is None:
                     ray.kill(keeper)

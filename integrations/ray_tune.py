@@ -46,7 +46,7 @@ def run(run_or_experiment: Any, *, resources: HydraExecutor | None = None, **opt
     train = _wrapped(run_or_experiment, resources, options.get("resources_per_trial"))
     if options.get("max_concurrent_trials") is None and _needs_limit(options.get("search_alg")):
         options["max_concurrent_trials"] = _places(resources)
-    with pools_for(resources.spec):
+    with pools_for(resources.spec, train.__name__):
         return ray.tune.run(train, **options)
 
 
@@ -62,7 +62,7 @@ class Tuner(ray.tune.Tuner):
                 tune_config = dataclasses.replace(tune_config, max_concurrent_trials=_places(resources))
                 options["tune_config"] = tune_config
         super().__init__(train, **options)
-        self._executor = resources
+        self._pools = None if resources is None else (resources.spec, train.__name__)
 
     @classmethod
     def restore(  # type: ignore[override]
@@ -73,12 +73,13 @@ class Tuner(ray.tune.Tuner):
         if resources is not None:
             train = _wrapped(train, resources)
         tuner = object.__new__(cls)
-        tuner.__dict__ = {**vars(ray.tune.Tuner.restore(path, train, **options)), "_executor": resources}
+        pools = None if resources is None else (resources.spec, train.__name__)
+        tuner.__dict__ = {**vars(ray.tune.Tuner.restore(path, train, **options)), "_pools": pools}
         return tuner
 
     def fit(self) -> ray.tune.ResultGrid:
         """`ray.tune.Tuner.fit`; afterwards the pools give back their devices."""
-        with nullcontext() if self._executor is None else pools_for(self._executor.spec):
+        with nullcontext() if self._pools is None else pools_for(*self._pools):
             return super().fit()
 
 

@@ -184,7 +184,7 @@ def test_a_stop_that_nobody_asked_for_is_an_error(job, tmp_path):
 
 def test_a_pool_whose_devices_do_not_exist_says_so(job, tmp_path):
     executor = HydraExecutor("256KiB", devices=["cuda:0"], concurrency=1)
-    assert "of the node's 0, others" in error_of(executor, tmp_path)
+    assert "1, but Ray knows of 0 on this node" in error_of(executor, tmp_path)
 
 
 def error_of(executor: HydraExecutor, tmp_path: Path) -> str:

@@ -41,9 +41,8 @@ def glance_at(model: nn.Module) -> Glance:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.append((place, name, tuple(buffer.shape), buffer.dtype))
-        config = (
-            getattr(module, "config", None) if "config" in vars(module) or hasattr(type(module), "config") else None
-        )
+        has_config = "config" in vars(module) or hasattr(type(module), "config")  # `getattr` is slow where it fails
+        config = getattr(module, "config", None) if has_config else None
         for owner in (module,) if config is None else (module, config):
             if hasattr(owner, "__dict__"):
                 owners[id(owner)] = owner

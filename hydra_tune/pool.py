@@ -31,13 +31,12 @@ from hydra_tune.mode import TrialMode
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.random_state import RandomState
 from hydra_tune.recording import recorded
-from hydra_tune.residency import During
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.state import Standing
 from hydra_tune.stop import Stop
 from hydra_tune.task_clock import TaskClock
-from hydra_tune.trace import Span, Trace
+from hydra_tune.trace import During, Span, Trace
 from hydra_tune.workload import TrialWork
 
 logger = logging.getLogger("hydra_tune")

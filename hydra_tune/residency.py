@@ -16,14 +16,12 @@ from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.late import Gate
 from hydra_tune.meter import TrialMeter
 from hydra_tune.spill import DeviceCopy, HostWeights
+from hydra_tune.trace import During
 from hydra_tune.tree import map_tensors
 from hydra_tune.visit import Visit
 
 MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
-
-
-During = float | tuple[Any, Any]  # since so many seconds, or between two marks of the device's own
 
 
 class Log(Protocol):

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+During = float | tuple[Any, Any]  # since so many seconds, or between two marks of a device's own
 MAX_SPANS = 200_000  # the oldest are forgotten first
 
 

@@ -86,8 +86,8 @@ class Raised(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, text: str) -> Raised:
-        """One that cannot be pickled, or not read again, becomes a `RuntimeError` of its type's name and message; so does
-        what would end a proxy's process, as `sys.exit` does."""
+        """One that cannot be pickled, or not read again, becomes a `RuntimeError` of its type's name and message; so
+        does what would end a proxy's process, as `sys.exit` does."""
         if not isinstance(error, Exception):
             error = RuntimeError(f"a trial ends by returning or by an exception, got {type(error).__name__}({error}).")
         try:

@@ -56,8 +56,8 @@ class PoolKeeper:
         spec, gpus = self._spec, int(node["Resources"].get("GPU", 0))
         if spec.num_gpus(gpus) > gpus:
             raise ConfigError(
-                f"a pool owns the GPUs that it names, {spec.num_gpus(gpus)}, but Ray knows of {gpus} on this node. Name "
-                "others (HydraExecutor(devices=...)), or start the node with num_gpus=."
+                f"a pool owns the GPUs that it names, {spec.num_gpus(gpus)}, but Ray knows of {gpus} on this node. "
+                "Name others (HydraExecutor(devices=...)), or start the node with num_gpus=."
             )
         options = {
             "num_cpus": 0,

@@ -15,7 +15,7 @@ from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of
 from hydra_tune.host_buffer import same_values, version_of
-from hydra_tune.late import Gate
+from hydra_tune.late_gradients import Gate
 from hydra_tune.mode import drawing_again, drawing_apart
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.residency import Residency

@@ -8,7 +8,7 @@ import torch
 
 from hydra_tune.block import Block
 from hydra_tune.graph import Cast
-from hydra_tune.late import Edges, Gate
+from hydra_tune.late_gradients import Edges, Gate
 
 
 class AbandonedForward(Exception):

@@ -13,7 +13,7 @@ from hydra_tune.block import Block
 from hydra_tune.copier import copying
 from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import tensor_bytes
-from hydra_tune.late import Gate
+from hydra_tune.late_gradients import Gate
 from hydra_tune.meter import TrialMeter
 from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.trace import During

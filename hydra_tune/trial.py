@@ -30,7 +30,7 @@ from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import keep_again
 from hydra_tune.hf_config import use_cache_again, use_no_cache
-from hydra_tune.late import gates_for
+from hydra_tune.late_gradients import gates_for
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import Counted, TrialMode, drop_modes
 from hydra_tune.planner import Planner, UnmeasuredBlock

@@ -115,3 +115,18 @@ def test_a_task_of_a_slow_machine_takes_its_own_time_for_each_block():
     )
     assert [b - a for a, b in zip(fast.forward_s, slow.forward_s, strict=True)] == pytest.approx([1.0, 1.0])
     assert [b - a for a, b in zip(fast.backward_s, slow.backward_s, strict=True)] == pytest.approx([1.0, 1.0])
+
+
+def test_a_recording_of_a_gpu_which_the_host_is_ahead_of():
+    """Its runs are known after the next tasks have waited, which may be asked for before they end."""
+    spans = []
+    for number, start_s in ((1, 0), (2, 8), (3, 16)):
+        spans += [
+            span("wait", start_s + 1, start_s + 2, step=number),
+            span("wait", start_s + 2.1, start_s + 2.5, direction="B", step=number),
+            span("run", start_s + 2, start_s + 4, step=number),
+            span("run", start_s + 4, start_s + 8, direction="B", step=number),
+        ]
+    (work,) = recorded(spans, [trial_of(1)])
+    assert (work.forward_s, work.backward_s) == ((2,), (4,))
+    assert work.loop_s == 1, "from a backward's end until the next forward is asked for"

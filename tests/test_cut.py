@@ -280,3 +280,40 @@ def test_a_pilot_on_a_gpu_finds_weights_in_host_memory_by_the_error(case, monkey
     assert not trial["resident"]
     assert not any(name.startswith("average") for name in trial["cut"]["held"])
     assert found["held"] in trial["cut"]["held"]
+
+
+class Functional(nn.Module):
+    """Uses a layer's weight and bias without calling it; the weight in an operator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.direct = nn.Linear(64, 64)
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+
+    def forward(self, x):
+        x = nn.functional.linear(x * self.scale, self.direct.weight * 1.0, self.direct.bias)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def test_a_pilot_on_a_gpu_finds_a_weight_that_the_failing_operator_had_beside_another(monkeypatch):
+    """What fails before the dispatcher, as a convolution of mixed types does, is seen with none of its inputs."""
+
+    def linear(x, weight, bias, original=nn.functional.linear):
+        if not is_counted(bias):
+            raise RuntimeError("Input type (c10::BFloat16) and bias type (float) should be the same")
+        return original(x, weight, bias)
+
+    torch.manual_seed(0)
+    model = Functional()
+    with hydra_tune.ShardPool(["cpu"], 200_000) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.functional, "linear", linear)
+            model(torch.randn(2, 64)).sum().backward()
+        (trial,) = pool.report()["trials"]
+        hydra_tune.release(model)
+    assert not trial["resident"]
+    assert trial["cut"]["held"].keys() == {"direct.weight", "direct.bias"}

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hydra_tune
+from hydra_tune import partition
 from hydra_tune.context import TrialContext
 from hydra_tune.errors import BudgetError
 from hydra_tune.events import (
@@ -571,3 +572,10 @@ def test_a_plan_whose_step_was_measured_is_cut_for_what_the_step_takes():
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(study, objective, n_trials=1)
         (plan,) = pool.plans.values()
     assert plan.shards == pack_shards(plan.blocks, 1_200_000 - plan.held_bytes - plan.step_bytes)
+
+
+def test_no_shard_of_several_blocks_is_larger_than_pays(monkeypatch):
+    """However much room there is: beside it others' shards are to be promoted ahead."""
+    monkeypatch.setattr(partition, "MOST_SLOT_BYTES", 10)
+    assert cut([4] * 6, 1000) == [8, 8, 8]
+    assert cut([4, 30, 4], 1000) == [4, 30, 4], "a block is one thing"

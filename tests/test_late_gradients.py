@@ -11,7 +11,7 @@ import hydra_tune
 from compared import Net, batch, compare, left_by, loss_on, made, train
 from hydra_tune.hf_config import use_no_cache
 from hydra_tune.residency import Residency
-from late import come_late
+from late_arrivals import come_late
 from zoo import ZOO
 
 BUDGET = 260 * 1024
@@ -107,6 +107,22 @@ def test_hooks_see_gradients():
         return sorted((s.flatten() for s in seen), key=lambda s: (s.numel(), *s.tolist())), left
 
     compare(scenario_in_order_of_weights, num_bytes=BUDGET)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_weights_fire_as_soon_as_their_block_is_done(kind, late_ones):
+    """So that an optimizer within the backward frees one block's gradients before the next one's come."""
+    torch.manual_seed(0)
+    net, blocks_done = _Untied(), []
+    for p in net.parameters():
+        getattr(p, kind)(lambda _: blocks_done.append(len(late_ones)))
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        net = hydra_tune.prepare(net, pool=pool)
+        late_ones.clear()
+        loss_on(net, *batch()).backward()
+        hydra_tune.release(net)
+    assert not any(late_ones)
+    assert set(blocks_done) >= set(range(1, len(late_ones) + 1))
 
 
 def test_an_optimizer_that_steps_within_backward():

@@ -9,6 +9,7 @@ from torch import nn
 
 import hydra_tune
 from compared import Net, batch, compare, left_by, loss_on, made, train
+from hydra_tune.device import CpuDevice
 from hydra_tune.hf_config import use_no_cache
 from hydra_tune.residency import Residency
 from late_arrivals import come_late
@@ -213,6 +214,46 @@ def test_a_backward_that_fails_leaves_no_gradient_on_its_way(arrivals):
         assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
         hydra_tune.release(net)
         assert pool.devices[0].used_bytes == 0
+
+
+def test_one_blocks_gradients_are_on_their_way_at_a_time(arrivals, monkeypatch):
+    """For more a plan has no room."""
+    waiting = []
+    to_host = CpuDevice.to_host
+
+    def noted(device, tensors, like):
+        waiting.append(sum(bool(arrival.tensors) for arrival in arrivals))
+        return to_host(device, tensors, like)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        net = hydra_tune.prepare(_Untied(), pool=pool)
+        loss_on(net, *batch()).backward()
+        net.zero_grad()
+        monkeypatch.setattr(CpuDevice, "to_host", noted)
+        loss_on(net, *batch()).backward()
+        monkeypatch.undo()
+        hydra_tune.release(net)
+    assert len(waiting) > 4
+    assert not any(waiting), "a block's are awaited before the next one's begin"
+
+
+def test_a_step_that_fails_waits_for_what_is_on_its_way_where_it_ends(arrivals):
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        net = hydra_tune.prepare(_Untied(), pool=pool)
+
+        def fail(grad):
+            raise ValueError("as a user's hook does")
+
+        hook = net.layers[1].register_forward_hook(lambda *given: given[2].register_hook(fail) and None)
+        loss = loss_on(net, *batch())
+        hook.remove()
+        with pytest.raises(ValueError, match="user's hook"):
+            loss.backward()
+        del loss
+        with torch.no_grad():
+            net(batch()[0])
+        assert not any(arrival.tensors for arrival in arrivals)
+        hydra_tune.release(net)
 
 
 def test_gradients_are_taken_not_copied(arrivals):

@@ -579,3 +579,11 @@ def test_no_shard_of_several_blocks_is_larger_than_pays(monkeypatch):
     monkeypatch.setattr(partition, "MOST_SLOT_BYTES", 10)
     assert cut([4] * 6, 1000) == [8, 8, 8]
     assert cut([4, 30, 4], 1000) == [4, 30, 4], "a block is one thing"
+
+
+def test_only_a_spilled_plan_has_room_for_late_gradients():
+    profiles = [block(40, work=5, saved=7)] * 4
+    need = 500 + 20 + 4 * 7 + 5
+    assert plan(profiles, need, late_bytes=9).resident
+    late, prompt = (plan(profiles, need - 1, late_bytes=n) for n in (9, 0))
+    assert (late.late_bytes, late.step_bytes) == (9, prompt.step_bytes + 9)

@@ -117,10 +117,11 @@ def test_copies_are_shown_when_they_were_made(gpu):
 
 def test_each_trial_is_told_its_own_seconds_once(gpu):
     clock = TaskClock(Trace(), gpu)
-    gpu.marks = [0.0, 1.0, 1.0, 3.0, 3.0, 7.0, 7.0, 8.0]
+    gpu.marks = [0.0, 1.0, 1.0, 3.0, 3.0, 7.0, 7.0, 8.0, 8.0, 8.5]
     assert launch(clock, F0, 0.0) == 0.0
     assert launch(clock, OTHER, 0.0) == 0.0
     gpu.now = 3.0
     assert launch(clock, F1, 0.0) == 1.0
     gpu.now = 8.0
     assert launch(clock, OTHER, 0.0) == 3.0
+    assert launch(clock, F0, 0.0) == 4.0, "without the one that it was told before"

@@ -182,9 +182,8 @@ def sweep(
 
         return train(record, settings, text, report, prepared=True)
 
-    study = optuna.create_study(
-        sampler=optuna.samplers.TPESampler(seed=settings.seed), pruner=optuna.pruners.NopPruner()
-    )
+    sampler = optuna.samplers.TPESampler(seed=settings.seed, n_startup_trials=CONCURRENCY)  # of eight, ten are too many
+    study = optuna.create_study(sampler=sampler, pruner=optuna.pruners.NopPruner())
     hydra_tune.HydraTrialRunner(pool, concurrency=CONCURRENCY).optimize(study, objective, n_trials=settings.trials)
     return study, records
 

@@ -283,11 +283,13 @@ def test_an_unknown_policy_is_refused():
 
 def test_a_copy_that_was_interrupted_before_it_was_submitted_is_submitted_again(monkeypatch):
     """Ctrl-C between the two lines of its beginning: the trial waited for ever for a copy that nobody made."""
-    submit, places = Copier.submit, []
+    submit, places, raised = Copier.submit, [], []
 
     def interrupted(copier, job):
+        """The trial's thread: the device's own may submit, too, but no signal reaches it."""
         places.append(None)
-        if len(places) == 3:
+        if not raised and threading.current_thread() is thread:
+            raised.append(None)
             raise KeyboardInterrupt
         submit(copier, job)
 
@@ -304,4 +306,4 @@ def test_a_copy_that_was_interrupted_before_it_was_submitted_is_submitted_again(
     thread = threading.Thread(target=train, daemon=True)  # which may be left waiting
     thread.start()
     thread.join(WAIT_S)
-    assert not thread.is_alive() and len(places) > 3
+    assert not thread.is_alive() and raised and len(places) > 1

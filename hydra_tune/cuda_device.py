@@ -35,15 +35,17 @@ class CudaDevice(Device):
         self._h2d = torch.cuda.Stream(device)
         self._d2h = torch.cuda.Stream(device)
         self._pinned: set[int] = set()
-        self._slots: dict[int, torch.Tensor] = {}  # by offset, until they are retired; a model may be collected before
+        self._slots: dict[
+            int | None, torch.Tensor
+        ] = {}  # by offset, until they are retired; a model may be collected before
         self._generators = [torch.default_generator, torch.cuda.default_generators[index]]  # never a trial's proxy
 
-    def slot(self, offset: int, num_bytes: int) -> torch.Tensor:
+    def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
         with torch.cuda.stream(self._h2d):  # whose memory it is from now on
             slot = self._slots[offset] = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
         return slot
 
-    def free_slot(self, offset: int, num_bytes: int) -> None:
+    def free_slot(self, offset: int | None, num_bytes: int) -> None:
         """One that nobody has retired was a collected model's; no one knows when it was last used."""
         slot = self._slots.pop(offset, None)
         if slot is not None:

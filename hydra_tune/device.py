@@ -43,6 +43,7 @@ class Device(ABC):
     least_ahead_bytes: int | None = 0  # of a promotion that pays in a thread of its own, ahead of its task
     pins = False  # does it make host buffers fast to copy from?
     spills_behind = False  # do gradients go to the host while the device goes on?
+    pilots_beside = False  # does the meter see every byte, so that others may have the rest while a trial is measured?
 
     def __init__(self, number: int, name: str, torch_device: torch.device, budget_bytes: int, *, enforce: bool) -> None:
         self.number = number  # in its pool
@@ -52,11 +53,11 @@ class Device(ABC):
         self.meter = Meter(name, budget_bytes, enforce=enforce)
 
     @abstractmethod
-    def slot(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Room for a shard's weights, uninitialised."""
+    def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
+        """Room for a shard's weights, uninitialised. A pilot's, of which there is one at a time, has no offset."""
 
     @abstractmethod
-    def free_slot(self, offset: int, num_bytes: int) -> None:
+    def free_slot(self, offset: int | None, num_bytes: int) -> None:
         """Called once no tensor of ours is read or written there any more."""
 
     def mark(self) -> Any:
@@ -128,22 +129,31 @@ class CpuDevice(Device):
 
     slots_stay = True
     takes_travellers = True
+    pilots_beside = True
     link_bytes_per_s = 5e9  # as one core copies; decides only which ways are worth it
     least_ahead_bytes = 1 << 20  # a copy of 0.1 ms; to wake the thread takes about as long
 
     def __init__(self, number: int, budget_bytes: int) -> None:
         super().__init__(number, f"cpu:{number} (virtual)", torch.device("cpu"), budget_bytes, enforce=True)
         self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)
+        self._beside_arena: torch.Tensor | None = None
         self._poison = checks_enabled()
 
-    def slot(self, offset: int, num_bytes: int) -> torch.Tensor:
+    def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
         if num_bytes == 0:  # a block whose weights are all held
             return torch.empty(0, dtype=torch.uint8)
+        if offset is None:
+            self._beside_arena = torch.empty(num_bytes, dtype=torch.uint8)
+            return self._beside_arena
         return torch.frombuffer(self._arena, dtype=torch.uint8, count=num_bytes, offset=offset)
 
-    def free_slot(self, offset: int, num_bytes: int) -> None:
-        if self._poison:
-            self.slot(offset, num_bytes).fill_(POISON)
+    def free_slot(self, offset: int | None, num_bytes: int) -> None:
+        if offset is None:
+            slot, self._beside_arena = self._beside_arena, None
+        else:
+            slot = self.slot(offset, num_bytes)
+        if self._poison and slot is not None:
+            slot.fill_(POISON)
 
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for slot, host in copies:

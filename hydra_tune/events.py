@@ -1,7 +1,7 @@
 """What a trial tells the scheduler, and what the scheduler has it do. Plain data.
 
 trial  TrialAdded -> Place -> [PilotReady -> StartPilot -> PilotDone] -> PlanReady -> Admit -> ... -> TrialEnded
-step   StepReady -> [Move] -> Enter -> task -> task -> ... -> StepDone
+step   StepReady -> [Move] -> Enter -> task -> [Outgrown -> Alone] -> task -> ... -> StepDone
 task   TaskReady -> [Promote -> Promoted] -> Run -> Done (which may say what comes next)
 slot   Promote, perhaps ahead of its task -> Promoted -> Drop
 """
@@ -29,11 +29,13 @@ class TrialAdded:
 
 @dataclass(frozen=True)
 class PilotReady:
-    """The trial wants its device to itself; with `empty`, also without what other trials hold for life. It
-    holds nothing itself until it is admitted, anew if it was before."""
+    """The trial wants to measure its blocks: beside others, if they can spare at least `least_bytes`; else, and where
+    that is None, with its device to itself; with `empty`, also without what other trials hold for life. It holds
+    nothing itself until it is admitted, anew if it was before."""
 
     trial: int
     empty: bool = False
+    least_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,17 @@ class PlanReady:
 
 @dataclass(frozen=True)
 class StepReady:
-    """With `alone`, the step shares its device with no other: its bytes are still an estimate."""
+    """With `estimated`, nobody has measured such a step: it may prove to have outgrown what its plan reserves."""
 
     trial: int
-    alone: bool = False
+    estimated: bool = False
+
+
+@dataclass(frozen=True)
+class Outgrown:
+    """The trial's estimated step needs more than is reserved for it, and so its device to itself until it is done."""
+
+    trial: int
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,7 @@ class TrialEnded:
 
 
 Event: TypeAlias = (
-    TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | StepDone | TaskReady | Promoted | Done
+    TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | Outgrown | StepDone | TaskReady | Promoted | Done
     | OutOfMemory | Repacked | Failed | Invalidated | Reported | Interrupted | TrialEnded
 )  # fmt: skip
 
@@ -162,8 +171,11 @@ class Place:
 
 @dataclass(frozen=True)
 class StartPilot:
+    """With these bytes, `beside` others or alone."""
+
     trial: int
     free_bytes: int
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,6 +194,13 @@ class Move:
 @dataclass(frozen=True)
 class Enter:
     """The step begins."""
+
+    trial: int
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The step has its device to itself."""
 
     trial: int
 
@@ -214,4 +233,4 @@ class Drop:
     num_bytes: int
 
 
-Instruction: TypeAlias = Place | StartPilot | Admit | Move | Enter | Promote | Run | Drop
+Instruction: TypeAlias = Place | StartPilot | Admit | Move | Enter | Alone | Promote | Run | Drop

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _ON_THE_WAY_S = 0.005  # for threads between PyTorch's binding and the trial's mode to arrive there
 
@@ -49,6 +51,17 @@ class ForkGate:
 
     def leave(self) -> None:
         self._inside.discard(threading.get_ident())
+
+    @contextmanager
+    def stepped_out(self) -> Iterator[None]:
+        """From within an operator, to wait for other trials: these may fork meanwhile."""
+        inside = threading.get_ident() in self._inside
+        self.leave()
+        try:
+            yield
+        finally:
+            if inside:
+                self.enter()
 
     def close(self) -> None:
         self._lock.acquire()

@@ -27,6 +27,8 @@ class Ledger:
     slot_bytes: int = 0  # of all slots
     work_bytes: int = 0
     peak_bytes: int = 0
+    pilot: int | None = None  # the trial whose step is a pilot: it says afterwards how much it used
+    _beside_pilot_bytes: int = 0  # the most that all else has used meanwhile
 
     @property
     def used_bytes(self) -> int:
@@ -48,6 +50,8 @@ class Ledger:
 
     def leave_step(self, trial: int) -> None:
         self.step_bytes -= self.steps.pop(trial, 0)
+        if trial == self.pilot:
+            self.pilot = None
 
     def start_work(self, num_bytes: int) -> None:
         assert self.work_bytes == 0, "one task at a time works on a device"
@@ -98,11 +102,19 @@ class Ledger:
         self.held_bytes -= self.held.pop(trial, 0)
         self.leave_step(trial)
 
-    def reserve_rest(self, trial: int) -> int:
-        """Reserve all that is free for a pilot, which tells afterwards how much of it was used."""
-        self.steps[trial] = free_bytes = self.free_bytes
-        self.step_bytes += free_bytes
-        return free_bytes
+    def start_pilot(self, trial: int, num_bytes: int) -> None:
+        """Reserve these bytes, of which nobody knows yet how many will be used."""
+        self.steps[trial] = num_bytes
+        self.step_bytes += num_bytes
+        self.pilot, self._beside_pilot_bytes = trial, 0
+        self.note_peak()
+
+    def end_pilot(self, peak_bytes: int) -> None:
+        """It has used so many; one that failed says what it lacked."""
+        assert self.pilot is not None
+        used_bytes = min(peak_bytes, self.steps[self.pilot])
+        self.peak_bytes = max(self.peak_bytes, self._beside_pilot_bytes + used_bytes)
+        self.leave_step(self.pilot)
 
     @property
     def sums(self) -> tuple[int, int, int]:
@@ -117,8 +129,12 @@ class Ledger:
         """After a change that was interrupted halfway."""
         self.held_bytes, self.step_bytes, self.slot_bytes = self.sums
 
-    def note_peak(self, more_bytes: int = 0) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes + more_bytes)
+    def note_peak(self) -> None:
+        used_bytes = self.used_bytes
+        if self.pilot is not None:
+            used_bytes -= self.steps[self.pilot]
+            self._beside_pilot_bytes = max(self._beside_pilot_bytes, used_bytes)
+        self.peak_bytes = max(self.peak_bytes, used_bytes)
 
     def validate(self) -> None:
         assert self.is_sound, (self.held_bytes, self.step_bytes, self.slot_bytes, self.sums)

@@ -13,7 +13,8 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class Meter:
         self.peak_bytes = 0
         self._trial_bytes: defaultdict[int, int] = defaultdict(int)
         self._window_peak: dict[int, int] = {}
+        self._limits: dict[int, int] = {}
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._pid = os.getpid()
 
@@ -78,7 +80,8 @@ class Meter:
         with _lock:
             if key in self._storages or num_bytes == 0 or storage.device.type == "meta":
                 return
-            if self.enforce and self.live_bytes + num_bytes > self.budget_bytes:
+            too_many = self.enforce and self.live_bytes + num_bytes > self.budget_bytes
+            if too_many or self._trial_bytes[trial] + num_bytes > self._limits.get(trial, inf):
                 raise self._out_of_memory(num_bytes)
             self._enter(key, storage, trial, num_bytes)
 
@@ -125,6 +128,19 @@ class Meter:
     def trial_bytes(self, trial: int) -> int:
         return self._trial_bytes[trial]
 
+    def limit(self, trial: int, num_bytes: int | None) -> None:
+        """Raise where the trial would have more than these bytes, for others need the rest."""
+        with _lock:
+            self._limits.pop(trial, None)
+            if num_bytes is not None:
+                self._limits[trial] = num_bytes
+
+    def new_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Of the storages of `tensors` that are not counted yet."""
+        found = {s._cdata: s.nbytes() for tensor in tensors for s in storages_of(tensor)}
+        with _lock:
+            return sum(num_bytes for key, num_bytes in found.items() if key not in self._storages)
+
     def start_window(self, trial: int) -> int:
         """Start to note the trial's highest bytes from here on; its bytes now."""
         with _lock:
@@ -140,8 +156,8 @@ class Meter:
             for key in [k for k, (_, owner, _) in self._storages.items() if owner == trial]:
                 self._forget(key)
             self.recount()
-            self._window_peak.pop(trial, None)
-            self._trial_bytes.pop(trial, None)
+            for of_trials in (self._window_peak, self._trial_bytes, self._limits):
+                of_trials.pop(trial, None)
 
     def storages(self, trial: int) -> list[torch.UntypedStorage]:
         """That live, of this trial."""
@@ -180,6 +196,9 @@ class TrialMeter:
         self.counting = always
         self._outside_start: int | None = None
         self._outside_peak = 0
+        self._most_outside: float = inf  # until it has outgrown them
+        self._outgrown: weakref.WeakMethod[Callable[[], None]] | None = None  # lest a cycle keeps its trial
+        self._is_outside = True  # of visits to shards
         self.watched = False  # a dispatch mode of the trial's own is installed
         self.journal: Journal | None = None  # a pilot's
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
@@ -193,6 +212,8 @@ class TrialMeter:
         """After an interruption: idle."""
         self.here = self.meter
         self.meter.recount()
+        self.limit(None)
+        self._most_outside, self._is_outside = inf, True
         self.inside, self.watched, self.journal = 0, False, None
         self.counting, self._outside_start = self.always, None
 
@@ -235,6 +256,8 @@ class TrialMeter:
     def observe(self, device: Meter | None, outputs: list[torch.Tensor]) -> None:
         """Count what an operator made there."""
         if device is not None:
+            if self._most_outside < inf and self._is_outside:
+                self.check_outside(device.new_bytes(outputs))
             device.add(self.trial, outputs)
 
     @property
@@ -249,24 +272,42 @@ class TrialMeter:
     def window_peak(self) -> int:
         return self.meter.window_peak(self.trial)
 
+    def limit(self, num_bytes: int | None) -> None:
+        """Raise where the trial would have more than these bytes at home."""
+        self.meter.limit(self.trial, num_bytes)
+
     # ---- what a step has outside of its visits to shards ----
 
-    def watch_outside(self) -> None:
-        """Start to note the highest bytes beyond those there now, while no block runs."""
+    def watch_outside(self, most_bytes: float = inf, outgrown: Callable[[], None] | None = None) -> None:
+        """Start to note the highest bytes beyond those there now, while no block runs. Before they are more than
+        `most_bytes`, the method `outgrown` is called, once."""
         self._outside_start = self._outside_peak = self.start_window()
+        self._most_outside = self._outside_start + most_bytes
+        self._outgrown = None if outgrown is None else weakref.WeakMethod(outgrown)
 
     def outside_ends(self) -> None:
+        self._is_outside = False
         if self._outside_start is not None:
             self._outside_peak = max(self._outside_peak, self.window_peak)
 
     def outside_starts(self) -> None:
+        self._is_outside = True
         if self._outside_start is not None:
             self.start_window()
+
+    def check_outside(self, more_bytes: int = 0) -> None:
+        """See that these fit, too."""
+        if self.trial_bytes + more_bytes > self._most_outside:
+            self._most_outside = inf
+            outgrown = None if self._outgrown is None else self._outgrown()
+            if outgrown is not None:
+                outgrown()
 
     def outside_peak(self) -> int:
         """The figure since `watch_outside`, which ends here."""
         self.outside_ends()
         start, self._outside_start = self._outside_start, None
+        self._most_outside, self._is_outside = inf, True
         assert start is not None
         return self._outside_peak - start
 

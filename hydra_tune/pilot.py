@@ -94,6 +94,7 @@ class Pilot:
     blocks: Sequence[Block]
     residency: Residency
     free_bytes: int
+    beside: bool  # other trials have the rest of the device
     forward_only: bool = False  # no gradients follow: nothing is repeated, nor needs to be
     profiles: dict[Block, BlockProfile] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
@@ -104,8 +105,19 @@ class Pilot:
     _journal: Journal = field(default_factory=lambda: Journal(()))
     _copy: tuple[Block, DeviceCopy] | None = None
     _hooks_off: TensorHooksOff = field(default_factory=TensorHooksOff)
+    _start_bytes: int = 0
     _made: list[torch.Tensor] = field(default_factory=list)  # what the block under measurement made at first
     _repeats: bool = True  # did it make the same the second time?
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """What it needs more of, others may have."""
+        self._start_bytes = self.residency.meter.trial_bytes
+        self._limit(self.free_bytes)
+        try:
+            yield
+        finally:
+            self.residency.meter.limit(None)
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Users' hooks do not fire, unless the model can't do without them."""
@@ -244,12 +256,13 @@ class Pilot:
     # ---- one block ----
 
     def copy_of(self, block: Block) -> DeviceCopy:
-        """The block alone on the device, at the arena's start."""
+        """The block alone on the device."""
         if self._copy is None or self._copy[0] is not block:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
                 raise DoesNotFitError(block, 0)
-            self._copy = block, self.residency.promote([block], 0, block.weight_bytes)
+            self._limit(self.free_bytes - block.weight_bytes)
+            self._copy = block, self.residency.promote(block)
         return self._copy[1]
 
     def _drop_copy(self) -> None:
@@ -258,7 +271,12 @@ class Pilot:
             self._copy = None
             copy.used = copy.device.mark()
             copy.retire()
-            self.residency.device.free_slot(0, block.weight_bytes)
+            self.residency.device.free_slot(None, block.weight_bytes)
+            self._limit(self.free_bytes)
+
+    def _limit(self, num_bytes: int) -> None:
+        if self.beside:
+            self.residency.meter.limit(self._start_bytes + num_bytes)
 
     def measure(self, call: BlockCall) -> bool:
         """Profile one call of a block; of several calls, the largest figures count. False if it can't be cut so."""

@@ -24,12 +24,13 @@ from hydra_tune.config import format_bytes
 from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PoolClosedError, PrepareError
+from hydra_tune.events import StartPilot
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.forward_pass import AbandonedForward, ForwardPass
 from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import drawing_for_nothing
+from hydra_tune.mode import TrialMode, drawing_for_nothing
 from hydra_tune.node import BlockForward
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
 from hydra_tune.partition import (
@@ -60,6 +61,7 @@ class Planned(Executor, Client, Protocol):
     name: str
     pool: ShardPool
     meter: TrialMeter
+    mode: TrialMode | None
     optimizer: torch.optim.Optimizer | None
     in_step: bool
 
@@ -415,18 +417,23 @@ class Planner:
     ) -> None:
         """Make the plan that all trials with this key share; one that covers `former` too."""
         trial, pool = self._trial, self._trial.pool
-        empty, first_lack = False, None
+        empty, first_lack, least_bytes = False, None, self._least_pilot_bytes
         while True:
-            free_bytes = pool.start_pilot(trial, empty=empty)
+            room = pool.start_pilot(trial, empty=empty, least_bytes=least_bytes)
             if pool.plans.get(self._key) is not former:  # another trial's pilot came first
                 pool.end_pilot(trial, 0)
                 return
             try:
-                pilot = self._try_pilot(free_bytes, root, args, kwargs, forward_only)
+                pilot = self._try_pilot(room, root, args, kwargs, forward_only)
                 pool.share(self._key, self._make_plan(pilot, former))
                 return
-            except BlockTooLargeError as error:
-                if free_bytes < trial.device.budget_bytes and not empty:
+            except BudgetError as error:
+                if room.beside:
+                    least_bytes = None
+                    continue
+                if not isinstance(error, BlockTooLargeError):
+                    raise
+                if room.free_bytes < trial.device.budget_bytes and not empty:
                     empty = True  # what fits depends on the budget, not on the neighbours
                     continue
                 first_lack = first_lack or error
@@ -434,6 +441,19 @@ class Planner:
                 if opened is None:
                     raise first_lack from None
                 self._adopt_cut(opened)
+
+    @property
+    def _least_pilot_bytes(self) -> int | None:
+        """Fewer will not do: for what stays on the device, and a block with its gradients. None, where nobody could
+        tell whether the pilot keeps to its bytes."""
+        trial = self._trial
+        if trial.mode is None or not trial.device.pilots_beside:
+            return None
+        loose = {id(p): p for p in trial.model.parameters()}
+        for parameter in (p for block in self.blocks for p in block.slot_parameters):
+            loose.pop(id(parameter), None)
+        largest = max((block.weight_bytes for block in self.blocks), default=0)
+        return 2 * largest + sum(map(storage_bytes, (*loose.values(), *trial.model.buffers())))
 
     def _make_plan(self, pilot: Pilot, former: TrialPlan | None) -> TrialPlan:
         in_slots = {p for block in self.blocks for p in block.slot_parameters}
@@ -444,6 +464,8 @@ class Planner:
         in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
         scratch = step_scratch_bytes(trial.optimizer, every, foreach_by_default=trial.device.foreach_by_default)
         profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
+        if trial.mode is not None:  # the first step is measured, and looked at once a visit
+            step_bytes += max((p.boundary_bytes for p in profiles), default=0)
         if former is not None:
             known = {p.name: p for p in former.blocks if p.visits}
             both = [larger_of(p, known[p.name]) if p.visits and p.name in known else p for p in profiles]
@@ -483,7 +505,7 @@ class Planner:
         return sum(map(storage_bytes, parameters)) + gradients + state
 
     def _try_pilot(
-        self, free_bytes: int, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], forward_only: bool
+        self, room: StartPilot, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], forward_only: bool
     ) -> Pilot:
         """Pilots of ever better cuts, until nothing is found.
 
@@ -493,7 +515,7 @@ class Planner:
         trial, peak_bytes = self._trial, 0
         try:
             while True:
-                pilot = Pilot(trial.model, self.blocks, trial.residency, free_bytes, forward_only)
+                pilot = Pilot(trial.model, self.blocks, trial.residency, room.free_bytes, room.beside, forward_only)
                 error = copy_context().run(self._fly, pilot, root, args, kwargs)
                 peak_bytes = max(peak_bytes, pilot.peak_bytes)
                 if not pilot.findings:
@@ -518,7 +540,7 @@ class Planner:
         error: BudgetError | None = None
         try:
             apart = nullcontext() if has_own_state() else drawing_for_nothing()
-            with trial.counted(), apart, trial.one_pass():
+            with trial.counted(), apart, trial.one_pass(), pilot.limited():
                 self._hold(self.blocks)
                 pilot.run(root.original, args, kwargs)
         except DoesNotFitError as lack:

@@ -346,10 +346,10 @@ class ShardPool:
             self._end_abandoned()
         return self._take(event.trial, e.Place).device
 
-    def start_pilot(self, trial: Client, *, empty: bool) -> int:
-        """Wait for the device to be the trial's alone; the bytes free on it."""
+    def start_pilot(self, trial: Client, *, empty: bool, least_bytes: int | None) -> e.StartPilot:
+        """Wait for so many bytes beside others, or for the device to be the trial's alone; which it is."""
         self.await_copies(trial)
-        return self._ask(e.PilotReady(trial.id, empty), e.StartPilot).free_bytes
+        return self._ask(e.PilotReady(trial.id, empty, least_bytes), e.StartPilot)
 
     def end_pilot(self, trial: Client, peak_bytes: int) -> None:
         self._tell(e.PilotDone(trial.id, peak_bytes))
@@ -365,8 +365,13 @@ class ShardPool:
     def admit(self, trial: Client, plan: TrialPlan) -> None:
         self._ask(e.PlanReady(trial.id, plan), e.Admit)
 
-    def enter_step(self, trial: Client, *, alone: bool) -> None:
-        self._ask(e.StepReady(trial.id, alone), e.Enter)
+    def enter_step(self, trial: Client, *, estimated: bool) -> None:
+        self._ask(e.StepReady(trial.id, estimated), e.Enter)
+
+    def have_alone(self, trial: Client) -> None:
+        """Within a step, between tasks: wait for the others' steps to end."""
+        self.await_copies(trial)
+        self._ask(e.Outgrown(trial.id), e.Alone)
 
     def leave_step(self, trial: Client, *, trained: bool) -> None:
         self.await_copies(trial)
@@ -517,7 +522,9 @@ class ShardPool:
         with self._lock:
             self._handle(event)
 
-    def _ask(self, event: e.PilotReady | e.PlanReady | e.StepReady, answer: type[InstructionT]) -> InstructionT:
+    def _ask(
+        self, event: e.PilotReady | e.PlanReady | e.StepReady | e.Outgrown, answer: type[InstructionT]
+    ) -> InstructionT:
         self.check_open(self._trials[event.trial])
         with self._lock:
             self._end_abandoned()

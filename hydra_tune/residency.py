@@ -85,11 +85,11 @@ class Residency:
         """The block's module reaches its device copies."""
         return Visit(self, block, copy)
 
-    def promote(self, blocks: Sequence[Block], offset: int, num_bytes: int) -> DeviceCopy:
-        """At home, in the trial's thread."""
+    def promote(self, block: Block) -> DeviceCopy:
+        """For a pilot, at home, in the trial's thread."""
         counting = self.meter.counting
         with self.meter.paused():
-            copy = DeviceCopy(self.device, self.device.slot(offset, num_bytes), blocks, self._weights)
+            copy = DeviceCopy(self.device, self.device.slot(None, block.weight_bytes), [block], self._weights)
             self._fill(copy, counting=counting)
         return copy
 

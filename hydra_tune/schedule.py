@@ -11,9 +11,10 @@ A trial has a home device, whose bytes its step reserves. If it travels, its tas
 at the time, and the next step may begin on another one.
 
 No deadlock: a trial is admitted only if, beside everything held for life, each admitted trial's largest
-task still fits; a step enters only if, beside all entered steps, the largest task of any of them fits;
-every slot can be dropped while its device is idle, as soon as its copy is made. So whoever holds bytes can always run
-its next task at home.
+task still fits; a step enters only if, beside all entered steps, the largest task of any of them fits; a pilot leaves
+room for that, too; and a device has one step at a time that may outgrow what is reserved for it, for which all others
+then make way. Every slot can be dropped while its device is idle, as soon as its copy is made. So whoever
+holds bytes can always run its next task at home.
 No starvation: admissions, steps and pilots are each served in the order in which they asked; a task goes first,
 whatever the policy, once its home has given `PATIENCE` tasks a trial to others since it was ready.
 
@@ -30,6 +31,7 @@ from typing import Any, get_args
 
 from hydra_tune.events import (
     Admit,
+    Alone,
     Done,
     Enter,
     Event,
@@ -38,6 +40,7 @@ from hydra_tune.events import (
     Interrupted,
     Invalidated,
     Move,
+    Outgrown,
     OutOfMemory,
     PilotDone,
     PilotReady,
@@ -197,11 +200,9 @@ class Machine:
 
     def _on_PilotDone(self, event: PilotDone) -> list[Instruction]:
         device = self._home(event.trial)
-        assert device.exclusive == event.trial, self._impossible(event)
-        device.exclusive = None
-        reserved_bytes = device.ledger.steps[event.trial]  # one that failed says what it lacked
-        device.ledger.leave_step(event.trial)
-        device.ledger.note_peak(min(event.peak_bytes, reserved_bytes))
+        assert device.ledger.pilot == event.trial, self._impossible(event)
+        device.ledger.end_pilot(event.peak_bytes)
+        device.is_measured(event.trial)
         return self._advance(device)
 
     def _on_PlanReady(self, event: PlanReady) -> list[Instruction]:
@@ -247,8 +248,7 @@ class Machine:
         self.ready.remove(number)
         freed = {trial.home, *(index for index, _ in trial.slots), *([] if trial.on is None else [trial.on])}
         self._stop(number)
-        if home.exclusive == number:
-            home.exclusive = None
+        home.is_measured(number)
         for index in freed:
             self.devices[index].ledger.recount()
         home.ledger.forget(number)
@@ -274,7 +274,7 @@ class Machine:
         trial, device = self.trials[event.trial], self._home(event.trial)
         assert trial.admitted and event.trial not in device.ledger.steps, self._impossible(event)
         homes, moved = {trial.home}, list[Instruction]()
-        if trial.travels and not event.alone:
+        if trial.travels and not event.estimated:
             device = self._choose_home(event.trial)
             if trial.home not in homes:
                 homes.add(trial.home)
@@ -290,7 +290,9 @@ class Machine:
         if plan.resident or len(self.devices) == 1:
             return home
         other = min(self.devices, key=lambda device: (len(device.trials), device.index))
-        if len(home.trials) - len(other.trials) < 2 or other.exclusive is not None or other.entries or other.admissions:
+        if len(home.trials) - len(other.trials) < 2 or other.unmeasured is not None:
+            return home
+        if other.entries or other.admissions:
             return home
         if not self._admissible(other, plan) or not self._steps_fit(other, plan.held_bytes, plan):
             return home
@@ -311,8 +313,13 @@ class Machine:
         assert self.task_state(event.trial) is not TaskState.RUNNING, self._impossible(event)
         self._stop(event.trial)
         device.ledger.leave_step(event.trial)
-        if device.exclusive == event.trial:
-            device.exclusive = None
+        device.is_measured(event.trial)
+        return self._advance(device)
+
+    def _on_Outgrown(self, event: Outgrown) -> list[Instruction]:
+        device = self._home(event.trial)
+        assert device.unmeasured == event.trial, self._impossible(event)
+        device.entries.insert(0, event)
         return self._advance(device)
 
     # ---- tasks ----
@@ -462,36 +469,78 @@ class Machine:
 
     def _steps_fit(self, device: DeviceState, more_held: int, entering: TrialPlan | None) -> bool:
         ledger = device.ledger
-        tasks = [plan.task_bytes for trial in ledger.steps if (plan := self.trials[trial].plan) is not None]
-        steps = sum(size for trial, size in ledger.steps.items() if self.trials[trial].plan is not None)
+        task_bytes, step_bytes = self._most_task_bytes(device), ledger.step_bytes
         if entering is not None:
-            tasks.append(entering.task_bytes)
-            steps += entering.step_bytes
-        return ledger.held_bytes + more_held + steps + max(tasks, default=0) <= ledger.budget_bytes
+            task_bytes = max(task_bytes, entering.task_bytes)
+            step_bytes += entering.step_bytes
+        return ledger.held_bytes + more_held + step_bytes + task_bytes <= ledger.budget_bytes
+
+    def _most_task_bytes(self, device: DeviceState) -> int:
+        """Of the steps that have entered there; pilots have no plan."""
+        plans = (self.trials[trial].plan for trial in device.ledger.steps)
+        return max((plan.task_bytes for plan in plans if plan is not None), default=0)
 
     def _enter(self, device: DeviceState) -> list[Instruction]:
         entered: list[Instruction] = []
-        while device.entries and device.exclusive is None:
-            request = device.entries[0]
-            alone = isinstance(request, PilotReady) or request.alone
-            if alone and (device.ledger.steps or device.running is not None or device.in_flight):
+        for request in list(device.entries):
+            if device.exclusive is not None:
                 break
+            is_estimate = isinstance(request, PilotReady) or (isinstance(request, StepReady) and request.estimated)
+            if is_estimate and device.unmeasured is not None:
+                continue  # it awaits the one before it; who is behind it need not
             if isinstance(request, PilotReady):
-                self._take_promise_back(device)
-                entered += self.slots.drop(device, list(device.ledger.slots))
-                entered.append(StartPilot(request.trial, device.ledger.reserve_rest(request.trial)))
+                made = self._start_pilot(device, request)
+            elif isinstance(request, StepReady):
+                made = self._enter_one(device, request)
             else:
-                plan = self._plan(request.trial)
-                needs = plan.step_bytes + self._yet_to_start(device)
-                if not self._steps_fit(device, 0, plan) or not self.slots.has_room(device, needs):
-                    break
-                entered += self.slots.make_room(device, plan.step_bytes)
-                device.ledger.enter_step(request.trial, plan.step_bytes)
-                entered.append(Enter(request.trial))
-            if alone:
-                device.exclusive = request.trial
-            device.entries.pop(0)
+                made = self._leave_alone(device, request)
+            if not made:
+                break
+            entered += made
+            if is_estimate:
+                device.unmeasured = request.trial
+            device.entries.remove(request)
         return entered
+
+    def _start_pilot(self, device: DeviceState, request: PilotReady) -> list[Instruction]:
+        """Beside others with what these can spare, if that is enough; or alone. Nothing, where neither can be now."""
+        spare_bytes, least_bytes = self._spare_bytes(device), request.least_bytes
+        beside = least_bytes is not None and spare_bytes >= least_bytes and not device.is_free
+        if beside:
+            dropped = self.slots.make_room(device, spare_bytes)
+        elif device.is_free:
+            self._take_promise_back(device)
+            dropped = self.slots.drop(device, list(device.ledger.slots))
+            spare_bytes, device.exclusive = device.ledger.free_bytes, request.trial
+        else:
+            return []
+        device.ledger.start_pilot(request.trial, spare_bytes)
+        return [*dropped, StartPilot(request.trial, spare_bytes, beside)]
+
+    def _spare_bytes(self, device: DeviceState) -> int:
+        """What all steps that have entered, and else any single one, can do without; and is, or can be made, free."""
+        ledger = device.ledger
+        plans = [self._plan(trial) for trial in ledger.held]
+        going_on = ledger.step_bytes + self._most_task_bytes(device)
+        any_one = max((plan.step_bytes + plan.task_bytes for plan in plans), default=0)
+        spare_bytes = ledger.budget_bytes - ledger.held_bytes - max(going_on, any_one)
+        return min(spare_bytes, self.slots.room_bytes(device) - self._yet_to_start(device))
+
+    def _enter_one(self, device: DeviceState, request: StepReady) -> list[Instruction]:
+        plan = self._plan(request.trial)
+        needs = plan.step_bytes + self._yet_to_start(device)
+        if not self._steps_fit(device, 0, plan) or not self.slots.has_room(device, needs):
+            return []
+        dropped = self.slots.make_room(device, plan.step_bytes)
+        device.ledger.enter_step(request.trial, plan.step_bytes)
+        return [*dropped, Enter(request.trial)]
+
+    def _leave_alone(self, device: DeviceState, request: Outgrown) -> list[Instruction]:
+        if not device.is_idle or device.ledger.steps.keys() != {request.trial}:
+            return []
+        self._take_promise_back(device)
+        device.exclusive = request.trial
+        return [*self.slots.drop(device, list(device.ledger.slots)), Alone(request.trial)]
 
     # ---- who runs, and who is next ----
 
@@ -706,6 +755,8 @@ class Machine:
             assert self.trials[trial].travels or self._home(trial) is device, f"trial {trial} has a slot away from home"
         assert device.in_flight <= ledger.slots.keys(), "a copy is on its way to no slot"
         assert self._steps_fit(device, 0, None), "an entered step's largest task no longer fits"
+        assert device.exclusive in (None, device.unmeasured), "a step is alone whose bytes are known"
+        assert device.unmeasured is None or device.unmeasured in ledger.steps, "who is measured has no step"
         if running is not None:
             assert running.trial in self._home(running.trial).ledger.steps, f"{running} runs outside a step"
             assert self.trials[running.trial].on == device.index

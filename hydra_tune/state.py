@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
-from hydra_tune.events import PilotReady, PlanReady, StepReady
+from hydra_tune.events import Outgrown, PilotReady, PlanReady, StepReady
 from hydra_tune.ledger import Ledger, SlotKey
 from hydra_tune.progress import Progress, Visits
 from hydra_tune.ready import Waiting
@@ -61,14 +61,30 @@ class DeviceState:
     ledger: Ledger
     link_bytes_per_s: float = inf
     admissions: list[PilotReady | PlanReady] = field(default_factory=list)
-    entries: list[PilotReady | StepReady] = field(default_factory=list)
+    entries: list[PilotReady | StepReady | Outgrown] = field(default_factory=list)
     running: Task | None = None
     started: bool = False  # else the running task awaits its shard, or room for its work
     promised: Task | None = None
     waiting: Waiting | None = None  # the promised task, once it is ready
     in_flight: set[SlotKey] = field(default_factory=set)
-    exclusive: int | None = None  # the trial whose pilot or unmeasured step has the device to itself
+    unmeasured: int | None = None  # the trial whose pilot or estimated step is under way; one at a time
+    exclusive: int | None = None  # that trial, where it has the device to itself
     trials: set[int] = field(default_factory=set)  # at home here
+
+    @property
+    def is_idle(self) -> bool:
+        """No task runs on it, no copy is on its way to it."""
+        return self.running is None and not self.in_flight
+
+    @property
+    def is_free(self) -> bool:
+        """No step has bytes of it either."""
+        return self.is_idle and not self.ledger.steps
+
+    def is_measured(self, trial: int) -> None:
+        """Its step has ended, if that was the one to be measured."""
+        if self.unmeasured == trial:
+            self.unmeasured = self.exclusive = None
 
     @property
     def busy(self) -> SlotKey | None:

@@ -74,7 +74,8 @@ class Trial:
         self._task_device = home  # of that task, or the one before
         self._task_start_s = 0.0
         self.in_step = False
-        self._alone = False
+        self.measures = False  # the step that is under way: its bytes are an estimate
+        self._alone = False  # for they were too few
         self._saw_backward = False
         self._passes: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._pass: ForwardPass | None = None
@@ -185,13 +186,29 @@ class Trial:
         if self.in_step:
             return
         self.stop.check_between_steps()
-        self._alone = self._may_measure_step(plan)
+        self.measures = self._may_measure_step(plan)
         self._saw_backward = False
-        self.pool.enter_step(self, alone=self._alone)
+        self.pool.enter_step(self, estimated=self.measures)
         self.in_step = True
-        if self._alone:
+        if self.measures:
             self.meter.counting = True
-            self.meter.watch_outside()
+            if self.device.pilots_beside:
+                self.meter.watch_outside(plan.step_bytes, self._outgrow)
+            else:
+                self._outgrow()
+                self.meter.watch_outside()
+
+    def check_room(self) -> None:
+        """See that what a visit may make fits, too: before it, for after it others may have the bytes."""
+        assert self.plan is not None
+        self.meter.check_outside(max((block.boundary_bytes for block in self.plan.blocks), default=0))
+
+    def _outgrow(self) -> None:
+        """The step needs more than was estimated: the others make way until it is done."""
+        with gate.stepped_out():
+            self.leave()
+            self.pool.have_alone(self)
+        self._alone = True
 
     def _may_measure_step(self, plan: TrialPlan) -> bool:
         """Only a runner's mode sees the operators of user code, and only a step of training has them all."""
@@ -208,8 +225,8 @@ class Trial:
         self.pool.leave_step(self, trained=self._saw_backward)
         if self._saw_backward and self.resumption is not None:
             self.resumption.has_trained()
-        if self._alone:
-            self._alone = False
+        if self.measures:
+            self.measures = self._alone = False
             self.meter.counting = self.meter.always
             step_bytes = self.meter.outside_peak()
             if self._saw_backward:
@@ -240,7 +257,7 @@ class Trial:
         residency, planner = self.residency, self.planner
         if residency.in_visit or not self.meter.is_idle or not planner.settled or planner.pilot is not None:
             return False
-        if self.meter.counting != (self.meter.always or self._alone) or not self._agrees():
+        if self.meter.counting != (self.meter.always or self.measures) or not self._agrees():
             return False
         standing = self.pool.standing(self)
         if standing is None or self.plan is None:
@@ -264,7 +281,7 @@ class Trial:
         self.meter.reset()
         self.residency.await_gradients()
         self.residency.forget_copies()
-        self._task, self.in_step, self._alone = None, False, False
+        self._task, self.in_step, self.measures, self._alone = None, False, False, False
         self._pass, self._backward_passes, self._backward_id = None, set(), -1
         self.planner.settle_again()
 
@@ -536,7 +553,8 @@ class Trial:
                 self.leave()
             ended, self._task = self._task, None
             after = (ended, self._task_start_s) if ended else None
-            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, at_home), after)
+            ready = TaskReady(task, at_home or self.measures)
+            self._task_start_s, self._task_device = self.pool.acquire(ready, after)
             self._task = task
         assert self.plan is not None
         device = self._task_device
@@ -596,6 +614,8 @@ class LeasedVisit:
 
     def __enter__(self) -> Visit:
         trial, block = self._trial, self._block
+        if trial.measures:
+            trial.check_room()
         self._copy = copy = trial.take_lease(block, self._direction, at_home=self._at_home)
         trial.meter.outside_ends()
         trial.meter.here = copy.device.meter

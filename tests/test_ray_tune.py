@@ -57,7 +57,10 @@ def the_pool(executor: HydraExecutor) -> dict[str, Any]:
 
 
 def assert_empty(executor: HydraExecutor) -> None:
-    pool = the_pool(executor)
+    """Tune does not wait for the actors that it stops: a class's last one may still be cleaning up."""
+    deadline_s = time.monotonic() + 30
+    while (pool := the_pool(executor))["live"] and time.monotonic() < deadline_s:
+        time.sleep(0.1)
     assert pool["live"] == 0, pool
     assert [device["used_bytes"] for device in pool["devices"]] == [0], pool
 

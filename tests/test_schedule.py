@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hydra_tune.errors import ConfigError
 from hydra_tune.events import (
     Admit,
+    Alone,
     Done,
     Drop,
     Enter,
@@ -18,6 +19,7 @@ from hydra_tune.events import (
     Interrupted,
     Invalidated,
     Move,
+    Outgrown,
     OutOfMemory,
     PilotDone,
     PilotReady,
@@ -212,11 +214,61 @@ def test_a_pilot_that_needs_all_waits_for_what_others_hold(machine):
     assert machine.handle(TrialEnded(0)) == [StartPilot(1, 100)]
 
 
-def test_a_step_that_is_not_measured_yet_runs_alone(machine):
-    admitted(machine, 0, 1)
-    assert machine.handle(StepReady(0, alone=True)) == [Enter(0)]
+def test_a_pilot_goes_beside_those_who_can_spare_enough(machine):
+    admitted(machine, 0, held=20)
+    machine.handle(StepReady(0))
+    machine.handle(TaskReady(task(0, 0)))
+    machine.handle(Promoted(task(0, 0), 0))
+    for trial in (1, 2):
+        machine.handle(TrialAdded(trial))
+    assert machine.handle(PilotReady(1, least_bytes=31)) == [], "20 + 10 + 30 + 10 of 100 are the others'"
+    machine.handle(TrialEnded(1))
+    assert machine.handle(PilotReady(2, least_bytes=30)) == [StartPilot(2, 30, beside=True)]
+    machine.handle(Done(task(0, 0)))
+    machine.handle(TaskReady(task(0, 1)))
+    assert machine.handle(Promoted(task(0, 1), 0)) == [Run(task(0, 1), 0)], "it goes on meanwhile"
+    machine.handle(Done(task(0, 1)))
+    machine.handle(StepDone(0))
+    assert machine.handle(StepReady(0)) == [Enter(0)], "and so do its steps"
+    machine.handle(StepDone(0))
+    machine.handle(PilotDone(2, 25))
+    assert machine.devices[0].ledger.peak_bytes == 70 + 25
+    machine.validate()
+
+
+def test_one_pilot_at_a_time_and_who_is_behind_it_does_not_wait(machine):
+    admitted(machine, 0)
+    machine.handle(StepReady(0))
+    for trial in (1, 2):
+        machine.handle(TrialAdded(trial))
+    assert machine.handle(PilotReady(1, least_bytes=10))
+    assert machine.handle(PilotReady(2, least_bytes=10)) == []
+    machine.handle(StepDone(0))
+    assert machine.handle(StepReady(0)) == [Enter(0)]
+    (started,) = machine.handle(PilotDone(1, 5))
+    assert started.trial == 2 and started.beside
+
+
+def test_a_step_that_outgrows_its_estimate_waits_for_the_others_to_be_done(machine):
+    admitted(machine, 0, 1, 2, held=0)
+    assert machine.handle(StepReady(0, estimated=True)) == [Enter(0)]
+    assert machine.handle(StepReady(1)) == [Enter(1)]
+    assert machine.handle(Outgrown(0)) == []
+    assert machine.handle(StepReady(2)) == [], "it is behind"
+    assert machine.handle(StepDone(1)) == [Alone(0)]
     assert machine.handle(StepReady(1)) == []
+    assert machine.handle(StepDone(0)) == [Enter(2), Enter(1)]
+    machine.validate()
+
+
+def test_one_estimated_step_at_a_time(machine):
+    """Two that had outgrown theirs would wait for each other."""
+    admitted(machine, 0, 1, 2, held=0)
+    assert machine.handle(StepReady(0, estimated=True)) == [Enter(0)]
+    assert machine.handle(StepReady(1, estimated=True)) == []
+    assert machine.handle(StepReady(2)) == [Enter(2)]
     assert machine.handle(StepDone(0)) == [Enter(1)]
+    machine.validate()
 
 
 def test_trials_go_to_the_device_with_fewest():
@@ -654,13 +706,16 @@ class Player:
         if not anew:
             total_steps = self.steps if trial % 3 else None
             yield TrialAdded(trial, total_steps, host_bytes=10, travels=self.travels[trial]), Place
-        yield PilotReady(trial), StartPilot
-        yield PilotDone(trial, 0), None
+        least_bytes = None if trial % 3 == 1 else self.rng.randrange(100)
+        yield PilotReady(trial, least_bytes=least_bytes), StartPilot
+        yield PilotDone(trial, self.rng.randrange(100)), None
         yield PlanReady(trial, replace(final, step_bytes=final.step_bytes // 2) if measures else final), Admit
         for step in range(1, self.steps + 1):
             if step == 2 and measures:
                 yield PlanReady(trial, final), Admit
-            yield StepReady(trial, alone=step == 1 and measures), Enter
+            estimated = step == 1 and measures
+            outgrown_at = self.rng.randrange(10) if estimated and self.rng.random() < 0.5 else None
+            yield StepReady(trial, estimated), Enter
             yield Invalidated(trial), None
             shards = range(len(self.plans[trial].shards))
             visits = [task(trial, s, step=step) for s in shards]
@@ -668,10 +723,13 @@ class Player:
             if trial % 5 == 4 and step == 2 and len(shards) > 1:  # not in the order of the step before
                 visits[0], visits[1] = visits[1], visits[0]
             yield self.ready(visits[0]), Run
-            for visit, after in zip(visits, [*visits[1:], None], strict=True):
+            for number, (visit, after) in enumerate(zip(visits, [*visits[1:], None], strict=True)):
                 seconds = self.rng.random()
-                if after is None or self.rng.random() < 0.3:
+                if after is None or self.rng.random() < 0.3 or number == outgrown_at:
                     yield Done(visit, seconds), None
+                    if number == outgrown_at:
+                        yield Outgrown(trial), Alone
+                        self.check_alone(trial)
                     if after is not None:
                         yield self.ready(after), Run
                 else:
@@ -679,6 +737,10 @@ class Player:
             yield Reported(trial, self.rng.random()), None
             yield StepDone(trial), None
         yield TrialEnded(trial), None
+
+    def check_alone(self, trial):
+        device = self.machine._home(trial)
+        assert device.exclusive == trial and device.ledger.steps.keys() == {trial} and device.is_idle
 
     def ready(self, visit):
         return TaskReady(visit, at_home=self.rng.random() < 0.2)

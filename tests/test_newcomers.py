@@ -1,0 +1,143 @@
+"""A trial whose architecture is new is measured beside the others: neither its pilot nor its first step stalls them."""
+
+import functools
+import threading
+
+import optuna
+import torch
+from torch import nn
+
+import hydra_tune
+from models import gpt
+
+STEPS = 4
+PATIENCE_S = 60  # of who waits for another trial's steps; then the test fails
+WIDTH = 256
+
+
+class Neighbour:
+    """The trial that is there already, and trains until the newcomer has ended."""
+
+    def __init__(self):
+        self.losses = []
+        self.newcomer_has_ended = False
+        self._stepped = threading.Condition()
+
+    def train(self):
+        torch.manual_seed(0)
+        model = gpt()
+        model, optimizer = hydra_tune.prepare(model, torch.optim.AdamW(model.parameters()))
+        while not self.newcomer_has_ended or len(self.losses) < STEPS:
+            x = torch.randint(0, 128, (2, 16))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with self._stepped:
+                self.losses.append(loss.item())
+                self._stepped.notify_all()
+
+    def wait_for(self, steps):
+        """More of its steps."""
+        with self._stepped:
+            goal = len(self.losses) + steps
+            assert self._stepped.wait_for(lambda: len(self.losses) >= goal, PATIENCE_S), "it was stalled"
+
+
+class Calling(nn.Module):
+    """A layer that calls something whenever it runs."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.call = call
+
+    def forward(self, x):
+        self.call()
+        return torch.tanh(self.linear(x))
+
+
+def newcomer(in_forward=lambda: None, in_step=lambda: None, batch=8, keeps=0):
+    """Its losses and weights. `in_step` is called between a forward and its backward; beside the loss stand `keeps`
+    numbers, made of the outputs."""
+    torch.manual_seed(1)
+    model = nn.Sequential(Calling(in_forward), *(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    model, optimizer = hydra_tune.prepare(model, torch.optim.AdamW(model.parameters()))
+    losses = []
+    for _ in range(STEPS):
+        outputs = model(torch.randn(batch, WIDTH))
+        kept = outputs.mean().expand(keeps).clone() if keeps else outputs
+        in_step()
+        loss = outputs.square().mean() + kept.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def run_together(waits_in=(), memory="4MiB", **options):
+    """Both in one pool, the newcomer after two steps of the other: what it gave, and its story."""
+    neighbour, found = Neighbour(), {}
+    started = threading.Event()
+
+    def objective(trial):
+        if trial.number == 0:
+            started.set()
+            neighbour.train()
+            return 0.0
+        started.wait()
+        try:
+            neighbour.wait_for(2)
+            # once: in the first forward, which is the pilot's; and so that no pilot puts it back
+            calls = {name: functools.cache(lambda: neighbour.wait_for(3)) for name in waits_in}
+            found["results"] = newcomer(**calls, **options)
+        finally:
+            neighbour.newcomer_has_ended = True
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], memory) as pool:
+        runner = hydra_tune.HydraTrialRunner(pool, concurrency=2)
+        runner.optimize(optuna.create_study(), objective, n_trials=2)
+        assert [device["used_bytes"] for device in pool.report()["devices"]] == [0]
+        return found["results"], pool._machine.story(1)
+
+
+def alone(**options):
+    found = []
+    with hydra_tune.ShardPool(["cpu"], "64MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(
+            optuna.create_study(), lambda trial: found.append(newcomer(**options)) or 0.0, n_trials=1
+        )
+    return found[0]
+
+
+def assert_same(a, b):
+    assert a[0] == b[0]
+    assert all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+def test_the_others_go_on_during_a_pilot():
+    results, story = run_together(waits_in=["in_forward"])
+    assert "beside=True" in story and "beside=False" not in story
+    assert_same(results, alone())
+
+
+def test_the_others_go_on_during_a_first_step():
+    results, story = run_together(waits_in=["in_step"])
+    assert "estimated=True" in story and "Alone" not in story
+    assert_same(results, alone())
+
+
+def test_a_pilot_that_lacks_room_beside_the_others_has_the_device_to_itself():
+    """They spare the least that any pilot of this model needs, but not what its activations take."""
+    results, story = run_together(memory="3MiB", batch=128)
+    assert story.index("beside=True") < story.index("beside=False")
+    assert_same(results, alone(batch=128))
+
+
+def test_a_first_step_that_needs_more_than_was_estimated_waits_for_the_others():
+    """Its loss keeps more than any pilot could guess."""
+    results, story = run_together(keeps=300_000)
+    assert story.count("Alone(trial=1)") == 1
+    assert_same(results, alone(keeps=300_000))

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -277,6 +278,13 @@ class ShardPool:
     def host_memory_bytes(self) -> int | None:
         """What weights, gradients and optimizer states of all live trials may take."""
         return self._machine.host_bytes
+
+    @property
+    def host_free_bytes(self) -> float:
+        """What of it no live trial has."""
+        with self._lock:
+            most = self._machine.host_bytes
+            return inf if most is None else most - self._machine.host_used_bytes
 
     @property
     def host_bytes_a_trial(self) -> int:

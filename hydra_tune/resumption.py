@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hydra_tune.checkpoint import CheckpointFolder, Moment
 from hydra_tune.errors import ConfigError, PrepareError, ResumeError
+from hydra_tune.hyperparameters import Hyperparameters
 from hydra_tune.loader_progress import LoaderProgress
 from hydra_tune.random_state import RandomState
 
@@ -55,40 +56,53 @@ class Interval:
         )
 
 
+class Source(Protocol):
+    """Of what a trial goes on from."""
+
+    def newest(self) -> tuple[Moment, Any] | None: ...
+
+
 class Resumption:
-    """Of one trial: reads the newest checkpoint in any of some folders, writes to one.
+    """Of one trial: reads the newest checkpoint of any of some sources, writes to a folder.
 
     Args:
-        writes: where.
+        writes: where; None if the trial's state is only asked for.
         reads: those of the trials that this one continues, the nearest first.
         every: at least so often; as soon as it can between two steps.
         random_state: the trial's.
         name: the trial's, for messages.
         weights: where those of the trial are that it was cloned from, if it was.
+        perturbed: what it reads is another trial's; it has hyperparameters of its own.
     """
 
     def __init__(
         self,
-        writes: CheckpointFolder,
-        reads: Sequence[CheckpointFolder],
+        writes: CheckpointFolder | None,
+        reads: Sequence[Source],
         every: Interval,
         random_state: RandomState,
         name: str,
         weights: CheckpointFolder | None = None,
+        *,
+        perturbed: bool = False,
     ) -> None:
         self._folder = writes
         self._weights = weights
         self._every = every
+        self._perturbed = perturbed
         self._random_state = random_state
         self._name = name
-        found = (folder.newest() for folder in (writes, *reads))
+        sources: Sequence[Source] = reads if writes is None else (writes, *reads)
+        found = (source.newest() for source in sources)
         self._from: tuple[Moment, Any] | None = next((each for each in found if each is not None), None)
         self._thread = threading.get_ident()
-        self._asked = self._stopped = self._was_called = False
+        self._asked = self._was_called = False
+        self._stop_reason = ""
         self._model = -1  # the number of the one that is prepared now
         self._restored = self._steps = False  # whether there is an optimizer to count by
         self._loaders: list[LoaderProgress] = []
         self._extra: list[Any] = []
+        self._given: Hyperparameters | None = None
         self._staged: Moment | None = None
         self._start(0)
 
@@ -134,10 +148,15 @@ class Resumption:
         self._restored = False
         self._loaders = [LoaderProgress(loader, self._random_state) for loader in loaders]
         self._extra, self._steps = list(extra), optimizer is not None
+        self._given = Hyperparameters.of(optimizer, self._extra)
         self._start(0)
         if self._from is not None and self._from[0].model == self._model:
             moment, state = self._from
+            if not self._perturbed:
+                _refuse_changed(state, model, optimizer, self._loaders)
             _restore(state, model, optimizer, self._loaders, self._extra)
+            if self._perturbed:
+                self._given.stay(state["given"], optimizer, self._extra)
             self._random_state.set_states(state["random"])
             self._restored = True
             self._start(moment.step)
@@ -207,7 +226,7 @@ class Resumption:
         progress.is_asked()
         if progress is not self._loaders[0]:
             return None
-        if self._staged is not None:  # nothing was trained on the batch before
+        if self._staged is not None and self._folder is not None:  # nothing was trained on the batch before
             self._staged, self._idles = None, True
             self._folder.discard()
         return [loader.now() for loader in self._loaders] if self._is_due() else None
@@ -225,7 +244,7 @@ class Resumption:
 
     def _is_due(self) -> bool:
         step = self._step
-        if self._stopped or self._idles or step <= max(self._last_step, 0):
+        if self._folder is None or self._stop_reason or self._idles or step <= max(self._last_step, 0):
             return False
         if self._every.steps is not None:
             due = step - self._last_step >= self._every.steps
@@ -242,33 +261,60 @@ class Resumption:
                 f"{self._trained} backwards were made for {self._stepped} steps of the optimizer, so that nobody knows "
                 "which of them resume_step() shall count. Give prepare the loader of the mini-batches"
             )
-        return due and not self._stopped and (self.moment is None or Moment(self._model, step) > self.moment)
+        return due and not self._stop_reason and (self.moment is None or Moment(self._model, step) > self.moment)
 
     def _stop(self, reason: str) -> None:
-        if not self._stopped:
-            self._stopped, self._staged = True, None
-            logger.warning("%s: no checkpoints from here on: %s", self._name, reason)
+        if not self._stop_reason:
+            self._stop_reason, self._staged = reason, None
+            if self._folder is not None:
+                logger.warning("%s: no checkpoints from here on: %s", self._name, reason)
 
     def stage(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, now: Sequence[dict[str, Any]]) -> None:
         """A checkpoint with all loaders in these states, to be published. One that fails is the last."""
-        state = {
-            **_state_of(model),
-            "made_of": _made_of(model, optimizer, self._loaders),
-            "optimizer": None if optimizer is None else optimizer.state_dict(),
-            "extra_state": [each.state_dict() for each in self._extra],
-            "loaders": [p.state(each["generators"]) for p, each in zip(self._loaders, now, strict=True)],
-            "random": now[0]["random"] if self._is_fed else self._latest,
-        }
-        moment = Moment(self._model, self._step)
+        assert self._folder is not None
+        random = now[0]["random"] if self._is_fed else self._latest
+        moment, state = self._state(model, optimizer, now, random)
         try:
             self._folder.stage(moment, state)
             self._staged = moment
         except Exception as error:  # of a full disk, or what no checkpoint can hold
             self._stop(str(error))
 
+    def now(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[Moment, Any]:
+        """What a checkpoint of this moment would hold, in the trial's thread and between two steps; the tensors are the
+        trial's own.
+
+        Raises:
+            ResumeError: nobody could go on from it; says why.
+        """
+        if not self._asked:
+            raise ResumeError("it never calls hydra_tune.resume_step(), so that it would not know where to go on")
+        if self._stop_reason:
+            raise ResumeError(self._stop_reason)
+        return self._state(model, optimizer, [each.now() for each in self._loaders], self._random_state.states())
+
+    def _state(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        now: Sequence[dict[str, Any]],
+        random: Sequence[torch.Tensor],
+    ) -> tuple[Moment, Any]:
+        assert self._given is not None
+        state = {
+            **_state_of(model),
+            "made_of": _made_of(model, optimizer, self._loaders),
+            "given": self._given.plain(),
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "extra_state": [each.state_dict() for each in self._extra],
+            "loaders": [p.state(each["generators"]) for p, each in zip(self._loaders, now, strict=True)],
+            "random": random,
+        }
+        return Moment(self._model, self._step), state
+
     def publish(self) -> None:
         """What was staged counts from here on."""
-        if self._staged is not None:
+        if self._staged is not None and self._folder is not None:
             moment, self._staged = self._staged, None
             self._last_step, self._last_s = moment.step, time.monotonic()
             try:
@@ -346,6 +392,16 @@ def _made_of(
     }
 
 
+def _refuse_changed(
+    state: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    loaders: Sequence[LoaderProgress],
+) -> None:
+    for kind, now in _made_of(model, optimizer, loaders).items():
+        _refuse_other(kind, state["made_of"][kind], now)
+
+
 def _restore(
     state: dict[str, Any],
     model: nn.Module,
@@ -353,8 +409,6 @@ def _restore(
     loaders: Sequence[LoaderProgress],
     extra: Sequence[Any],
 ) -> None:
-    for kind, now in _made_of(model, optimizer, loaders).items():
-        _refuse_other(kind, state["made_of"][kind], now)
     _refuse_other("number of extra states", str(len(state["extra_state"])), str(len(extra)))
     _restore_model(state, model)
     if optimizer is not None:

@@ -13,9 +13,11 @@ from typing import Any
 from hydra_tune.context import Context, TrialContext
 from hydra_tune.cuda_device import is_lost
 from hydra_tune.errors import TrialStopped, clear_frames
-from hydra_tune.integrations.messages import Ended, Message, Order, Raised, Reported, Stopped
+from hydra_tune.integrations.kept_state import KeptState, KeptStates
+from hydra_tune.integrations.messages import Ended, Message, Order, Raised, Reported, Save, Saved, Stopped
 from hydra_tune.integrations.pool_lines import Line
 from hydra_tune.pool import ShardPool
+from hydra_tune.resumption import Interval, Resumption
 
 
 class Attempt:
@@ -23,13 +25,20 @@ class Attempt:
     use its devices no more."""
 
     def __init__(
-        self, pool: ShardPool, order: Order, line: Line, work: Callable[[Attempt], Any], on_lost: Callable[[], None]
+        self,
+        pool: ShardPool,
+        order: Order,
+        line: Line,
+        work: Callable[[Attempt], Any],
+        on_lost: Callable[[], None],
+        states: KeptStates,
     ) -> None:
         self.order = order
         self._pool = pool
         self._line = line
         self._work = work
         self._on_lost = on_lost
+        self._states = states
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of Tune, for which the thread waits
         self._stop_reason = ""  # if it was asked to
         self._context: Context | None = None
@@ -68,9 +77,21 @@ class Attempt:
         Raises:
             TrialStopped: it has ended the trial.
         """
-        answer = self._answers.get()
+        while isinstance(answer := self._answers.get(), Save):
+            self._save(answer.directory)
         self._check()
         return answer
+
+    def _save(self, directory: str) -> None:
+        assert self._context is not None
+        try:
+            self._states.forget(self.order.trial_id)  # first, for both may take much memory
+            kept = KeptState.of(self._context, self.order.trial_id)
+            kept.write(directory)
+            self._states.keep(kept)
+            self.say(Saved(""))
+        except Exception as error:  # a full disk, or nobody could go on from it
+            self.say(Saved(str(error)))
 
     def report(self, metrics: dict[str, Any], checkpoint: Any) -> None:
         """Returns once Tune lets the trial go on.
@@ -89,6 +110,8 @@ class Attempt:
     def _run(self) -> None:
         outcome = self._outcome()
         self._work, self._context = _nothing, None
+        if not isinstance(outcome, Stopped):  # a trial that Tune has paused is stopped, too
+            self._states.forget(self.order.trial_id)
         try:
             self.say(outcome)
         except Exception as error:  # what cannot be pickled
@@ -103,6 +126,8 @@ class Attempt:
                 if self._stop_reason:
                     context.stop(self._stop_reason)
                 self._check()
+                if self.order.is_function:
+                    self._go_on(context)
                 return Ended(self._work(self))
         except TrialStopped as stop:
             if self._stop_reason:
@@ -114,6 +139,23 @@ class Attempt:
             text = "".join(traceback.format_exception(error))
             clear_frames(error)
             return Raised.of(error, text)
+
+    def _go_on(self, context: Context) -> None:
+        """From what a pool has kept of this trial, or of the one that it exploits; what a function has kept itself, it
+        reads itself."""
+        checkpoint = self.order.surroundings["loaded_checkpoint"]
+        found = None if checkpoint is None else self._states.found_in(checkpoint)
+        if found is not None:
+            self.order.surroundings["loaded_checkpoint"] = None
+        assert context.mode is not None and context.mode.random_state is not None
+        context.resumption = Resumption(
+            None,
+            [] if found is None else [found],
+            Interval(),
+            context.mode.random_state,
+            self.order.trial_name,
+            perturbed=found is not None and found.trial_id != self.order.trial_id,
+        )
 
 
 def _nothing(_: Attempt) -> None:

@@ -23,6 +23,11 @@ class Order(NamedTuple):
         return str(self.surroundings["trial_id"])
 
     @property
+    def is_function(self) -> bool:
+        """And no trainable's class."""
+        return "loaded_checkpoint" in self.surroundings
+
+    @property
     def trial_name(self) -> str:
         return str(self.surroundings["trial_name"])
 
@@ -37,6 +42,12 @@ class Call(NamedTuple):
     method: str
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+
+
+class Save(NamedTuple):
+    """Write there what another attempt can go on from; of one that has reported, and waits."""
+
+    directory: str
 
 
 class Stop(NamedTuple):
@@ -70,6 +81,12 @@ class Returned(NamedTuple):
     value: Any
 
 
+class Saved(NamedTuple):
+    """Or not, and why."""
+
+    why_not: str
+
+
 class Ended(NamedTuple):
     output: Any
 
@@ -98,4 +115,4 @@ class Raised(NamedTuple):
         return cls(pickled, text)
 
 
-Message: TypeAlias = Begun | Reported | Printed | Returned | Ended | Stopped | Raised
+Message: TypeAlias = Begun | Reported | Printed | Returned | Saved | Ended | Stopped | Raised

@@ -13,7 +13,7 @@ import threading
 from functools import partial
 from typing import Any
 
-from hydra_tune.integrations.messages import Begun, Call, GoOn, Order, Raised, Stop
+from hydra_tune.integrations.messages import Begun, Call, GoOn, Order, Raised, Save, Stop
 from hydra_tune.integrations.pool_lines import Line, Lines
 from hydra_tune.integrations.pool_spec import PoolSpec
 
@@ -33,6 +33,7 @@ class PoolActor:
 
         from hydra_tune.integrations import pool_session, pool_work
         from hydra_tune.integrations.attempt import Attempt
+        from hydra_tune.integrations.kept_state import KeptStates
         from hydra_tune.pool import ShardPool
 
         torch.set_num_threads(num_threads)
@@ -42,7 +43,10 @@ class PoolActor:
         self._job = None if spec.shared else job
         self._places = places
         self._attempts: dict[Line, Attempt] = {}
-        self._attempt = partial(Attempt, self._pool, work=pool_work.train, on_lost=self._start_anew)
+        self._states = KeptStates(lambda: self._pool.host_free_bytes)
+        self._attempt = partial(
+            Attempt, self._pool, work=pool_work.train, on_lost=self._start_anew, states=self._states
+        )
         self._lines = Lines(self._hears)
 
     def line(self) -> tuple[Any, bytes]:
@@ -50,9 +54,10 @@ class PoolActor:
         return self._lines.address, self._lines.key
 
     def report(self) -> dict[str, Any]:
-        """`ShardPool.report`, and how many trials live."""
+        """`ShardPool.report`, how many trials live, and how many attempts have gone on from what the pool had of them,
+        or of others, in its memory or in a checkpoint."""
         live = sum(attempt.is_alive for attempt in list(self._attempts.values()))
-        return {"live": live, **self._pool.report()}
+        return {"live": live, "continued": dict(self._states.continued), **self._pool.report()}
 
     # ---- in the thread that reads ----
 
@@ -69,7 +74,7 @@ class PoolActor:
                 del self._attempts[line]
         elif isinstance(said, Stop):
             attempt.stop(said.reason)
-        elif isinstance(said, (GoOn, Call)):
+        elif isinstance(said, (GoOn, Call, Save)):
             attempt.answer(said)
 
     def _begin(self, line: Line, order: Order) -> None:

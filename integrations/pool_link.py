@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -25,11 +26,14 @@ from hydra_tune.integrations.messages import (
     Raised,
     Reported,
     Returned,
+    Save,
+    Saved,
     Stop,
     Stopped,
 )
 from hydra_tune.integrations.pool_spec import PoolSpec
 
+logger = logging.getLogger("hydra_tune")
 _FULL_S = 0.5  # a full pool is asked again after so long
 
 
@@ -52,6 +56,7 @@ class PoolLink:
         self._line: Any = None
         self._stopped = threading.Event()
         self._lock = threading.Lock()
+        self._waits = False  # the attempt, which has reported
 
     def begin(self, payload: bytes, config: dict[str, Any], surroundings: dict[str, Any]) -> None:
         """Wait for a place in the pool, and have it begin.
@@ -63,6 +68,7 @@ class PoolLink:
         context = ray.get_runtime_context()
         order = Order(context.get_job_id(), payload, config, surroundings)
         self._stopped.clear()
+        self._waits = False
         if self._line is not None:
             self._line.close()  # of the attempt before, which ends if it has not
         self._line = self._connected(context.get_node_id())
@@ -98,13 +104,28 @@ class PoolLink:
         while True:
             said = self._heard()
             if isinstance(said, Reported):
+                self._waits = True
                 yield said
+                self._waits = False
                 self._say(GoOn())
             elif isinstance(said, Ended):
                 yield said
                 return
             elif isinstance(said, Stopped):
                 return
+
+    def save(self, directory: str) -> bool:
+        """Have an attempt that has reported write there what another one can go on from; in another thread than that of
+        `messages`, which waits. Whether it has."""
+        if not self._waits:
+            return False
+        self._say(Save(directory))
+        while not isinstance(said := self._heard(), Saved):
+            if isinstance(said, (Ended, Stopped)):
+                raise PoolLostError(f"the trial was stopped in its pool: {said}.")
+        if said.why_not:
+            logger.info("a trial is saved by what it reports, or else by its pool, but %s", said.why_not)
+        return not said.why_not
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Of the attempt's trainable, in its thread.

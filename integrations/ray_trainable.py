@@ -7,6 +7,7 @@ checkpoints itself.
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,16 @@ def _function_proxy(train: Callable[..., Any], spec: PoolSpec) -> type:
             _refuse_other_resources(self)
             links[:] = [PoolLink(spec)]
             super().setup(config)
+
+        def save_checkpoint(self, checkpoint_dir: str = "") -> Any:
+            """What the function has reported last; if that was no checkpoint, what its pool can write of it."""
+            result = super().save_checkpoint(checkpoint_dir)
+            if result is None or result.checkpoint is not None:
+                return result
+            with tempfile.TemporaryDirectory() as directory:
+                if not links[0].save(directory):
+                    return result
+                return self._report_class_trainable_checkpoint(directory, directory)
 
         def cleanup(self) -> None:
             links[0].stop("Tune has stopped the trial")

@@ -123,6 +123,67 @@ def test_population_based_bandits_clone_trials(run):
     assert {last["used_lr"] for last in lasts} - set(RATES), "chosen rates reach the optimizer"
 
 
+STEPS = 8
+
+
+def train_without_checkpoints(config: dict[str, Any]) -> None:
+    """The pool keeps its state. Says what it began with, and what it has now. Begins once all have come."""
+    torch.manual_seed(0)
+    os.environ[f"HAS_COME_{config['lr']}"] = "1"  # the pool's process is one for all
+    while sum("HAS_COME" in name for name in os.environ) < len(RATES):
+        time.sleep(0.05)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+    model, optimizer = hydra_tune.prepare(model, optimizer)
+    start = hydra_tune.resume_step()
+    began = digest(model, optimizer) if start else ""
+    for step in range(start, STEPS):
+        loss = model(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (group,) = optimizer.param_groups
+        now = {"step": step + 1, "has": digest(model, optimizer), "used_lr": group["lr"]}
+        tune.report({"loss": loss.item(), "start": start, "began": began, **now})
+        time.sleep(0.2)  # they go on side by side
+
+
+class Results(ray.tune.Callback):
+    """Of all trials, in the order in which they came; Tune's own file forgets some when a trial goes on elsewhere."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[dict[str, Any]]] = {}
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        self.of.setdefault(trial.trial_id, []).append(dict(result))
+
+
+@pytest.mark.parametrize(
+    "synch", [pytest.param(False, id="at any time"), pytest.param(True, id="in step", marks=pytest.mark.proof)]
+)
+def test_functions_that_keep_no_checkpoint_are_cloned_by_their_pool_within_host_memory(run, synch):
+    random.seed(0)
+    scheduler = schedulers.PopulationBasedTraining(
+        time_attr="training_iteration", metric="loss", mode="min", perturbation_interval=2,
+        hyperparam_mutations={"lr": [3e-2, 4e-2]}, quantile_fraction=0.5, resample_probability=1.0, synch=synch,
+    )  # fmt: skip
+    results, space = Results(), {"lr": tune.grid_search(RATES)}
+    ended = run(train_without_checkpoints, config=space, scheduler=scheduler, callbacks=[results]).trials
+    assert {trial.status for trial in ended} == {"TERMINATED"}
+    reported = [result for each in results.of.values() for result in each]
+    states = {(result["step"], result["has"]) for result in reported}
+    began = {(result["start"], result["began"]) for result in reported if result["start"]}
+    assert began and began <= states, "bit for bit what a trial had"
+    lasts = [each[-1] for each in results.of.values()]
+    assert {last["step"] for last in lasts} == {STEPS}
+    assert {last["used_lr"] == last["config"]["lr"] for last in lasts} == {True}, "perturbed rates reach the optimizer"
+    assert {last["used_lr"] for last in lasts} & {3e-2, 4e-2}
+    (pool,) = report(EXECUTOR).values()
+    assert pool["continued"]["in_memory"] >= len(began), pool["continued"]
+
+
 def test_population_based_training_clones_weights_and_optimizer(run):
     scheduler = schedulers.PopulationBasedTraining(
         time_attr="training_iteration", metric="loss", mode="min", perturbation_interval=2,

@@ -1,0 +1,144 @@
+"""What a pool keeps of a trial, for the trial itself or another one to go on from."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+pytest.importorskip("ray")
+
+from ray.tune import Checkpoint
+
+import hydra_tune
+from hydra_tune.context import TrialContext
+from hydra_tune.errors import ResumeError
+from hydra_tune.integrations.kept_state import KeptState, KeptStates
+from hydra_tune.resumption import Interval, Resumption
+
+STEPS, HALF = 6, 3
+
+
+@pytest.fixture
+def pool():
+    with hydra_tune.ShardPool(["cpu"], "64KiB") as pool:
+        yield pool
+
+
+def run(pool, config, *, found=None, perturbed=False, steps=STEPS, asks=True):
+    """A trial: its weights, rates and draws after so many steps, and what was kept of it there."""
+    with TrialContext(pool, 0) as context:
+        sources = [] if found is None else [found]
+        context.resumption = Resumption(
+            None, sources, Interval(), context.mode.random_state, "trial 0", perturbed=perturbed
+        )
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)), nn.Dropout(config.get("dropout", 0.2)))
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=config["lr"], momentum=config.get("momentum", 0.9), weight_decay=1e-4
+        )
+        schedule = ExponentialLR(optimizer, 0.5)
+        model, optimizer = hydra_tune.prepare(model, optimizer, extra_state=schedule)
+        rates = []
+        start = hydra_tune.resume_step() if asks else 0
+        for _ in range(start, steps):
+            loss = model(torch.randn(4, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        kept = KeptState.of(context, "donor") if asks else None
+        weights = [p.detach().clone() for p in model.parameters()]
+        return weights, rates, torch.rand(3), kept, optimizer.param_groups[0], start
+
+
+@pytest.fixture(params=["in memory", "in a checkpoint"])
+def states(request):
+    return KeptStates(lambda: 1 << 30 if request.param == "in memory" else 0)
+
+
+def through(states, kept, path):
+    kept.write(str(path))
+    states.keep(kept)
+    return states.found_in(Checkpoint.from_directory(str(path)))
+
+
+def test_a_trial_goes_on_bit_for_bit(pool, states, tmp_path):
+    whole = run(pool, {"lr": 0.1})
+    half = run(pool, {"lr": 0.1}, steps=HALF)
+    rest = run(pool, {"lr": 0.1}, found=through(states, half[3], tmp_path))
+    assert rest[5] == HALF
+    assert whole[1] == [*half[1], *rest[1]]
+    assert all(map(torch.equal, whole[0], rest[0])) and torch.equal(whole[2], rest[2])
+    assert sum(states.continued.values()) == 1
+
+
+def test_what_is_kept_stays_as_it_was_when_somebody_goes_on_from_it(pool, tmp_path):
+    states = KeptStates(lambda: 1 << 30)
+    half = run(pool, {"lr": 0.1}, steps=HALF)
+    first = run(pool, {"lr": 0.1}, found=through(states, half[3], tmp_path))
+    again = run(pool, {"lr": 0.1}, found=states.found_in(Checkpoint.from_directory(str(tmp_path))))
+    assert all(map(torch.equal, first[0], again[0]))
+    assert states.continued == {"in_memory": 2, "from_checkpoint": 0}
+
+
+def test_another_trial_keeps_the_hyperparameters_that_it_was_given_otherwise(pool, states, tmp_path):
+    """Its rate, at the schedule's place, and its momentum; not its weight decay, which has the same value in both. And
+    what its model is given besides may differ."""
+    half = run(pool, {"lr": 0.1}, steps=HALF)
+    found = through(states, half[3], tmp_path)
+    clone = run(pool, {"lr": 0.4, "momentum": 0.5, "dropout": 0.1}, found=found, perturbed=True)
+    assert clone[1] == pytest.approx([0.4 * 0.5**n for n in (4, 5, 6)], rel=1e-6)
+    assert (clone[4]["momentum"], clone[4]["weight_decay"], clone[4]["initial_lr"]) == (0.5, 1e-4, 0.4)
+    again = states.found_in(Checkpoint.from_directory(str(tmp_path)))
+    same = run(pool, {"lr": 0.1}, found=again, perturbed=True)
+    whole = run(pool, {"lr": 0.1})
+    assert all(map(torch.equal, whole[0], same[0])), "a clone that was given the same is the same"
+
+
+def test_a_trial_that_has_changed_is_refused(pool, tmp_path):
+    half = run(pool, {"lr": 0.1}, steps=HALF)
+    found = through(KeptStates(lambda: 0), half[3], tmp_path)
+    with pytest.raises(ResumeError, match="its model had"):
+        run(pool, {"lr": 0.1, "dropout": 0.5}, found=found)
+
+
+def test_who_never_asks_where_to_go_on_is_not_kept(pool):
+    with TrialContext(pool, 0) as context:
+        context.resumption = Resumption(None, [], Interval(), context.mode.random_state, "trial 0")
+        with pytest.raises(ResumeError, match="no prepared model"):
+            KeptState.of(context, "donor")
+        model = hydra_tune.prepare(nn.Linear(4, 4))
+        with pytest.raises(ResumeError, match="never calls"):
+            KeptState.of(context, "donor")
+        hydra_tune.resume_step()
+        assert KeptState.of(context, "donor").num_bytes > sum(p.nbytes for p in model.parameters())
+
+
+def test_the_oldest_make_room(pool):
+    half = run(pool, {"lr": 0.1}, steps=1)[3]
+    states = KeptStates(lambda: 2 * half.num_bytes + 10)
+    made = []
+    for trial in "abc":
+        kept = KeptState(trial, *half.newest())
+        made.append(kept)
+        states.keep(kept)
+    assert [states.named(kept.name) is kept for kept in made] == [False, True, True]
+    states.forget("b")
+    assert states.named(made[1].name) is None
+
+
+def test_a_checkpoint_of_the_functions_own_is_left_to_it(tmp_path):
+    (tmp_path / "state.pt").write_bytes(b"")
+    assert KeptStates(lambda: 0).found_in(Checkpoint.from_directory(str(tmp_path))) is None
+
+
+def test_a_torn_checkpoint_is_an_error(pool, tmp_path):
+    half = run(pool, {"lr": 0.1}, steps=1)[3]
+    half.write(str(tmp_path))
+    (tensors,) = tmp_path.glob("*/tensors.safetensors")
+    tensors.write_bytes(b"torn")
+    with pytest.raises(ResumeError, match="not sound"):
+        KeptStates(lambda: 0).found_in(Checkpoint.from_directory(str(tmp_path)))

@@ -101,7 +101,7 @@ class Meter:
         return DeviceOutOfMemoryError(
             f"{self.name} holds {format_bytes(self.live_bytes)} and was asked for {format_bytes(num_bytes)} more, but "
             f"its budget is {format_bytes(self.budget_bytes)}. Lower the batch size, keep fewer tensors, or raise "
-            "ShardPool(memory=...)."
+            "the pool's memory=."
         )
 
     def _forget(self, key: int) -> None:

@@ -103,7 +103,7 @@ def make_plan(
     if not profiles:
         raise BudgetError(
             f"the model has no block that could be spilled and needs {format_bytes(resident.need_bytes)}, but the "
-            f"budget is {format_bytes(budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, or split "
+            f"budget is {format_bytes(budget_bytes)}. Raise the pool's memory=, lower the batch size, or split "
             f"the model into child modules.{cut.spell_kept()}"
         ).lacking(resident.need_bytes, budget_bytes)
     step_bytes += late_bytes
@@ -115,7 +115,7 @@ def make_plan(
                 f"block {p.name} needs {format_bytes(need)}: {format_bytes(p.weight_bytes)} of weights, "
                 f"{format_bytes(p.work_bytes)} to compute, "
                 f"{format_bytes(loose_bytes + step_bytes)} held by its trial and step; but the budget is "
-                f"{format_bytes(budget_bytes)}. Raise ShardPool(memory=...), lower the batch size, or split "
+                f"{format_bytes(budget_bytes)}. Raise the pool's memory=, lower the batch size, or split "
                 f"the module into smaller children.{cut.spell_kept()}",
             ).lacking(need, budget_bytes)
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)

@@ -181,7 +181,7 @@ class Planner:
             raise BudgetError(
                 f"the first step of {self._trial.name} needed {format_bytes(plan.need_bytes)}: "
                 f"{format_bytes(step_bytes)} between its blocks, in its loss and kept by its loop; but the budget is "
-                f"{format_bytes(pool.budget_bytes)}. Raise ShardPool(memory=...), or lower the batch size."
+                f"{format_bytes(pool.budget_bytes)}. Raise the pool's memory=, or lower the batch size."
             ).lacking(plan.need_bytes, pool.budget_bytes)
         pool.share(self._key, plan)
         pool.measured.add(self._key)
@@ -547,7 +547,7 @@ class Planner:
             error = BlockTooLargeError(
                 lack.block.name,
                 f"{lack}, but the budget of {trial.device.name} is {format_bytes(trial.device.budget_bytes)}. "
-                f"Raise ShardPool(memory=...), lower the batch size, or split the module into smaller children."
+                f"Raise the pool's memory=, lower the batch size, or split the module into smaller children."
                 f"{self._cut.spell_kept()}",
             )
         except torch.OutOfMemoryError as lack:

@@ -322,7 +322,7 @@ class ShardPool:
                 raise BudgetError(
                     f"{name or f'trial {number}'} needs {format_bytes(host_bytes)} of host memory for its weights, "
                     f"gradients and optimizer state, but all trials of this pool may have {format_bytes(most)}. Raise "
-                    "ShardPool(host_memory=...), or train a smaller model."
+                    "its host_memory=, or train a smaller model."
                 ).lacking(host_bytes, most)
             self._granted[number] = deque()
             self._wake[number] = threading.Condition(self._lock)

@@ -127,7 +127,8 @@ def release(model: nn.Module) -> None:
 
 def resume_step() -> int:
     """The mini-batch at which the calling objective goes on: 0, unless it was interrupted and its runner has a
-    checkpoint of it, or Tune has paused it or has it exploit another trial. ``for step in range(hydra_tune.resume_step(), STEPS)``, or with epochs over a prepared loader
+    checkpoint of it, or Tune has paused it or has it exploit another trial.
+    ``for step in range(hydra_tune.resume_step(), STEPS)``, or with epochs over a prepared loader
     ``for epoch in range(hydra_tune.resume_step() // len(loader), EPOCHS)``: the loader skips what was seen.
 
     Call it once the model is prepared, right before the loop: from there on random numbers are those of the

@@ -515,7 +515,7 @@ class Trial:
             raise BudgetError(
                 f"block {block.name} of {self.name} ran out of memory, again when all that could go from "
                 f"{self._task_device.name} had gone, and again in a shard of its own: {error} Its first batch needed "
-                "less. Raise ShardPool(memory=...), or lower the batch size."
+                "less. Raise the pool's memory=, or lower the batch size."
             ) from None
 
     def _drop_others(self, block: Block) -> None:

@@ -3,7 +3,9 @@ waits where Tune decides: after a report, and for a trainable's next method."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import queue
 import threading
 import traceback
@@ -18,6 +20,8 @@ from hydra_tune.integrations.messages import Ended, Message, Order, Raised, Repo
 from hydra_tune.integrations.pool_lines import Line
 from hydra_tune.pool import ShardPool
 from hydra_tune.resumption import Interval, Resumption
+
+logger = logging.getLogger("hydra_tune")
 
 
 class Attempt:
@@ -128,7 +132,10 @@ class Attempt:
                 self._check()
                 if self.order.is_function:
                     self._go_on(context)
-                return Ended(self._work(self))
+                output = self._work(self)
+                if not context.trials:
+                    _warn_of_unprepared(self.order.experiment)
+                return Ended(output)
         except TrialStopped as stop:
             if self._stop_reason:
                 return Stopped(str(stop))
@@ -156,6 +163,15 @@ class Attempt:
             self.order.trial_name,
             perturbed=found is not None and found.trial_id != self.order.trial_id,
         )
+
+
+@functools.cache
+def _warn_of_unprepared(experiment: str) -> None:
+    logger.warning(
+        "a trial of %s has ended without a call of hydra_tune.prepare: whatever it has computed was beside the pool, "
+        "and beyond its budgets. Give prepare its model, optimizer and loaders.",
+        experiment,
+    )
 
 
 def _nothing(_: Attempt) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import floor
 from typing import Any
@@ -12,6 +13,7 @@ from ray.tune import PlacementGroupFactory
 from hydra_tune.config import parse_bytes
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.pool_spec import PoolSpec
+from hydra_tune.policy import policy_named
 
 _SMALLEST_CPU = 1e-4  # that Ray tells from nothing
 
@@ -35,7 +37,7 @@ class HydraExecutor(PlacementGroupFactory):
     It is a placement group factory: a slot for a trial's proxy, so many on a node as trials live there.
 
     Raises:
-        ConfigError: memory that is not bytes, or a concurrency below 1.
+        ConfigError: memory that is not bytes, an unknown device or policy, or a concurrency below 1.
     """
 
     def __init__(
@@ -61,8 +63,12 @@ class HydraExecutor(PlacementGroupFactory):
         for budget in [memory] if isinstance(memory, (int, str)) else memory:
             if budget != "auto":
                 parse_bytes(budget)
+        for name in [devices] if isinstance(devices, str) else devices:
+            if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+                raise ConfigError(f'a device is "cpu" (virtual), "cuda" or "cuda:0" and so on, got {name!r}.')
         if host_memory != "auto":
             parse_bytes(host_memory, "host_memory")
+        policy_named(policy)
         self.spec = PoolSpec(
             memory if isinstance(memory, (int, str)) else tuple(memory),
             devices if isinstance(devices, str) else tuple(map(str, devices)),

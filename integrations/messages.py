@@ -28,6 +28,10 @@ class Order(NamedTuple):
         return "loaded_checkpoint" in self.surroundings
 
     @property
+    def experiment(self) -> str:
+        return str(self.surroundings["experiment_name"])
+
+    @property
     def trial_name(self) -> str:
         return str(self.surroundings["trial_name"])
 

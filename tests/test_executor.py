@@ -19,3 +19,10 @@ def test_devices_and_memory_are_one_or_several(options):
     (key,) = options
     with pytest.raises(ConfigError, match=f"{key} is one for all devices, or a list with at least one"):
         HydraExecutor(**options)
+
+
+@pytest.mark.parametrize("options", [{"devices": ["gpu"]}, {"devices": "cpu:x"}, {"policy": "first-come"}], ids=str)
+def test_unknown_devices_and_policies_are_named(options):
+    (value,) = options.values()
+    with pytest.raises(ConfigError, match=f"got '{value if isinstance(value, str) else value[0]}'"):
+        HydraExecutor(**options)

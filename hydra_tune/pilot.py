@@ -67,9 +67,8 @@ class DoesNotFitError(AbandonedForward):
     that it needs more than these."""
 
     def __init__(self, block: Block, work_bytes: int, *, lacking: bool = True) -> None:
-        work = f"{'more than ' if lacking else ''}{format_bytes(max(0, work_bytes))}"
-        weights = format_bytes(block.weight_bytes)
-        super().__init__(f"block {block.name} needs {weights} of weights and {work} to compute")
+        work = f" and {'more than ' if lacking else ''}{format_bytes(work_bytes)} to compute" if work_bytes > 0 else ""
+        super().__init__(f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights{work}")
         self.block = block
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from math import isnan
 from pathlib import Path
@@ -174,8 +175,8 @@ class Search:
             raise
         else:
             _note_constraint(trial, context, 0.0)
-        if isinstance(value, float) and isnan(value) and len(trial.study.directions) == 1:
-            reason = "its value is nan"
+        if _has_nan(value):
+            reason = f"its value is {value}"
         if reason:
             logger.warning("trial %d: pruned, %s", trial.number, reason)
             trial.set_user_attr(PRUNED, reason)
@@ -267,6 +268,13 @@ class Search:
                 logger.warning("trial %d: no clone could be made of it (%s)", number, error)
 
         context.stop.between_steps(write_and_enqueue)
+
+
+def _has_nan(value: Any) -> bool:
+    """An objective's value, or one of several; what is no number Optuna refuses."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        return any(isnan(each) for each in (value if isinstance(value, (list, tuple)) else (value,)))
+    return False
 
 
 @cache

@@ -334,7 +334,7 @@ def test_a_block_that_fits_no_budget_is_named_and_the_model_is_plain_again(memor
         torch.manual_seed(0)
         model, optimizer = made(lambda *both: hydra_tune.prepare(*both, pool=pool))
         budget = {40 * 1024: "40.0 KiB", 80 * 1024: "80.0 KiB"}[memory]
-        words = rf"block layers\.\d needs .*KiB.*budget.* is {budget}.*Raise ShardPool\(memory=.*batch size.*split"
+        words = rf"block layers\.\d needs .*KiB.*budget.* is {budget}.*Raise the pool's memory=.*batch size.*split"
         with pytest.raises(hydra_tune.BudgetError, match=words):
             model(batch()[0])
         hydra_tune.release(model)

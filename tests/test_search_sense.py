@@ -3,8 +3,10 @@
 import logging
 import threading
 
+import numpy as np
 import optuna
 import pytest
+import torch
 from optuna.trial import TrialState, create_trial
 
 import hydra_tune
@@ -237,3 +239,37 @@ def test_of_trials_that_report_first_at_once_one_warns_and_optunas_verbosity_sta
         )
     assert len(caplog.records) == 1
     assert optuna.logging.get_verbosity() == before
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("value", [NAN, np.float32(NAN), torch.tensor(NAN), [NAN]], ids=repr)
+def test_a_trial_that_diverges_is_pruned_and_says_so(value):
+    assert states_of(["minimize"], value) == ["PRUNED", "COMPLETE"]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [optuna.samplers.TPESampler(seed=0, n_startup_trials=4), optuna.samplers.NSGAIISampler(seed=0, population_size=4)],
+    ids=["TPE", "NSGA-II"],
+)
+def test_one_of_several_objectives_that_diverges_is_enough(sampler):
+    """The search goes on: samplers are asked for more trials after it than they draw at random."""
+    states = states_of(["minimize", "maximize"], (1.0, NAN), sampler, 16)
+    assert states == ["PRUNED", "COMPLETE"] * 8
+
+
+def states_of(directions, value, sampler=None, n_trials=2):
+    """Of trials of which every other one has this value."""
+
+    def objective(trial):
+        x = trial.suggest_float("x", 0, 1)
+        return ((x,) * len(directions) if len(directions) > 1 else x) if trial.number % 2 else value
+
+    study = optuna.create_study(directions=directions, sampler=sampler)
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(study, objective, n_trials=n_trials)
+    for trial in study.trials[::2]:
+        assert "nan" in trial.user_attrs["hydra_tune: pruned because"]
+    return [trial.state.name for trial in study.trials]

@@ -60,6 +60,15 @@ class KeptState:
         Path(directory, _MARK).write_text(json.dumps({"name": self.name, "trial_id": self.trial_id}))
 
 
+def _mark_of(checkpoint: Any) -> dict[str, str] | None:
+    path = f"{checkpoint.path}/{_MARK}"
+    if not checkpoint.filesystem.get_file_info(path).is_file:
+        return None
+    with checkpoint.filesystem.open_input_stream(path) as file:
+        said: dict[str, str] = json.loads(file.read())
+    return said
+
+
 class KeptStates:
     """The last one of each of a pool's trials, live or paused; of all that `room_bytes` has no room for, the oldest go.
     Thread-safe."""
@@ -93,13 +102,15 @@ class KeptStates:
         Raises:
             ResumeError: it is, but it is not sound.
         """
-        with checkpoint.as_directory() as directory:
-            mark = Path(directory, _MARK)
-            if not mark.is_file():
-                return None
-            said = json.loads(mark.read_text())
-            held = self.named(said["name"])
-            newest = held.newest() if held is not None else CheckpointFolder(Path(directory)).newest()
+        said = _mark_of(checkpoint)
+        if said is None:
+            return None
+        held = self.named(said["name"])
+        if held is not None:
+            newest: tuple[Moment, Any] | None = held.newest()
+        else:
+            with checkpoint.as_directory() as directory:  # from wherever it is stored
+                newest = CheckpointFolder(Path(directory)).newest()
         if newest is None:
             raise ResumeError(f"a trial goes on from its checkpoint, but that at {checkpoint.path} is not sound.")
         where = "in_memory" if held is not None else "from_checkpoint"

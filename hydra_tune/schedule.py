@@ -439,18 +439,22 @@ class Machine:
 
     def _admit(self, device: DeviceState) -> list[Instruction]:
         admitted: list[Instruction] = []
-        while device.admissions and device.exclusive is None:
+        while device.admissions and device.exclusive is None and not self._keeps_empty(device):
             request = device.admissions[0]
             if isinstance(request, PilotReady):
                 if device.ledger.held_bytes:
                     break
-                device.entries.append(PilotReady(request.trial))
+                device.entries.append(request)
             else:
                 if not self._admissible(device, request.plan):
                     break
                 admitted += self._admit_one(device, request)
             device.admissions.pop(0)
         return admitted
+
+    def _keeps_empty(self, device: DeviceState) -> bool:
+        """For a pilot that wants all of it."""
+        return any(isinstance(entry, PilotReady) and entry.empty for entry in device.entries)
 
     def _admit_one(self, device: DeviceState, request: PlanReady) -> list[Instruction]:
         self.trials[request.trial].plan = request.plan

@@ -15,9 +15,10 @@ def memory_constraint(trial: FrozenTrial | optuna.Trial) -> tuple[float]:
     only a device knows; 0 if it fitted.
 
     From Optuna 5 on, call ``hydra_tune.memory_constraint(trial)`` in the objective, before `prepare`: the runner sets
-    the constraint when the trial ends, and tells one that could never fit as complete but infeasible, with the worst
-    value so far and the reason in its `user_attrs`: some samplers learn nothing of pruned ones. Before, it is a
-    sampler's: ``constraints_func=hydra_tune.memory_constraint``.
+    the constraint when the trial ends, and tells one that could never fit, or has diverged to NaN, as complete but
+    infeasible, with the worst values so far and the reason in its `user_attrs`: some samplers learn nothing of pruned
+    ones. While none has finished there is no value to tell, and it is pruned. Before Optuna 5, it is a sampler's:
+    ``constraints_func=hydra_tune.memory_constraint``.
 
     Raises:
         ConfigError: a trial of Optuna 4 that still runs.

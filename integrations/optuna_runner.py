@@ -119,6 +119,8 @@ class HydraTrialRunner:
                 )
             if search.error is not None:
                 raise search.error
+            if search.places.most > 1:
+                search.refuse_untold()
 
         self._searches.append(search)
         try:

@@ -7,14 +7,21 @@ import logging
 import threading
 
 import optuna
-from optuna.pruners import HyperbandPruner, PercentilePruner, SuccessiveHalvingPruner
+from optuna.pruners import (
+    HyperbandPruner,
+    PatientPruner,
+    PercentilePruner,
+    SuccessiveHalvingPruner,
+    WilcoxonPruner,
+)
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 logger = logging.getLogger("hydra_tune")
 STEPS = 100  # that each trial reports
 _one_is_quiet = threading.Lock()  # Optuna's verbosity is the process's
-_COMPARE = (PercentilePruner, SuccessiveHalvingPruner, HyperbandPruner)
+_COMPARE = (PercentilePruner, SuccessiveHalvingPruner, HyperbandPruner, PatientPruner, WilcoxonPruner)
+_NEVER_PRUNED = (optuna.samplers.GPSampler,)  # samplers that learn of complete trials alone
 
 
 def warn_of_pruner(study: optuna.Study, concurrency: int) -> None:
@@ -75,4 +82,15 @@ def warn_of_sampler(study: optuna.Study, concurrency: int, n_trials: int | None)
             n_trials,
             before_last,
             concurrency,
+        )
+
+
+def warn_of_unlearned(study: optuna.Study) -> None:
+    """If its sampler learns nothing of a trial that was pruned for it could not fit, or has diverged."""
+    if isinstance(study.sampler, _NEVER_PRUNED):
+        logger.warning(
+            "%s learns nothing of pruned trials and may suggest what did not fit, or has diverged, for ever. From "
+            "Optuna 5 on call hydra_tune.memory_constraint(trial) in the objective; before, return a bad value "
+            "instead of nan, or use TPESampler.",
+            type(study.sampler).__name__,
         )

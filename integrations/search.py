@@ -54,8 +54,10 @@ class Search:
         self._caught = caught
         self._folder: StudyFolder | None = None
         self._every = Interval.of(None)
-        self.error: Exception | None = None  # the first that `Study.optimize` is to raise, and may lose
+        self.error: BaseException | None = None  # the first that `Study.optimize` is to raise, and may lose
+        self._begun: set[int] = set()
         self._first_report = threading.Lock()  # taken for good by the first trial that reports
+        self._first_lack = threading.Lock()  # likewise, that did not fit or has diverged
 
     def _warn_at_first_report(self) -> None:
         """A study has a pruner, whether its objective reports or not."""
@@ -63,6 +65,28 @@ class Search:
             from hydra_tune.integrations.rehearsal import warn_of_pruner
 
             warn_of_pruner(self._study, self.places.number)
+
+    def _warn_at_first_lack(self, context: Context) -> None:
+        if not context.notes_memory and self._first_lack.acquire(blocking=False):
+            from hydra_tune.integrations.rehearsal import warn_of_unlearned
+
+            warn_of_unlearned(self._study)
+
+    def refuse_untold(self) -> None:
+        """At the end of a search whose trials ran together, where Optuna drops errors of the last ones.
+
+        Raises:
+            RuntimeError: some are running still, for the study.
+        """
+        import optuna
+
+        running = self._study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+        untold = [trial.number for trial in running if trial.number in self._begun]
+        if untold:
+            raise RuntimeError(
+                f"Optuna could not take what the objective gave for trials {untold}, which are still running for the "
+                "study: an objective returns a number, or one for each direction. Optuna's log says more."
+            )
 
     def keep_checkpoints(self, checkpoint_dir: Path, every: Interval) -> None:
         from hydra_tune.integrations.recovery import StudyFolder
@@ -81,7 +105,15 @@ class Search:
         study, own = self._study, [] if self._folder is None else [self._folder.has_ended]
         if self.places.are_counted:
             own.append(lambda *_: self.places.give_back())
-        return [*own, *(lambda _, trial, user=user: user(study, trial) for user in users)]
+
+        def called(user: StudyCallback, trial: optuna.trial.FrozenTrial) -> None:
+            try:
+                user(study, trial)
+            except BaseException as error:
+                self.error = self.error or error
+                raise
+
+        return [*own, *(lambda _, trial, user=user: called(user, trial) for user in users)]
 
     def asking(self) -> optuna.Study:
         """The study, by another name under which its `ask` waits for a place."""
@@ -106,6 +138,7 @@ class Search:
         trial = self._stock_ask(*args, **kwargs)
         while not self.running.begins(trial.number):
             trial = self._stock_ask(*args, **kwargs)
+        self._begun.add(trial.number)
         return trial
 
     # ---- one trial ----
@@ -117,7 +150,7 @@ class Search:
             import optuna
 
             if not isinstance(error, (*self._caught, optuna.TrialPruned)):
-                if isinstance(error, Exception):
+                if not self.running.interrupted:
                     self.error = self.error or error
                 self.places.end()
             raise
@@ -128,7 +161,7 @@ class Search:
         talks = logger.isEnabledFor(logging.INFO)
         if talks:
             logger.info("trial %d: starts", trial.number)
-        reason, value = "", None
+        reason, value, lack = "", None, 0.0
         before = None if self._folder is None else self._as_it_was(trial)
         history = () if before is None else _predecessors(before)
         try:
@@ -164,19 +197,20 @@ class Search:
         except BudgetError as error:
             reason = str(error)  # what is raised below shall not keep it, and its frames
             trial.set_user_attr(LACK, error.lack)
-            _note_constraint(trial, context, error.lack)
-            if context.notes_memory and len(trial.study.directions) == 1:
-                logger.warning("trial %d: infeasible, %s", trial.number, reason)
-                trial.set_user_attr(INFEASIBLE, reason)
-                return self._worst_value()
+            lack = error.lack
         except Exception as error:
             logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
             _note_constraint(trial, context, 0.0)
             raise
-        else:
-            _note_constraint(trial, context, 0.0)
         if _has_nan(value):
-            reason = f"its value is {value}"
+            reason, lack = f"its value is {value}", 1.0
+        _note_constraint(trial, context, lack)
+        if lack and context.notes_memory and (worst := self._worst_values()):
+            logger.warning("trial %d: infeasible, %s", trial.number, reason)
+            trial.set_user_attr(INFEASIBLE, reason)
+            return worst
+        if lack:
+            self._warn_at_first_lack(context)
         if reason:
             logger.warning("trial %d: pruned, %s", trial.number, reason)
             trial.set_user_attr(PRUNED, reason)
@@ -187,14 +221,15 @@ class Search:
             logger.info("trial %d: finished with %s", trial.number, value)
         return value
 
-    def _worst_value(self) -> float:
-        """For a trial that broke its constraint: some samplers learn of complete trials only."""
+    def _worst_values(self) -> list[float]:
+        """Of each objective so far, for a trial that broke its constraint: some samplers learn of complete trials only.
+        Empty where none has finished."""
         import optuna
 
         complete = self._study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-        worst = min if self._maximizes else max
-        values = [t.value for t in complete if t.value is not None and INFEASIBLE not in t.user_attrs]
-        return float(worst(values, default=0.0))
+        known = zip(*(trial.values for trial in complete if INFEASIBLE not in trial.user_attrs), strict=True)
+        maximizes = [each is optuna.study.StudyDirection.MAXIMIZE for each in self._study.directions]
+        return [min(values) if larger else max(values) for values, larger in zip(known, maximizes, strict=False)]
 
     def _noted(self, report: Callable[..., None], context: Context, known: Container[int]) -> Callable[..., None]:
         """`trial.report`, of which the pool's policy learns too, and where an objective that trains nothing may stop.
@@ -273,7 +308,7 @@ class Search:
 def _has_nan(value: Any) -> bool:
     """An objective's value, or one of several; what is no number Optuna refuses."""
     with suppress(TypeError, ValueError, RuntimeError):
-        return any(isnan(each) for each in (value if isinstance(value, (list, tuple)) else (value,)))
+        return any(isnan(float(each)) for each in (value if isinstance(value, (list, tuple)) else (value,)))
     return False
 
 

@@ -256,7 +256,32 @@ def test_a_sampler_with_the_constraint_learns_what_does_not_fit():
     for trial, value in zip(study.trials, lack, strict=True):
         need = training_bytes(Net(depth=trial.params["depth"]), None) / pool.host_memory_bytes
         assert value == pytest.approx(max(0.0, need - 1.0))
-        assert trial.state is (TrialState.PRUNED if value > 0 and before else TrialState.COMPLETE)
-        assert value == 0 or before or "of host memory" in trial.user_attrs["hydra_tune: infeasible because"]
+        first = min(n for n, each in enumerate(lack) if each == 0)  # before it there is no value to tell
+        told = not before and trial.number > first
+        assert trial.state is (TrialState.PRUNED if value > 0 and not told else TrialState.COMPLETE)
+        assert value == 0 or not told or "of host memory" in trial.user_attrs["hydra_tune: infeasible because"]
     assert sum(value > 0 for value in lack[20:]) <= sum(value > 0 for value in lack[:20])
     assert study.best_params["depth"] in (9, 10)
+
+
+# ---- errors of the last trials, which Optuna drops where several run together --------------------------
+
+
+def leave(trial):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("objective", "callback", "error"),
+    [
+        (lambda trial: "1.5", None, (RuntimeError, AssertionError)),
+        (leave, None, SystemExit),
+        (lambda trial: 1.0, lambda study, trial: 1 / 0, ZeroDivisionError),
+    ],
+    ids=["a value that is no number", "an exit", "in a callback"],
+)
+def test_errors_of_the_last_trials_are_raised(objective, callback, error):
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, pytest.raises(error):
+        hydra_tune.HydraTrialRunner(pool, concurrency=3).optimize(
+            optuna.create_study(), objective, n_trials=3, callbacks=callback and [callback]
+        )

@@ -214,6 +214,20 @@ def test_a_pilot_that_needs_all_waits_for_what_others_hold(machine):
     assert machine.handle(TrialEnded(0)) == [StartPilot(1, 100)]
 
 
+def test_who_comes_after_a_pilot_that_needs_all_is_not_admitted_before_it(machine):
+    """What fits would then depend on the neighbours."""
+    admitted(machine, 0, held=20)
+    for trial in (1, 2, 3):
+        machine.handle(TrialAdded(trial))
+    assert machine.handle(PilotReady(3, least_bytes=10)) != []
+    assert machine.handle(PilotReady(1, empty=True)) == []
+    assert machine.handle(PlanReady(2, plan(held=20))) == []
+    assert machine.handle(TrialEnded(0)) == [], "another pilot is under way"
+    assert machine.handle(PilotDone(3, 5)) == [StartPilot(1, 100)]
+    assert machine.handle(PilotDone(1, 5)) == [Admit(2)]
+    machine.validate()
+
+
 def test_a_pilot_goes_beside_those_who_can_spare_enough(machine):
     admitted(machine, 0, held=20)
     machine.handle(StepReady(0))

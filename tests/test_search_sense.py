@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import warnings
 
 import numpy as np
 import optuna
@@ -143,7 +144,14 @@ def test_trials_of_a_runner_are_stopped_while_all_of_them_run():
 
 # ---- warnings ------------------------------------------------------------------------------------------
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    NEW = {
+        "wilcoxon": optuna.pruners.WilcoxonPruner(),
+        "patient": optuna.pruners.PatientPruner(optuna.pruners.MedianPruner(), 0),
+    }
 CANNOT = {
+    **NEW,
     "median": optuna.pruners.MedianPruner(),
     "median without startup": optuna.pruners.MedianPruner(n_startup_trials=0),
     "hyperband": optuna.pruners.HyperbandPruner(),
@@ -273,3 +281,30 @@ def states_of(directions, value, sampler=None, n_trials=2):
     for trial in study.trials[::2]:
         assert "nan" in trial.user_attrs["hydra_tune: pruned because"]
     return [trial.state.name for trial in study.trials]
+
+
+@pytest.mark.skipif(not hasattr(optuna.Trial, "set_constraint"), reason="trials have constraints from Optuna 5 on")
+def test_a_sampler_with_the_constraint_learns_what_diverges():
+    """And GPSampler, which learns nothing of pruned trials, goes elsewhere."""
+
+    def objective(trial):
+        hydra_tune.memory_constraint(trial)
+        x = trial.suggest_float("x", 0, 1)
+        return NAN if x > 0.8 else 1 - x
+
+    study = study_with(sampler=optuna.samplers.GPSampler(seed=0, n_startup_trials=4))
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(study, objective, n_trials=20)
+    last = study.trials[10:]
+    assert sum(trial.params["x"] > 0.8 for trial in last) < len(last) / 2
+    diverged = [trial for trial in study.trials if "hydra_tune: infeasible because" in trial.user_attrs]
+    assert diverged and {trial.state for trial in diverged} == {TrialState.COMPLETE}
+    assert study.best_params["x"] <= 0.8
+
+
+def test_a_sampler_that_learns_nothing_of_pruned_trials_is_warned_of_once(caplog):
+    study = study_with(sampler=optuna.samplers.GPSampler(seed=0))
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, caplog.at_level(logging.WARNING, "hydra_tune"):
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(study, lambda trial: NAN, n_trials=3)
+    warned = [record for record in caplog.records if "learns nothing of pruned trials" in record.getMessage()]
+    assert len(warned) == 1

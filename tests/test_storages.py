@@ -385,7 +385,7 @@ def test_enqueued_trials_run_once_each_and_added_ones_count():
     assert study.best_trial.number == 0
 
 
-def test_several_objectives_are_told_and_one_that_is_nan_fails_the_trial():
+def test_several_objectives_are_told_and_one_that_is_nan_prunes_the_trial():
     def objective(trial):
         x = square(trial) and trial.params["x"]
         return (float("nan") if trial.number == 2 else x, 1.0 - x)
@@ -394,7 +394,8 @@ def test_several_objectives_are_told_and_one_that_is_nan_fails_the_trial():
     search(study, objective, n_trials=6)
     trials = study.trials
     assert {t.state for t in trials if t.number != 2} == {TrialState.COMPLETE}
-    assert trials[2].state is TrialState.FAIL, "as in stock Optuna: such a trial cannot be pruned"
+    assert trials[2].state is TrialState.PRUNED
+    assert "nan" in trials[2].user_attrs["hydra_tune: pruned because"]
     assert all(t.values == [t.params["x"], 1.0 - t.params["x"]] for t in trials if t.number != 2)
     assert [t.values[0] for t in study.best_trials] == [min(t.values[0] for t in trials if t.values)]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from textwrap import fill
 from typing import Any
 
 BESIDE = ("torch", "numpy", "SQLAlchemy", "cmaes", "fakeredis", "grpcio", "pandas", "scikit-learn", "scipy", "pytest")
+BESIDE += ("redis", "lupa")  # without which tests of storages fail in both ways
 UNKNOWN = "no reason known"
 ONLY_HERE = "at the first report the runner tries the pruner out, on another study; the test lets no trial be asked for"
 WHY = {  # by the end of a test's name
@@ -110,9 +111,16 @@ def as_markdown(figures: list[dict[str, Any]]) -> str:
 
 
 def environment() -> str:
-    beside = ", ".join(f"{name} {version(name)}" for name in BESIDE)
+    beside = ", ".join(map(_with_version, BESIDE))
     system = f"{platform.system()} on {os.cpu_count()} cores, Python {platform.python_version()}"
     return fill(f"{system}, {beside}.", 120, break_on_hyphens=False)
+
+
+def _with_version(name: str) -> str:
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"no {name}"
 
 
 def row(figure: dict[str, Any]) -> str:

@@ -256,12 +256,19 @@ class Resumption:
                 "the objective would not know where to go on: it never calls hydra_tune.resume_step(). "
                 "Begin its loop there: for step in range(hydra_tune.resume_step(), STEPS)"
             )
-        if due and self._stepped != self._trained and self._steps and not self._is_fed:
-            self._stop(
-                f"{self._trained} backwards were made for {self._stepped} steps of the optimizer, so that nobody knows "
-                "which of them resume_step() shall count. Give prepare the loader of the mini-batches"
-            )
+        if due and (why := self._uncountable):
+            self._stop(why)
         return due and not self._stop_reason and (self.moment is None or Moment(self._model, step) > self.moment)
+
+    @property
+    def _uncountable(self) -> str:
+        """Why nobody can tell how many mini-batches there were; empty if somebody can."""
+        if self._is_fed or not self._steps or self._stepped == self._trained:
+            return ""
+        return (
+            f"{self._trained} backwards were made for {self._stepped} steps of the optimizer, so that nobody knows "
+            "which of them resume_step() shall count. Give prepare the loader of the mini-batches"
+        )
 
     def _stop(self, reason: str) -> None:
         if not self._stop_reason:
@@ -289,8 +296,8 @@ class Resumption:
         """
         if not self._asked:
             raise ResumeError("it never calls hydra_tune.resume_step(), so that it would not know where to go on")
-        if self._stop_reason:
-            raise ResumeError(self._stop_reason)
+        if why := self._stop_reason or self._uncountable:
+            raise ResumeError(why)
         return self._state(model, optimizer, [each.now() for each in self._loaders], self._random_state.states())
 
     def _state(

@@ -117,6 +117,20 @@ def test_who_never_asks_where_to_go_on_is_not_kept(pool):
         assert KeptState.of(context, "donor").num_bytes > sum(p.nbytes for p in model.parameters())
 
 
+def test_who_cannot_be_counted_is_not_kept(pool):
+    """Two backwards, one step of the optimizer."""
+    with TrialContext(pool, 0) as context:
+        context.resumption = Resumption(None, [], Interval(), context.mode.random_state, "trial 0")
+        model = nn.Linear(4, 4)
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        hydra_tune.resume_step()
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ResumeError, match="2 backwards were made for 1 steps"):
+            KeptState.of(context, "donor")
+
+
 def test_the_oldest_make_room(pool):
     half = run(pool, {"lr": 0.1}, steps=1)[3]
     states = KeptStates(lambda: 2 * half.num_bytes + 10)

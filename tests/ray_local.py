@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray import tune
+
+from hydra_tune import HydraExecutor
+from hydra_tune.integrations.pool_keeper import report
 
 HERE = Path(__file__).parent
 
@@ -31,6 +36,18 @@ def local_ray() -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def empty_pool(executor: HydraExecutor) -> dict[str, Any]:
+    """What the one pool of this executor says, in which nothing is left. Tune does not wait for the actors that it
+    stops: the last ones may still be cleaning up."""
+    deadline_s = time.monotonic() + 30
+    while True:
+        (pool,) = report(executor).values()
+        if (pool["live"], [device["used_bytes"] for device in pool["devices"]]) == (0, [0]):
+            return pool
+        assert time.monotonic() < deadline_s, pool
+        time.sleep(0.1)
 
 
 def first_step() -> int:

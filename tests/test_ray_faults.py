@@ -31,8 +31,7 @@ from ray.cluster_utils import Cluster
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from hydra_tune.integrations.messages import Order
-from hydra_tune.integrations.pool_keeper import report
-from ray_local import HERE, first_step, local_ray, modules_of_tests
+from ray_local import HERE, empty_pool, first_step, local_ray, modules_of_tests
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
 
@@ -116,8 +115,7 @@ def test_a_killed_proxys_trial_starts_again_and_the_former_attempt_ends(job, tmp
     (trial,) = sweep(executor, tmp_path, callbacks=[watch], max_failures=1).trials
     assert (trial.status, trial.last_result["step"]) == ("TERMINATED", 7)
     assert trial.last_result["first"] == 3, "from the last checkpoint that Tune had heard of"
-    (pool,) = report(executor).values()
-    assert (pool["live"], pool["devices"][0]["used_bytes"]) == (0, 0)
+    empty_pool(executor)
 
 
 @pytest.mark.proof
@@ -127,9 +125,7 @@ def test_a_killed_proxy_is_noticed(job, tmp_path):
     (trial,) = sweep(executor, tmp_path, callbacks=[watch]).trials
     assert trial.status == "ERROR"
     Path(tmp_path, "go on").touch()
-    wait_until(lambda: next(iter(report(executor).values()))["live"] == 0, "its attempt ends", 10)
-    (pool,) = report(executor).values()
-    assert pool["devices"][0]["used_bytes"] == 0
+    empty_pool(executor)
 
 
 def test_trials_of_a_killed_pool_start_again_in_a_new_one(job, tmp_path):
@@ -138,8 +134,7 @@ def test_trials_of_a_killed_pool_start_again_in_a_new_one(job, tmp_path):
     ended = sweep(executor, tmp_path, callbacks=[watch], max_failures=2, num_samples=2).trials
     assert {(trial.status, trial.last_result["step"]) for trial in ended} == {("TERMINATED", 7)}
     assert {trial.last_result["first"] for trial in ended} <= {3, 4}
-    (pool,) = report(executor).values()
-    assert (pool["live"], pool["devices"][0]["used_bytes"]) == (0, 0)
+    empty_pool(executor)
 
 
 @pytest.mark.proof

@@ -28,8 +28,7 @@ from ray.tune.schedulers.pb2 import PB2
 
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
-from hydra_tune.integrations.pool_keeper import report
-from ray_local import local_ray
+from ray_local import empty_pool, local_ray
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
 EXECUTOR = HydraExecutor("256KiB", devices=["cpu"], concurrency=4)
@@ -46,8 +45,7 @@ def run(tmp_path):
     def run(train: Any, **options: Any) -> Any:
         options = {"verbose": 0, "storage_path": str(tmp_path), "reuse_actors": True, **options}
         analysis = ray.tune.run(hydra_tune.trainable(train, EXECUTOR), **options)
-        (pool,) = report(EXECUTOR).values()
-        assert (pool["live"], pool["devices"][0]["used_bytes"]) == (0, 0)
+        empty_pool(EXECUTOR)
         return analysis
 
     return run
@@ -180,7 +178,7 @@ def test_functions_that_keep_no_checkpoint_are_cloned_by_their_pool_within_host_
     assert {last["step"] for last in lasts} == {STEPS}
     assert {last["used_lr"] == last["config"]["lr"] for last in lasts} == {True}, "perturbed rates reach the optimizer"
     assert {last["used_lr"] for last in lasts} & {3e-2, 4e-2}
-    (pool,) = report(EXECUTOR).values()
+    pool = empty_pool(EXECUTOR)
     assert pool["continued"]["in_memory"] >= len(began), pool["continued"]
 
 
@@ -363,7 +361,7 @@ def test_asha_over_trials_none_of_which_fits_finds_what_stock_tune_finds(run, tm
     assert {trial.status for trial in ours.trials} == {"TERMINATED"}
     stopped = [trial for trial in ours.trials if trial.last_result["training_iteration"] < 5]
     assert len(stopped) >= 8, "pruned"
-    (pool,) = report(EXECUTOR).values()
+    pool = empty_pool(EXECUTOR)
     assert not any(trial["resident"] for trial in pool["trials"]), "none fits"
     bests = [analysis.get_best_trial("loss", "min") for analysis in (ours, stock)]
     assert bests[0].config == bests[1].config

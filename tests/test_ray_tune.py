@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ import ray.tune
 
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
-from hydra_tune.integrations.pool_keeper import report
-from ray_local import first_step, local_ray
+from ray_local import empty_pool, first_step, local_ray
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
 BUDGET = "256KiB"  # of a device; the models below do not fit
@@ -50,20 +48,6 @@ def run(executor, tmp_path):
         return ray.tune.run(proxy, **options)
 
     return run
-
-
-def the_pool(executor: HydraExecutor) -> dict[str, Any]:
-    (pool,) = report(executor).values()
-    return pool
-
-
-def assert_empty(executor: HydraExecutor) -> None:
-    """Tune does not wait for the actors that it stops: a class's last one may still be cleaning up."""
-    deadline_s = time.monotonic() + 30
-    while (pool := the_pool(executor))["live"] and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert pool["live"] == 0, pool
-    assert [device["used_bytes"] for device in pool["devices"]] == [0], pool
 
 
 def steps(config: dict[str, Any], prepare: bool = True) -> list[float]:
@@ -104,8 +88,8 @@ def test_numbers_are_those_of_plain_pytorch_alone_and_in_company(run, executor, 
     assert [trial.last_result["losses"] for trial in ended] == plain
     assert len({trial.last_result["trained_in"] for trial in ended}) == 1
     assert {trial.last_result["pid"] for trial in ended}.isdisjoint({ended[0].last_result["trained_in"]})
-    assert any(len(trial["shards"]) > 1 for trial in the_pool(executor)["trials"])
-    assert_empty(executor)
+    assert any(len(trial["shards"]) > 1 for trial in empty_pool(executor)["trials"])
+    empty_pool(executor)
 
 
 def fail_once(config: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +165,7 @@ def test_a_trial_that_raises_goes_on_from_its_checkpoint(run, executor):
     (trial,) = run(train_with_checkpoints, max_failures=1).trials
     assert (trial.status, trial.last_result["step"], trial.last_result["first"]) == ("TERMINATED", 5, 3)
     assert [Path(trial.checkpoint.path, "step").read_text()] == ["5"]
-    assert_empty(executor)
+    empty_pool(executor)
 
 
 @pytest.mark.proof
@@ -278,7 +262,7 @@ def test_classes_train_in_the_pool(run, executor):
     assert [trial.last_result["training_iteration"] for trial in ended] == [6, 6]
     assert len({trial.last_result["trained_in"] for trial in ended}) == 1
     assert all(Path(trial.checkpoint.path, "state.pt").exists() for trial in ended)
-    assert_empty(executor)
+    empty_pool(executor)
 
 
 @pytest.mark.proof
@@ -293,7 +277,7 @@ def test_schedulers_stop_trials_and_nothing_is_left(run, executor):
     ).trials
     assert {trial.status for trial in ended} == {"TERMINATED"}
     assert len({trial.last_result["training_iteration"] for trial in ended}) > 1, "some were stopped"
-    assert_empty(executor)
+    empty_pool(executor)
 
 
 def test_actors_are_reused(run, executor):
@@ -302,7 +286,7 @@ def test_actors_are_reused(run, executor):
     )
     assert len({trial.last_result["pid"] for trial in ended.trials}) == 1
     assert len({trial.last_result["loss"] for trial in ended.trials}) == 4
-    assert_empty(executor)
+    empty_pool(executor)
 
 
 def test_an_executor_given_to_stock_tune_is_an_error_of_the_trial(tmp_path):

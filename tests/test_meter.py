@@ -239,3 +239,54 @@ def test_a_trial_that_uses_a_tensor_of_another_device_is_told(budget):
     assert [t.state.name for t in study.trials] == ["COMPLETE"] * 2
     assert all("cpu:0 (virtual)" in m and "cpu:1 (virtual)" in m for m in messages), messages
     assert len(messages) == 2
+
+
+class Outgrown:
+    def __init__(self, meter):
+        self.meter = meter
+        self.bytes = []
+
+    def note(self):
+        self.bytes.append(self.meter.trial_bytes)
+
+
+def test_who_has_outgrown_its_bytes_outside_of_visits_is_told_before_they_are_counted_and_once():
+    meter = TrialMeter(Meter("cpu:0", 1_000, enforce=True), 0, always=False)
+    told = Outgrown(meter)
+    kept = [torch.zeros(25)]
+    meter.observe(meter.meter, kept)
+    meter.watch_outside(200, told.note)
+    for size in (25, 25, 1, 1):
+        kept.append(torch.zeros(size))
+        meter.outside_ends()
+        meter.outside_starts()
+        meter.observe(meter.meter, kept[-1:])
+    assert told.bytes == [300], "100 were there, 200 are allowed"
+    assert meter.outside_peak() == 208
+
+
+def test_visits_are_looked_at_before_they_make_anything():
+    meter = TrialMeter(Meter("cpu:0", 1_000, enforce=True), 0, always=False)
+    told = Outgrown(meter)
+    meter.watch_outside(200, told.note)
+    meter.check_outside(200)
+    meter.outside_ends()
+    kept = torch.zeros(75)
+    meter.observe(meter.meter, [kept])
+    meter.outside_starts()
+    assert told.bytes == [], "what a visit makes has room of its own until it is left"
+    meter.check_outside(1)
+    assert told.bytes == [300]
+
+
+def test_a_limit_is_one_trials():
+    meter = Meter("cpu:0", 1_000, enforce=True)
+    first, second = (TrialMeter(meter, number, always=False) for number in range(2))
+    first.limit(100)
+    kept = [torch.zeros(30), torch.zeros(25)]
+    second.observe(meter, kept[:1])
+    first.observe(meter, kept[1:])
+    with pytest.raises(torch.OutOfMemoryError):
+        first.observe(meter, [torch.zeros(1)])
+    first.limit(None)
+    first.observe(meter, [torch.zeros(1)])

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune.device import CpuDevice
 from models import gpt
 
 STEPS = 4
@@ -141,3 +142,11 @@ def test_a_first_step_that_needs_more_than_was_estimated_waits_for_the_others():
     results, story = run_together(keeps=300_000)
     assert story.count("Alone(trial=1)") == 1
     assert_same(results, alone(keeps=300_000))
+
+
+def test_where_the_meter_does_not_see_all_newcomers_are_measured_alone(monkeypatch):
+    """As on a GPU, whose libraries take memory of their own."""
+    monkeypatch.setattr(CpuDevice, "pilots_beside", False)
+    results, story = run_together()
+    assert "beside=True" not in story and story.count("Alone(trial=1)") == 1
+    assert_same(results, alone())

@@ -302,6 +302,7 @@ def test_a_sampler_with_the_constraint_learns_what_diverges():
     assert study.best_params["x"] <= 0.8
 
 
+@pytest.mark.filterwarnings("ignore:GPSampler is experimental")
 def test_a_sampler_that_learns_nothing_of_pruned_trials_is_warned_of_once(caplog):
     study = study_with(sampler=optuna.samplers.GPSampler(seed=0))
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, caplog.at_level(logging.WARNING, "hydra_tune"):

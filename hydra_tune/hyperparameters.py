@@ -43,6 +43,8 @@ class Hyperparameters:
         for schedule, rates, their_rates in zip(extra, self.rates, others["rates"], strict=True):
             if rates is not None and rates != their_rates:
                 schedule.base_lrs = list(rates)
+            if rates is not None and hasattr(schedule, "_last_lr"):
+                schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
 
 def _rates_of(schedule: Any) -> list[Any] | None:

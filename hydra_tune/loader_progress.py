@@ -108,7 +108,13 @@ class LoaderProgress:
     def state(self, generators: list[torch.Tensor]) -> dict[str, Any]:
         """For a checkpoint; its generators have these states."""
         left = {"before": self._before, "first": self._first, "batches": self._batches, "generators": generators}
-        return {"drawn": self.drawn, "generators": generators, "left": None if self._iteration() is None else left}
+        goes_on = self._iteration() is not None and not self._has_given_all
+        return {"drawn": self.drawn, "generators": generators, "left": left if goes_on else None}
+
+    @property
+    def _has_given_all(self) -> bool:
+        """Though nobody has asked for one more yet."""
+        return _has_length(self._loader) and self._batches == len(self._loader)
 
     def restore(self, state: dict[str, Any]) -> None:
         self.drawn, self._left = state["drawn"], state["left"]

@@ -152,9 +152,12 @@ class Resumption:
         self._start(0)
         if self._from is not None and self._from[0].model == self._model:
             moment, state = self._from
-            if not self._perturbed:
-                _refuse_changed(state, model, optimizer, self._loaders)
-            _restore(state, model, optimizer, self._loaders, self._extra)
+            try:
+                if not self._perturbed:
+                    _refuse_changed(state, model, optimizer, self._loaders)
+                _restore(state, model, optimizer, self._loaders, self._extra)
+            except _OtherError as other:
+                raise self._does_not_fit(other) from None
             if self._perturbed:
                 self._given.stay(state["given"], optimizer, self._extra)
             self._random_state.set_states(state["random"])
@@ -166,10 +169,24 @@ class Resumption:
             copied = self._weights.newest()
             if copied is None:
                 raise PrepareError(f"{self._name} starts from another's weights, but {self._weights.path} has none.")
-            _restore_model(copied[1], model)
+            try:
+                _restore_model(copied[1], model)
+            except _OtherError as other:
+                raise self._does_not_fit(other) from None
         if any(getattr(loader, "persistent_workers", False) for loader in loaders):
             self._stop("a loader's persistent workers keep random states from epoch to epoch, which nobody can restore")
         return self._loaders
+
+    def _does_not_fit(self, other: _OtherError) -> ResumeError:
+        remedy = (
+            "A trial that exploits another one has the same layers: leave what changes them out of the mutations"
+            if self._perturbed
+            else "Restore the objective as it was and start the search again, or remove the trial's folder in "
+            "checkpoint_dir to give it up"
+            if self._folder is not None
+            else "Run the function that it was written of"
+        )
+        return ResumeError(f"a trial goes on from a checkpoint with what that was written of, but {other}. {remedy}.")
 
     @property
     def began_at(self) -> int:
@@ -430,7 +447,7 @@ def _refuse_other(what: str, then: str, now: str) -> None:
     if then != now:
         lines = zip_longest(then.splitlines(), now.splitlines(), fillvalue="nothing")
         before, after = next((a, b) for a, b in lines if a != b)
-        raise _does_not_fit(f"its {what} had {before.strip()!r} where it has {after.strip()!r} now")
+        raise _OtherError(f"its {what} had {before.strip()!r} where it has {after.strip()!r} now")
 
 
 @torch.no_grad()
@@ -453,7 +470,7 @@ def _restore_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) 
     try:
         optimizer.load_state_dict(state)
     except (ValueError, KeyError) as error:
-        raise _does_not_fit(f"the optimizer's state is another's: {error}") from None
+        raise _OtherError(f"the optimizer's state is another's: {error}") from None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in state["state"].items():
         own = optimizer.state[parameters[index]] if isinstance(index, int) else {}
@@ -462,8 +479,5 @@ def _restore_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) 
                 own[key] = value
 
 
-def _does_not_fit(why: str) -> ResumeError:
-    return ResumeError(
-        f"a trial goes on from its checkpoint with what it was written of, but {why}. Restore the objective as it was "
-        "and start the search again, or remove the trial's folder in checkpoint_dir to give it up."
-    )
+class _OtherError(Exception):
+    """What is to be restored is another than what there is: what of it."""

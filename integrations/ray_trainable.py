@@ -37,6 +37,10 @@ def trainable(train: Callable[..., Any] | type, executor: HydraExecutor | None =
         raise ConfigError(f"executor is a HydraExecutor, got {type(executor).__name__}.")
     if getattr(train, "_resources", None) is not None:
         raise ConfigError("a trial of a pool has no resources of its own. Leave tune.with_resources out.")
+    if hasattr(train, "its_pools"):
+        raise ConfigError(
+            f"a trial has one pool, but {train.__name__} was given its HydraExecutor before. Give it once."
+        )
     if inspect.isclass(train):
         if not issubclass(train, Trainable):
             raise ConfigError(f"what Tune runs is a function or a ray.tune.Trainable, got the class {train.__name__}.")
@@ -101,6 +105,7 @@ def _function_proxy(train: Callable[..., Any], spec: PoolSpec) -> type:
     stock: Any = wrap_function(proxy, name=name)
 
     class FunctionProxy(stock):  # type: ignore[misc]
+        its_pools = spec
         default_resource_request = _resource_request(spec)
 
         def setup(self, config: dict[str, Any]) -> None:
@@ -132,6 +137,7 @@ def _class_proxy(train: type, spec: PoolSpec) -> type:
     class ClassProxy(Trainable):
         """Every method that Tune calls goes on to the trainable in the pool, which has this one's storage."""
 
+        its_pools = spec
         default_resource_request = _resource_request(spec)
 
         def setup(self, config: dict[str, Any]) -> None:

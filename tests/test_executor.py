@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+import hydra_tune
 from hydra_tune import ConfigError, HydraExecutor
 
 
@@ -26,3 +27,13 @@ def test_unknown_devices_and_policies_are_named(options):
     (value,) = options.values()
     with pytest.raises(ConfigError, match=f"got '{value if isinstance(value, str) else value[0]}'"):
         HydraExecutor(**options)
+
+
+@pytest.mark.parametrize("again", [hydra_tune.trainable, hydra_tune.tune.with_resources])
+def test_an_executor_is_given_once(again):
+    def train(config):
+        """Nothing."""
+
+    proxy = hydra_tune.trainable(train, HydraExecutor())
+    with pytest.raises(ConfigError, match="train was given its HydraExecutor before"):
+        again(proxy, HydraExecutor())

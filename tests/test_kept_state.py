@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 pytest.importorskip("ray")
@@ -42,6 +43,7 @@ def run(pool, config, *, found=None, perturbed=False, steps=STEPS, asks=True):
         model, optimizer = hydra_tune.prepare(model, optimizer, extra_state=schedule)
         rates = []
         start = hydra_tune.resume_step() if asks else 0
+        assert schedule.get_last_lr() == [optimizer.param_groups[0]["lr"]]
         for _ in range(start, steps):
             loss = model(torch.randn(4, 32)).square().mean()
             loss.backward()
@@ -156,3 +158,45 @@ def test_a_torn_checkpoint_is_an_error(pool, tmp_path):
     tensors.write_bytes(b"torn")
     with pytest.raises(ResumeError, match="not sound"):
         KeptStates(lambda: 0).found_in(Checkpoint.from_directory(str(tmp_path)))
+
+
+def batches_of(pool, found, *, until):
+    """What is trained on with the loop of docs/checkpoints.md, up to that many mini-batches; and what is kept there."""
+    with TrialContext(pool, 0) as context:
+        sources = [] if found is None else [found]
+        context.resumption = Resumption(None, sources, Interval(), context.mode.random_state, "trial 0")
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(torch.arange(6.0).repeat(32, 1).T.contiguous(), batch_size=2, shuffle=True)
+        model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader)
+        trained = []
+        epoch, seen = divmod(hydra_tune.resume_step(), len(loader))
+        for epoch in range(epoch, 3):  # noqa: B020
+            for step, batch in enumerate(loader, seen):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                trained.append((epoch, step, batch[:, 0].tolist()))
+                if len(trained) == until:
+                    return trained, KeptState.of(context, "donor")
+            seen = 0
+        return trained, None
+
+
+@pytest.mark.parametrize("until", range(1, 9))
+def test_a_loader_goes_on_wherever_its_trial_reported(pool, states, tmp_path, until):
+    """After an epoch's last batch the next epoch begins, though the loader has not been asked for one more."""
+    whole, _ = batches_of(pool, None, until=99)
+    first, kept = batches_of(pool, None, until=until)
+    rest, _ = batches_of(pool, through(states, kept, tmp_path), until=99)
+    assert [*first, *rest] == whole and len(whole) == 9
+
+
+def test_a_clone_with_other_layers_is_refused(pool, tmp_path):
+    half = run(pool, {"lr": 0.1}, steps=HALF)
+    found = through(KeptStates(lambda: 0), half[3], tmp_path)
+    with TrialContext(pool, 0) as context:
+        context.resumption = Resumption(None, [found], Interval(), context.mode.random_state, "t", perturbed=True)
+        model = nn.Linear(32, 32)
+        with pytest.raises(ResumeError, match="leave what changes them out of the mutations"):
+            hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -51,7 +51,7 @@ def job(cluster):
     ray.shutdown()
 
 
-def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     end_s = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end_s, f"{what} within {seconds} s"

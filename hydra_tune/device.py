@@ -141,9 +141,9 @@ class CpuDevice(Device):
 
     def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
         if num_bytes == 0:  # a block whose weights are all held
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         if offset is None:
-            self._beside_arena = torch.empty(num_bytes, dtype=torch.uint8)
+            self._beside_arena = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             return self._beside_arena
         return torch.frombuffer(self._arena, dtype=torch.uint8, count=num_bytes, offset=offset)
 

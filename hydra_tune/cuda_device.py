@@ -88,7 +88,9 @@ class CudaDevice(Device):
         start = _marked(self._d2h)
         with torch.cuda.stream(self._d2h):
             hosts = [
-                torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device="cpu", pin_memory=True).copy_(
+                    t, non_blocking=True
+                )
                 if t.layout is torch.strided
                 else t.cpu()
                 for t, h in zip(tensors, like, strict=True)

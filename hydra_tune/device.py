@@ -161,7 +161,7 @@ class CpuDevice(Device):
 
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            torch.empty_strided(h.size(), h.stride(), dtype=t.dtype).copy_(t)
+            torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device="cpu").copy_(t)
             if t.layout is torch.strided
             else t.clone()
             for t, h in zip(tensors, like, strict=True)

@@ -105,7 +105,7 @@ def _decode_tensor(code: dict[str, Any], stored: torch.Tensor) -> torch.Tensor:
         stored = stored.view(getattr(torch, code["dtype"])).reshape(code["shape"])
     if "stride" not in code:
         return stored.clone()
-    return torch.empty_strided(stored.shape, code["stride"], dtype=stored.dtype).copy_(stored)
+    return torch.empty_strided(stored.shape, code["stride"], dtype=stored.dtype, device="cpu").copy_(stored)
 
 
 def _name_of(dtype: torch.dtype) -> str:

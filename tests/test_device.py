@@ -6,6 +6,7 @@ import types
 import psutil
 import pytest
 import torch
+from torch import nn
 
 import hydra_tune
 from hydra_tune import cuda_device, devices
@@ -127,3 +128,24 @@ def test_a_gpus_slot_is_given_on_once_its_last_use_is_waited_for():
     gpu.free_slot(64, 64)
     assert gpu._h2d.waits[1:] == ["all that was launched"]
     assert not slots
+
+
+def test_a_script_may_have_any_default_device():
+    """What a pool makes in host memory is there; a default device in which nothing computes shows it."""
+
+    def train(prepares):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.randn(4, 32)
+        if prepares:
+            model, optimizer = hydra_tune.prepare(model, optimizer, pool=pool)
+        with torch.device("meta"):
+            for _ in range(3):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    with hydra_tune.ShardPool(["cpu"], "20KiB") as pool:
+        assert all(map(torch.equal, train(prepares=True), train(prepares=False)))

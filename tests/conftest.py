@@ -1,6 +1,7 @@
 """Every test runs with checks: each operator metered, freed slots poisoned, no device over its budget."""
 
 import os
+import sys
 
 os.environ["HYDRA_TUNE_CHECKS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,6 +20,15 @@ from hydra_tune.schedule import Machine
 def fixed_threads():
     """Thread counts change the last bit of LayerNorm's gradients."""
     torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def quiet_optuna():
+    """What it says of a failed trial holds the exception, and with it all that the trial had, for as long as pytest
+    keeps the log."""
+    optuna = sys.modules.get("optuna")
+    if optuna is not None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
 @pytest.fixture(autouse=True)

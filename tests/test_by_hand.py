@@ -12,7 +12,6 @@ import hydra_tune
 from hydra_tune.optim import training_bytes
 from scripts import BUDGETS, WIDTH, Net
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)
 WAIT_S = 60.0
 
 

@@ -15,7 +15,6 @@ import hydra_tune
 from hydra_tune.context import current_context
 from models import gpt
 
-optuna.logging.set_verbosity(optuna.logging.WARNING)
 STEPS = 10
 RATES = {0: 1e-3, 1: 3e-3, 2: 5e-4, 3: 2e-3}
 

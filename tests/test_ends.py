@@ -26,7 +26,6 @@ import hydra_tune
 from hydra_tune.context import TrialContext, current_context
 from models import gpt
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)
 BUDGET = 400_000
 WIDTHS = {"spilled": 128, "resident": 24}
 FAILING_STEP = 2

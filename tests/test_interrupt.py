@@ -18,7 +18,6 @@ import hydra_tune
 from hydra_tune.optim import training_bytes
 from scripts import BUDGETS, WIDTH, Net
 
-optuna.logging.set_verbosity(optuna.logging.WARNING)
 WAIT_S = 60.0
 SEARCH = """
 import json, signal, sys, threading, time

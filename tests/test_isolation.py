@@ -10,7 +10,6 @@ from torch import nn
 import hydra_tune
 from models import gpt
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)
 STEPS = 8
 FAULTY = 1
 

@@ -13,7 +13,6 @@ from hydra_tune.meter import DeviceOutOfMemoryError, Meter, TrialMeter
 from hydra_tune.mode import TrialMode
 from models import mlp
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)
 WAIT_S = 20  # for the other trial; only a failed test ever waits so long
 
 

@@ -22,7 +22,6 @@ from compared import (
     train,
 )
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)
 both_budgets = pytest.mark.parametrize("budget", BUDGETS)
 
 

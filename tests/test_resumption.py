@@ -17,7 +17,6 @@ import hydra_tune
 from hydra_tune import checkpoint
 from scripts import BUDGETS, WIDTH, Layer, Net
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)
 EPOCHS, BATCHES = 3, 5
 STEPS = EPOCHS * BATCHES
 

@@ -13,7 +13,6 @@ from optuna.trial import TrialState, create_trial
 import hydra_tune
 from hydra_tune.integrations.rehearsal import warn_of_pruner, warn_of_sampler
 
-optuna.logging.set_verbosity(optuna.logging.WARNING)
 STEPS = 30
 
 

@@ -31,7 +31,6 @@ from optuna.trial import TrialState
 import hydra_tune
 from scripts import BUDGETS, WIDTH, Net
 
-optuna.logging.set_verbosity(optuna.logging.WARNING)
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 WAIT_S = 60.0
 LOCK = {"connect_args": {"timeout": WAIT_S}}  # of SQLite's file, in seconds

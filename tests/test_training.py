@@ -14,7 +14,6 @@ from torch.optim import lr_scheduler, swa_utils
 import hydra_tune
 from compared import BUDGETS, Net, batch, compare, left_by, loss_on, made, train
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)
 both_budgets = pytest.mark.parametrize("budget", BUDGETS)
 
 

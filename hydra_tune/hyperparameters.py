@@ -33,13 +33,8 @@ class Hyperparameters:
         groups = [] if optimizer is None else optimizer.param_groups
         for group, own, other in zip(groups, self.groups, others["groups"], strict=True):
             for key in (key for key in own if key in other and own[key] != other[key]):
-                if key == "lr" and other["lr"]:
-                    factor = float(group["lr"]) / other["lr"]
-                    _set(group, "lr", own["lr"] * factor)
-                elif key != "initial_lr":
-                    _set(group, key, own[key])
-                if key == "lr" and "initial_lr" in group:
-                    group["initial_lr"] = own.get("initial_lr", own["lr"])
+                changed_since = float(group["lr"]) / other["lr"] if key == "lr" and other["lr"] else None
+                _set(group, key, own[key] if changed_since is None else own[key] * changed_since)
         for schedule, rates, their_rates in zip(extra, self.rates, others["rates"], strict=True):
             if rates is not None and rates != their_rates:
                 schedule.base_lrs = list(rates)

@@ -449,16 +449,17 @@ class Planner:
         trial = self._trial
         if trial.mode is None or not trial.device.pilots_beside:
             return None
-        loose = {id(p): p for p in trial.model.parameters()}
-        for parameter in (p for block in self.blocks for p in block.slot_parameters):
-            loose.pop(id(parameter), None)
         largest = max((block.weight_bytes for block in self.blocks), default=0)
-        return 2 * largest + sum(map(storage_bytes, (*loose.values(), *trial.model.buffers())))
+        return 2 * largest + sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
+
+    @property
+    def _loose(self) -> list[nn.Parameter]:
+        """Weights that are in no slot."""
+        in_slots = {id(p) for block in self.blocks for p in block.slot_parameters}
+        return [p for p in self._trial.model.parameters() if id(p) not in in_slots]
 
     def _make_plan(self, pilot: Pilot, former: TrialPlan | None) -> TrialPlan:
-        in_slots = {p for block in self.blocks for p in block.slot_parameters}
         trial = self._trial
-        loose = [p for p in trial.model.parameters() if p not in in_slots]
         every = list(trial.model.parameters())
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
@@ -474,7 +475,7 @@ class Planner:
         plan = make_plan(
             profiles,
             budget_bytes=trial.pool.budget_bytes,
-            loose_bytes=self._training_bytes(loose) + buffers - in_blocks + pilot.kept_bytes,
+            loose_bytes=self._training_bytes(self._loose) + buffers - in_blocks + pilot.kept_bytes,
             resident_bytes=self._training_bytes(every) + buffers + scratch + pilot.kept_bytes,
             step_bytes=step_bytes,
             late_bytes=self._late_bytes,

@@ -202,7 +202,7 @@ class Machine:
         device = self._home(event.trial)
         assert device.ledger.pilot == event.trial, self._impossible(event)
         device.ledger.end_pilot(event.peak_bytes)
-        device.is_measured(event.trial)
+        device.end_measuring(event.trial)
         return self._advance(device)
 
     def _on_PlanReady(self, event: PlanReady) -> list[Instruction]:
@@ -248,7 +248,7 @@ class Machine:
         self.ready.remove(number)
         freed = {trial.home, *(index for index, _ in trial.slots), *([] if trial.on is None else [trial.on])}
         self._stop(number)
-        home.is_measured(number)
+        home.end_measuring(number)
         for index in freed:
             self.devices[index].ledger.recount()
         home.ledger.forget(number)
@@ -313,7 +313,7 @@ class Machine:
         assert self.task_state(event.trial) is not TaskState.RUNNING, self._impossible(event)
         self._stop(event.trial)
         device.ledger.leave_step(event.trial)
-        device.is_measured(event.trial)
+        device.end_measuring(event.trial)
         return self._advance(device)
 
     def _on_Outgrown(self, event: Outgrown) -> list[Instruction]:
@@ -497,7 +497,7 @@ class Machine:
             elif isinstance(request, StepReady):
                 made = self._enter_one(device, request)
             else:
-                made = self._leave_alone(device, request)
+                made = self._give_all(device, request)
             if not made:
                 break
             entered += made
@@ -539,7 +539,7 @@ class Machine:
         device.ledger.enter_step(request.trial, plan.step_bytes)
         return [*dropped, Enter(request.trial)]
 
-    def _leave_alone(self, device: DeviceState, request: Outgrown) -> list[Instruction]:
+    def _give_all(self, device: DeviceState, request: Outgrown) -> list[Instruction]:
         if not device.is_idle or device.ledger.steps.keys() != {request.trial}:
             return []
         self._take_promise_back(device)

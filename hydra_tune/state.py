@@ -81,7 +81,7 @@ class DeviceState:
         """No step has bytes of it either."""
         return self.is_idle and not self.ledger.steps
 
-    def is_measured(self, trial: int) -> None:
+    def end_measuring(self, trial: int) -> None:
         """Its step has ended, if that was the one to be measured."""
         if self.unmeasured == trial:
             self.unmeasured = self.exclusive = None

@@ -29,11 +29,9 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, get_args
 
+from hydra_tune.admission import Admission
 from hydra_tune.events import (
-    Admit,
-    Alone,
     Done,
-    Enter,
     Event,
     Failed,
     Instruction,
@@ -51,7 +49,6 @@ from hydra_tune.events import (
     Repacked,
     Reported,
     Run,
-    StartPilot,
     StepDone,
     StepReady,
     TaskReady,
@@ -95,6 +92,7 @@ class Machine:
         self.trials: dict[int, TrialState] = {}
         self.slots = Slots(self.trials, self.devices)
         self.ready = ReadyTasks(len(self.devices))
+        self.admission = Admission(self.trials, self.slots, self._take_promise_back)
         self.arrivals: list[TrialAdded] = []
         self.host_bytes = host_bytes
         self.neighbours = Neighbours()
@@ -213,8 +211,8 @@ class Machine:
         trial.progress.expect(event.plan)
         trial.visits.forget()
         device.ledger.forget(event.trial)
-        if again and self._admissible(device, event.plan):
-            return [*self._admit_one(device, event), *self._advance(device)]
+        if again and self.admission.admissible(device, event.plan):
+            return [*self.admission.admit_one(device, event), *self._advance(device)]
         device.admissions.append(event)
         return self._advance(device)
 
@@ -294,9 +292,9 @@ class Machine:
             return home
         if other.entries or other.admissions:
             return home
-        if not self._admissible(other, plan) or not self._steps_fit(other, plan.held_bytes, plan):
+        if not self.admission.admissible(other, plan) or not self.admission.steps_fit(other, plan.held_bytes, plan):
             return home
-        if other.ledger.free_bytes < plan.held_bytes + plan.step_bytes + self._yet_to_start(other):
+        if other.ledger.free_bytes < plan.held_bytes + plan.step_bytes + self.admission.yet_to_start(other):
             return home
         home.ledger.forget(number)
         other.ledger.hold(number, plan.held_bytes)
@@ -432,119 +430,10 @@ class Machine:
 
     def _advance(self, device: DeviceState) -> list[Instruction]:
         going_on = [] if device.running is None or device.started else self._continue(device)
-        waiting = self._admit(device) + self._enter(device) if device.admissions or device.entries else []
+        waiting = self.admission.serve(device) if device.admissions or device.entries else []
         if device.running is None:
             return [*going_on, *waiting, *self._grant(device)]
         return [*going_on, *waiting, *([] if going_on else self._look_ahead(device))]
-
-    def _admit(self, device: DeviceState) -> list[Instruction]:
-        admitted: list[Instruction] = []
-        while device.admissions and device.exclusive is None and not self._keeps_empty(device):
-            request = device.admissions[0]
-            if isinstance(request, PilotReady):
-                if device.ledger.held_bytes:
-                    break
-                device.entries.append(request)
-            else:
-                if not self._admissible(device, request.plan):
-                    break
-                admitted += self._admit_one(device, request)
-            device.admissions.pop(0)
-        return admitted
-
-    def _keeps_empty(self, device: DeviceState) -> bool:
-        """For a pilot that wants all of it."""
-        return any(isinstance(entry, PilotReady) and entry.empty for entry in device.entries)
-
-    def _admit_one(self, device: DeviceState, request: PlanReady) -> list[Instruction]:
-        self.trials[request.trial].plan = request.plan
-        self.trials[request.trial].admitted = True
-        dropped = self.slots.make_room(device, request.plan.held_bytes)
-        device.ledger.hold(request.trial, request.plan.held_bytes)
-        return [*dropped, Admit(request.trial)]
-
-    def _admissible(self, device: DeviceState, plan: TrialPlan) -> bool:
-        """Would every admitted trial's step still fit alone, and those under way go on? And is there room now?"""
-        plans = [self._plan(trial) for trial in device.ledger.held]
-        held = device.ledger.held_bytes + plan.held_bytes
-        most = max(p.step_bytes + p.task_bytes for p in [*plans, plan])
-        fits = held + most <= device.ledger.budget_bytes and self._steps_fit(device, plan.held_bytes, None)
-        return fits and self.slots.has_room(device, plan.held_bytes + self._yet_to_start(device))
-
-    def _steps_fit(self, device: DeviceState, more_held: int, entering: TrialPlan | None) -> bool:
-        ledger = device.ledger
-        task_bytes, step_bytes = self._most_task_bytes(device), ledger.step_bytes
-        if entering is not None:
-            task_bytes = max(task_bytes, entering.task_bytes)
-            step_bytes += entering.step_bytes
-        return ledger.held_bytes + more_held + step_bytes + task_bytes <= ledger.budget_bytes
-
-    def _most_task_bytes(self, device: DeviceState) -> int:
-        """Of the steps that have entered there; pilots have no plan."""
-        plans = (self.trials[trial].plan for trial in device.ledger.steps)
-        return max((plan.task_bytes for plan in plans if plan is not None), default=0)
-
-    def _enter(self, device: DeviceState) -> list[Instruction]:
-        entered: list[Instruction] = []
-        for request in list(device.entries):
-            if device.exclusive is not None:
-                break
-            is_estimate = isinstance(request, PilotReady) or (isinstance(request, StepReady) and request.estimated)
-            if is_estimate and device.unmeasured is not None:
-                continue  # it awaits the one before it; who is behind it need not
-            if isinstance(request, PilotReady):
-                made = self._start_pilot(device, request)
-            elif isinstance(request, StepReady):
-                made = self._enter_one(device, request)
-            else:
-                made = self._give_all(device, request)
-            if not made:
-                break
-            entered += made
-            if is_estimate:
-                device.unmeasured = request.trial
-            device.entries.remove(request)
-        return entered
-
-    def _start_pilot(self, device: DeviceState, request: PilotReady) -> list[Instruction]:
-        """Beside others with what these can spare, if that is enough; or alone. Nothing, where neither can be now."""
-        spare_bytes, least_bytes = self._spare_bytes(device), request.least_bytes
-        beside = least_bytes is not None and spare_bytes >= least_bytes and not device.is_free
-        if beside:
-            dropped = self.slots.make_room(device, spare_bytes)
-        elif device.is_free:
-            self._take_promise_back(device)
-            dropped = self.slots.drop(device, list(device.ledger.slots))
-            spare_bytes, device.exclusive = device.ledger.free_bytes, request.trial
-        else:
-            return []
-        device.ledger.start_pilot(request.trial, spare_bytes)
-        return [*dropped, StartPilot(request.trial, spare_bytes, beside)]
-
-    def _spare_bytes(self, device: DeviceState) -> int:
-        """What all steps that have entered, and else any single one, can do without; and is, or can be made, free."""
-        ledger = device.ledger
-        plans = [self._plan(trial) for trial in ledger.held]
-        going_on = ledger.step_bytes + self._most_task_bytes(device)
-        any_one = max((plan.step_bytes + plan.task_bytes for plan in plans), default=0)
-        spare_bytes = ledger.budget_bytes - ledger.held_bytes - max(going_on, any_one)
-        return min(spare_bytes, self.slots.room_bytes(device) - self._yet_to_start(device))
-
-    def _enter_one(self, device: DeviceState, request: StepReady) -> list[Instruction]:
-        plan = self._plan(request.trial)
-        needs = plan.step_bytes + self._yet_to_start(device)
-        if not self._steps_fit(device, 0, plan) or not self.slots.has_room(device, needs):
-            return []
-        dropped = self.slots.make_room(device, plan.step_bytes)
-        device.ledger.enter_step(request.trial, plan.step_bytes)
-        return [*dropped, Enter(request.trial)]
-
-    def _give_all(self, device: DeviceState, request: Outgrown) -> list[Instruction]:
-        if not device.is_idle or device.ledger.steps.keys() != {request.trial}:
-            return []
-        self._take_promise_back(device)
-        device.exclusive = request.trial
-        return [*self.slots.drop(device, list(device.ledger.slots)), Alone(request.trial)]
 
     # ---- who runs, and who is next ----
 
@@ -606,23 +495,13 @@ class Machine:
         if trial.at_home or shard.at_home:
             return False
         there = (task.trial, task.shard) in ledger.slots
-        needs = shard.slot_bytes + self._work_bytes(device, task)
+        needs = shard.slot_bytes + self.trials[task.trial].work_bytes(task, device.index)
         in_flight = sum(ledger.slots[key][1] for key in device.in_flight if key != (task.trial, task.shard))
         if ledger.held_bytes + ledger.step_bytes + needs + in_flight > ledger.budget_bytes:
             return False
         moved = 2 * shard.boundary_bytes + (0 if there else shard.slot_bytes)
         task_s = trial.its_plan().shards_s[task.shard][task.direction]
         return self.policy.leaves_home(task_s, moved, device.link_bytes_per_s)
-
-    def _work_bytes(self, device: DeviceState, task: Task) -> int:
-        """Away from home its inputs and outputs take room, too."""
-        shard, away = self._shard(task), self.trials[task.trial].home != device.index
-        return shard.work_bytes(task.direction) + (2 * shard.boundary_bytes if away else 0)
-
-    def _yet_to_start(self, device: DeviceState) -> int:
-        """What the work of who has the lease, and awaits its shard, is to take: it may be away from its reservation."""
-        task = device.running
-        return 0 if task is None or device.started else self._work_bytes(device, task)
 
     def _start(self, device: DeviceState, task: Task) -> list[Instruction]:
         trial, key = self.trials[task.trial], (task.trial, task.shard)
@@ -651,7 +530,7 @@ class Machine:
         task = device.running
         if task is None or device.started or (task.trial, task.shard) in device.in_flight:
             return []
-        work_bytes = self._work_bytes(device, task)
+        work_bytes = self.trials[task.trial].work_bytes(task, device.index)
         dropped: list[Instruction] = []
         if device.ledger.free_bytes < work_bytes:
             if not self.slots.has_room(device, work_bytes):
@@ -758,7 +637,7 @@ class Machine:
         for trial, _ in ledger.slots:
             assert self.trials[trial].travels or self._home(trial) is device, f"trial {trial} has a slot away from home"
         assert device.in_flight <= ledger.slots.keys(), "a copy is on its way to no slot"
-        assert self._steps_fit(device, 0, None), "an entered step's largest task no longer fits"
+        assert self.admission.steps_fit(device, 0, None), "an entered step's largest task no longer fits"
         assert device.exclusive in (None, device.unmeasured), "a step is alone whose bytes are known"
         assert device.unmeasured is None or device.unmeasured in ledger.steps, "who is measured has no step"
         if running is not None:

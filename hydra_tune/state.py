@@ -54,6 +54,11 @@ class TrialState:
     def shard(self, task: Task) -> Shard:
         return self.its_plan().shards[task.shard]
 
+    def work_bytes(self, task: Task, device: int) -> int:
+        """Away from home its inputs and outputs take room, too."""
+        shard = self.shard(task)
+        return shard.work_bytes(task.direction) + (2 * shard.boundary_bytes if self.home != device else 0)
+
 
 @dataclass
 class DeviceState:

@@ -1,0 +1,165 @@
+"""Who gets bytes of a device: for life, for a step, for a pilot. Plain data, as the scheduler that asks it.
+
+    admissions   trials that want what they hold for life, and pilots that want the device empty
+    entries      steps, pilots, and steps that have outgrown their estimate
+
+Both are served in the order in which they came, but that pilots and estimated steps, whose bytes nobody knows yet, are
+under way one at a time on a device: those that come after one that waits for another do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hydra_tune.events import (
+    Admit,
+    Alone,
+    Enter,
+    Instruction,
+    Outgrown,
+    PilotReady,
+    PlanReady,
+    StartPilot,
+    StepReady,
+)
+from hydra_tune.shard import TrialPlan
+from hydra_tune.slots import Slots
+from hydra_tune.state import DeviceState, TrialState
+
+
+class Admission:
+    """Of all trials to all devices."""
+
+    def __init__(
+        self,
+        trials: Mapping[int, TrialState],
+        slots: Slots,
+        take_promise_back: Callable[[DeviceState], None],
+    ) -> None:
+        self._trials = trials
+        self._slots = slots
+        self._take_promise_back = take_promise_back
+
+    def serve(self, device: DeviceState) -> list[Instruction]:
+        """Whoever can have now what it wants there."""
+        return [*self._admit(device), *self._enter(device)]
+
+    # ---- for life ----
+
+    def _admit(self, device: DeviceState) -> list[Instruction]:
+        admitted: list[Instruction] = []
+        while device.admissions and device.exclusive is None and not self._keeps_empty(device):
+            request = device.admissions[0]
+            if isinstance(request, PilotReady):
+                if device.ledger.held_bytes:
+                    break
+                device.entries.append(request)
+            else:
+                if not self.admissible(device, request.plan):
+                    break
+                admitted += self.admit_one(device, request)
+            device.admissions.pop(0)
+        return admitted
+
+    def _keeps_empty(self, device: DeviceState) -> bool:
+        """For a pilot that wants all of it."""
+        return any(isinstance(entry, PilotReady) and entry.empty for entry in device.entries)
+
+    def admit_one(self, device: DeviceState, request: PlanReady) -> list[Instruction]:
+        """Who is `admissible`."""
+        self._trials[request.trial].plan = request.plan
+        self._trials[request.trial].admitted = True
+        dropped = self._slots.make_room(device, request.plan.held_bytes)
+        device.ledger.hold(request.trial, request.plan.held_bytes)
+        return [*dropped, Admit(request.trial)]
+
+    def admissible(self, device: DeviceState, plan: TrialPlan) -> bool:
+        """Would every admitted trial's step still fit alone, and those under way go on? And is there room now?"""
+        plans = [self._trials[trial].its_plan() for trial in device.ledger.held]
+        held = device.ledger.held_bytes + plan.held_bytes
+        most = max(p.step_bytes + p.task_bytes for p in [*plans, plan])
+        fits = held + most <= device.ledger.budget_bytes and self.steps_fit(device, plan.held_bytes, None)
+        return fits and self._slots.has_room(device, plan.held_bytes + self.yet_to_start(device))
+
+    # ---- for a step ----
+
+    def steps_fit(self, device: DeviceState, more_held: int, entering: TrialPlan | None) -> bool:
+        """Beside them, and so many more bytes held for life, the largest task of any of them."""
+        ledger = device.ledger
+        task_bytes, step_bytes = self._most_task_bytes(device), ledger.step_bytes
+        if entering is not None:
+            task_bytes = max(task_bytes, entering.task_bytes)
+            step_bytes += entering.step_bytes
+        return ledger.held_bytes + more_held + step_bytes + task_bytes <= ledger.budget_bytes
+
+    def _most_task_bytes(self, device: DeviceState) -> int:
+        """Of the steps that have entered there; pilots have no plan."""
+        plans = (self._trials[trial].plan for trial in device.ledger.steps)
+        return max((plan.task_bytes for plan in plans if plan is not None), default=0)
+
+    def _enter(self, device: DeviceState) -> list[Instruction]:
+        entered: list[Instruction] = []
+        for request in list(device.entries):
+            if device.exclusive is not None:
+                break
+            is_estimate = isinstance(request, PilotReady) or (isinstance(request, StepReady) and request.estimated)
+            if is_estimate and device.unmeasured is not None:
+                continue  # it awaits the one before it; who is behind it need not
+            if isinstance(request, PilotReady):
+                made = self._start_pilot(device, request)
+            elif isinstance(request, StepReady):
+                made = self._enter_one(device, request)
+            else:
+                made = self._give_all(device, request)
+            if not made:
+                break
+            entered += made
+            if is_estimate:
+                device.unmeasured = request.trial
+            device.entries.remove(request)
+        return entered
+
+    def _start_pilot(self, device: DeviceState, request: PilotReady) -> list[Instruction]:
+        """Beside others with what these can spare, if that is enough; or alone. Nothing, where neither can be now."""
+        spare_bytes, least_bytes = self._spare_bytes(device), request.least_bytes
+        beside = least_bytes is not None and spare_bytes >= least_bytes and not device.is_free
+        if beside:
+            dropped = self._slots.make_room(device, spare_bytes)
+        elif device.is_free:
+            self._take_promise_back(device)
+            dropped = self._slots.drop(device, list(device.ledger.slots))
+            spare_bytes, device.exclusive = device.ledger.free_bytes, request.trial
+        else:
+            return []
+        device.ledger.start_pilot(request.trial, spare_bytes)
+        return [*dropped, StartPilot(request.trial, spare_bytes, beside)]
+
+    def _spare_bytes(self, device: DeviceState) -> int:
+        """What all steps that have entered, and else any single one, can do without; and is, or can be made, free."""
+        ledger = device.ledger
+        plans = [self._trials[trial].its_plan() for trial in ledger.held]
+        going_on = ledger.step_bytes + self._most_task_bytes(device)
+        any_one = max((plan.step_bytes + plan.task_bytes for plan in plans), default=0)
+        spare_bytes = ledger.budget_bytes - ledger.held_bytes - max(going_on, any_one)
+        return min(spare_bytes, self._slots.room_bytes(device) - self.yet_to_start(device))
+
+    def _enter_one(self, device: DeviceState, request: StepReady) -> list[Instruction]:
+        plan = self._trials[request.trial].its_plan()
+        needs = plan.step_bytes + self.yet_to_start(device)
+        if not self.steps_fit(device, 0, plan) or not self._slots.has_room(device, needs):
+            return []
+        dropped = self._slots.make_room(device, plan.step_bytes)
+        device.ledger.enter_step(request.trial, plan.step_bytes)
+        return [*dropped, Enter(request.trial)]
+
+    def _give_all(self, device: DeviceState, request: Outgrown) -> list[Instruction]:
+        if not device.is_idle or device.ledger.steps.keys() != {request.trial}:
+            return []
+        self._take_promise_back(device)
+        device.exclusive = request.trial
+        return [*self._slots.drop(device, list(device.ledger.slots)), Alone(request.trial)]
+
+    def yet_to_start(self, device: DeviceState) -> int:
+        """What the work of who has the lease, and awaits its shard, is to take: it may be away from its reservation."""
+        task = device.running
+        return 0 if task is None or device.started else self._trials[task.trial].work_bytes(task, device.index)

@@ -463,7 +463,6 @@ class Planner:
         every = list(trial.model.parameters())
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
-        scratch = step_scratch_bytes(trial.optimizer, every, foreach_by_default=trial.device.foreach_by_default)
         profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
         if trial.mode is not None:  # the first step is measured, and looked at once a visit
             step_bytes += max((p.boundary_bytes for p in profiles), default=0)
@@ -476,7 +475,7 @@ class Planner:
             profiles,
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._training_bytes(self._loose) + buffers - in_blocks + pilot.kept_bytes,
-            resident_bytes=self._training_bytes(every) + buffers + scratch + pilot.kept_bytes,
+            resident_bytes=self._training_bytes(every) + buffers + pilot.kept_bytes,
             step_bytes=step_bytes,
             late_bytes=self._late_bytes,
             may_be_resident=not trial.residency.spilled,
@@ -500,10 +499,12 @@ class Planner:
         return max((sum(map(storage_bytes, parameters)) for parameters in trained), default=0)
 
     def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Weights, gradients and optimizer state."""
+        """Weights, gradients and optimizer state, and what a step of the optimizer takes beside them."""
+        optimizer, foreach = self._trial.optimizer, self._trial.device.foreach_by_default
         gradients = sum(storage_bytes(p) for p in parameters if p.requires_grad)
-        state = optimizer_state_bytes(self._trial.optimizer, parameters)
-        return sum(map(storage_bytes, parameters)) + gradients + state
+        state = optimizer_state_bytes(optimizer, parameters)
+        scratch = step_scratch_bytes(optimizer, parameters, foreach_by_default=foreach)
+        return sum(map(storage_bytes, parameters)) + gradients + state + scratch
 
     def _try_pilot(
         self, room: StartPilot, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], forward_only: bool

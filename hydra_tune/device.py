@@ -43,7 +43,6 @@ class Device(ABC):
     least_ahead_bytes: int | None = 0  # of a promotion that pays in a thread of its own, ahead of its task
     pins = False  # does it make host buffers fast to copy from?
     spills_behind = False  # do gradients go to the host while the device goes on?
-    pilots_beside = False  # does the meter see every byte, so that others may have the rest while a trial is measured?
 
     def __init__(self, number: int, name: str, torch_device: torch.device, budget_bytes: int, *, enforce: bool) -> None:
         self.number = number  # in its pool
@@ -129,7 +128,6 @@ class CpuDevice(Device):
 
     slots_stay = True
     takes_travellers = True
-    pilots_beside = True
     link_bytes_per_s = 5e9  # as one core copies; decides only which ways are worth it
     least_ahead_bytes = 1 << 20  # a copy of 0.1 ms; to wake the thread takes about as long
 

@@ -447,7 +447,7 @@ class Planner:
         """Fewer will not do: for what stays on the device, and a block with its gradients. None, where nobody could
         tell whether the pilot keeps to its bytes."""
         trial = self._trial
-        if trial.mode is None or not trial.device.pilots_beside:
+        if trial.mode is None:
             return None
         largest = max((block.weight_bytes for block in self.blocks), default=0)
         return 2 * largest + sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))

@@ -192,11 +192,7 @@ class Trial:
         self.in_step = True
         if self.measures:
             self.meter.counting = True
-            if self.device.pilots_beside:
-                self.meter.watch_outside(plan.step_bytes, self._outgrow)
-            else:
-                self._outgrow()
-                self.meter.watch_outside()
+            self.meter.watch_outside(plan.step_bytes, self._outgrow)
 
     def check_room(self) -> None:
         """See that what a visit may make fits, too: before it, for after it others may have the bytes."""

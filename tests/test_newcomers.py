@@ -4,22 +4,29 @@ import functools
 import threading
 
 import optuna
+import pytest
 import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.device import CpuDevice
 from models import gpt
 
 STEPS = 4
 PATIENCE_S = 60  # of who waits for another trial's steps; then the test fails
 WIDTH = 256
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, CUDA])])
+def device(request):
+    return request.param
 
 
 class Neighbour:
     """The trial that is there already, and trains until the newcomer has ended."""
 
-    def __init__(self):
+    def __init__(self, device):
+        self.device = device
         self.losses = []
         self.newcomer_has_ended = False
         self._stepped = threading.Condition()
@@ -29,7 +36,7 @@ class Neighbour:
         model = gpt()
         model, optimizer = hydra_tune.prepare(model, torch.optim.AdamW(model.parameters()))
         while not self.newcomer_has_ended or len(self.losses) < STEPS:
-            x = torch.randint(0, 128, (2, 16))
+            x = torch.randint(0, 128, (2, 16)).to(self.device)
             loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
@@ -58,7 +65,7 @@ class Calling(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def newcomer(in_forward=lambda: None, in_step=lambda: None, batch=8, keeps=0):
+def newcomer(device, in_forward=lambda: None, in_step=lambda: None, batch=8, keeps=0):
     """Its losses and weights. `in_step` is called between a forward and its backward; beside the loss stand `keeps`
     numbers, made of the outputs."""
     torch.manual_seed(1)
@@ -66,7 +73,7 @@ def newcomer(in_forward=lambda: None, in_step=lambda: None, batch=8, keeps=0):
     model, optimizer = hydra_tune.prepare(model, torch.optim.AdamW(model.parameters()))
     losses = []
     for _ in range(STEPS):
-        outputs = model(torch.randn(batch, WIDTH))
+        outputs = model(torch.randn(batch, WIDTH).to(device))
         kept = outputs.mean().expand(keeps).clone() if keeps else outputs
         in_step()
         loss = outputs.square().mean() + kept.mean()
@@ -77,9 +84,9 @@ def newcomer(in_forward=lambda: None, in_step=lambda: None, batch=8, keeps=0):
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-def run_together(waits_in=(), memory="4MiB", **options):
+def run_together(device, waits_in=(), memory="4MiB", **options):
     """Both in one pool, the newcomer after two steps of the other: what it gave, and its story."""
-    neighbour, found = Neighbour(), {}
+    neighbour, found = Neighbour(device), {}
     started = threading.Event()
 
     def objective(trial):
@@ -92,23 +99,24 @@ def run_together(waits_in=(), memory="4MiB", **options):
             neighbour.wait_for(2)
             # once: in the first forward, which is the pilot's; and so that no pilot puts it back
             calls = {name: functools.cache(lambda: neighbour.wait_for(3)) for name in waits_in}
-            found["results"] = newcomer(**calls, **options)
+            found["results"] = newcomer(device, **calls, **options)
         finally:
             neighbour.newcomer_has_ended = True
         return 0.0
 
-    with hydra_tune.ShardPool(["cpu"], memory) as pool:
+    with hydra_tune.ShardPool([device], memory) as pool:
         runner = hydra_tune.HydraTrialRunner(pool, concurrency=2)
         runner.optimize(optuna.create_study(), objective, n_trials=2)
         assert [device["used_bytes"] for device in pool.report()["devices"]] == [0]
         return found["results"], pool._machine.story(1)
 
 
-def alone(**options):
+def alone(device, **options):
+    """Resident, but spilled on a GPU, where only then the optimizer rounds as it does in company: on the host."""
     found = []
-    with hydra_tune.ShardPool(["cpu"], "64MiB") as pool:
+    with hydra_tune.ShardPool([device], "64MiB" if device == "cpu" else "4MiB") as pool:
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(
-            optuna.create_study(), lambda trial: found.append(newcomer(**options)) or 0.0, n_trials=1
+            optuna.create_study(), lambda trial: found.append(newcomer(device, **options)) or 0.0, n_trials=1
         )
     return found[0]
 
@@ -118,35 +126,27 @@ def assert_same(a, b):
     assert all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
 
 
-def test_the_others_go_on_during_a_pilot():
-    results, story = run_together(waits_in=["in_forward"])
+def test_the_others_go_on_during_a_pilot(device):
+    results, story = run_together(device, waits_in=["in_forward"])
     assert "beside=True" in story and "beside=False" not in story
-    assert_same(results, alone())
+    assert_same(results, alone(device))
 
 
-def test_the_others_go_on_during_a_first_step():
-    results, story = run_together(waits_in=["in_step"])
+def test_the_others_go_on_during_a_first_step(device):
+    results, story = run_together(device, waits_in=["in_step"])
     assert "estimated=True" in story and "Alone" not in story
-    assert_same(results, alone())
+    assert_same(results, alone(device))
 
 
-def test_a_pilot_that_lacks_room_beside_the_others_has_the_device_to_itself():
+def test_a_pilot_that_lacks_room_beside_the_others_has_the_device_to_itself(device):
     """They spare the least that any pilot of this model needs, but not what its activations take."""
-    results, story = run_together(memory="3MiB", batch=128)
+    results, story = run_together(device, memory="3MiB", batch=128)
     assert story.index("beside=True") < story.index("beside=False")
-    assert_same(results, alone(batch=128))
+    assert_same(results, alone(device, batch=128))
 
 
-def test_a_first_step_that_needs_more_than_was_estimated_waits_for_the_others():
+def test_a_first_step_that_needs_more_than_was_estimated_waits_for_the_others(device):
     """Its loss keeps more than any pilot could guess."""
-    results, story = run_together(keeps=300_000)
+    results, story = run_together(device, keeps=300_000)
     assert story.count("Alone(trial=1)") == 1
-    assert_same(results, alone(keeps=300_000))
-
-
-def test_where_the_meter_does_not_see_all_newcomers_are_measured_alone(monkeypatch):
-    """As on a GPU, whose libraries take memory of their own."""
-    monkeypatch.setattr(CpuDevice, "pilots_beside", False)
-    results, story = run_together()
-    assert "beside=True" not in story and story.count("Alone(trial=1)") == 1
-    assert_same(results, alone())
+    assert_same(results, alone(device, keeps=300_000))

@@ -1,5 +1,6 @@
 """What only a GPU shows. Deterministic mode; the optimizer of a spilled trial steps on the host."""
 
+import gc
 from itertools import pairwise
 
 import pytest
@@ -124,6 +125,61 @@ def test_a_timeline_shows_what_the_gpu_did():
     assert 0 < sum(span["end_s"] - span["start_s"] for span in runs) < elapsed_s
 
 
+@pytest.fixture
+def room():
+    """`room(n)`: from here on the allocator gives no more than n bytes beyond those in use."""
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def limit(num_bytes):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_bytes) / total)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def train_large(steps=4):
+    torch.manual_seed(0)
+    model = GPT(8, 1024, 4, 256, dropout=0.2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hydra_tune.ShardPool("cuda:0", "500MiB") as pool:
+        hydra_tune.prepare(model, optimizer, pool=pool)
+        losses = []
+        for _ in range(steps):
+            x, y = torch.randint(0, 128, (2, 4, 256)).cuda()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            del loss
+        assert not pool.report()["trials"][0]["resident"]
+        (device,) = pool.report()["devices"]
+    return losses, [p.detach().clone() for p in model.parameters()], device
+
+
+def test_what_the_allocator_counts_stays_within_the_budget():
+    train_large(1)  # cuBLAS keeps a workspace for each thread
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    *_, device = train_large()
+    assert before < device["measured_peak_bytes"] <= before + device["peak_bytes"] <= before + device["budget_bytes"]
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_a_gpu_that_has_less_than_was_promised_changes_no_number(share, room, caplog):
+    """What else is on it may have grown since: promotions and tasks run out of memory as CUDA tells it."""
+    losses, weights, device = train_large()
+    assert not caplog.records
+    room(int(share * device["peak_bytes"]))
+    losses_again, weights_again, _ = train_large()
+    assert losses_again == losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_again, strict=True))
+    assert "ran out of memory" in caplog.text
+
+
 def test_auto_memory_leaves_a_margin():
     budget = hydra_tune.ShardPool().devices[0].budget_bytes
-    assert 0 < budget < torch.cuda.mem_get_info()[0]
+    assert 0 < budget < torch.cuda.get_device_properties(0).total_memory  # others may use the device now

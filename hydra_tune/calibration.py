@@ -6,7 +6,8 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def calibrate(devices: str | Sequence[str | torch.device] = "auto", *, repeats: 
         h2d_bytes_per_s=rates["h2d_bytes_per_s"],
         d2h_bytes_per_s=rates["d2h_bytes_per_s"],
         host_bytes_per_s=ADAMW_BYTES_PER_WEIGHT * NUM_TRAINED / _median_s(_optimizer_step(), repeats),
-        task_s=_task_s(opened[0].torch_device, repeats),
+        task_s=_task_s(opened[0], repeats),
         measured_on=f"{names}; torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.platform()}",
     )
 
@@ -62,9 +63,10 @@ def _at_once(devices: Sequence[Device], repeats: int) -> dict[str, float]:
     def measure(device: Device, rates: dict[str, float]) -> None:
         try:
             torch.set_num_threads(num_threads)
-            for rate, (amount, run) in _work_of(device).items():
-                together.wait()
-                rates[rate] = amount / _median_s(run, repeats, device)
+            with _work_of(device) as work:
+                for rate, (amount, run) in work.items():
+                    together.wait()
+                    rates[rate] = amount / _median_s(run, repeats, device)
         except BaseException as error:
             errors.append(error)
             together.abort()
@@ -79,7 +81,8 @@ def _at_once(devices: Sequence[Device], repeats: int) -> dict[str, float]:
     return {rate: statistics.median(rates[rate] for rates in found) for rate in found[0]}
 
 
-def _work_of(device: Device) -> dict[str, tuple[float, Callable[[], Any]]]:
+@contextmanager
+def _work_of(device: Device) -> Iterator[dict[str, tuple[float, Callable[[], Any]]]]:
     """For each rate an amount, and what does that much."""
     where = device.torch_device
     width = WIDTHS[where.type]
@@ -94,11 +97,15 @@ def _work_of(device: Device) -> dict[str, tuple[float, Callable[[], Any]]]:
 
     host, slot = torch.ones(COPY_BYTES, dtype=torch.uint8), device.slot(0, COPY_BYTES)
     device.pin(host)
-    return {
-        "flops_per_s": (flops, train),
-        "h2d_bytes_per_s": (COPY_BYTES, lambda: device.promote([(slot, host)])),
-        "d2h_bytes_per_s": (COPY_BYTES, lambda: device.to_host([slot], [host])),
-    }
+    try:
+        yield {
+            "flops_per_s": (flops, train),
+            "h2d_bytes_per_s": (COPY_BYTES, lambda: device.promote([(slot, host)])),
+            "d2h_bytes_per_s": (COPY_BYTES, lambda: device.to_host([slot], [host])),
+        }
+    finally:
+        device.unpin(host)
+        device.free_slot(0, COPY_BYTES)
 
 
 def _optimizer_step() -> Callable[[], Any]:
@@ -107,25 +114,25 @@ def _optimizer_step() -> Callable[[], Any]:
     return torch.optim.AdamW([weight]).step
 
 
-def _task_s(device: torch.device, repeats: int) -> float:
+def _task_s(device: Device, repeats: int) -> float:
     """What a task takes beside its arithmetic: of a spilled trial whose blocks have hardly any, each a shard."""
-    x = torch.randn(8, 8)
-    plain, model = _tiny_model(), _tiny_model()
+    x = torch.randn(8, 8, device=device.torch_device)
+    plain, model = _tiny_model().to(device.torch_device), _tiny_model()
 
-    def step(model: nn.Module, x: torch.Tensor) -> None:
-        model(x).sum().backward()
+    def median_s(model: nn.Module) -> float:
+        return _median_s(lambda: model(x).sum().backward(), repeats, device)
 
     budget_bytes = TINY_BUDGET
     for _ in range(2):  # the first pilot tells what the second has no more than
-        with ShardPool([device], budget_bytes) as pool:
+        with ShardPool([device.torch_device], budget_bytes) as pool:
             prepare(model, pool=pool)
-            step(model, x)
+            model(x).sum().backward()
             (plan,) = pool.plans.values()
             budget_bytes = plan.held_bytes + plan.step_bytes + max(b.weight_bytes + b.work_bytes for b in plan.blocks)
-            seconds = _median_s(lambda: step(model, x), repeats)
+            seconds = median_s(model)
             release(model)
     num_tasks = 2 * len(plan.shards)
-    return max(0.0, seconds - _median_s(lambda: step(plain, x), repeats)) / num_tasks
+    return max(0.0, seconds - median_s(plain)) / num_tasks
 
 
 def _tiny_model() -> nn.Module:

@@ -10,6 +10,7 @@ from hydra_tune import calibration, cli
 from hydra_tune.cost import CostModel
 from hydra_tune.recording import recorded
 from hydra_tune.workload import parse
+from late_arrivals import come_late
 from scripts import BUDGETS, Net, Script, step
 
 
@@ -82,6 +83,20 @@ def test_every_rate_is_measured(quick):
     assert all(0 < value < float("inf") for value in rates.values()), rates
     assert "cpu:0 (virtual), cpu:1 (virtual)" in cost.measured_on
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_every_rate_of_a_gpu_is_measured(monkeypatch):
+    monkeypatch.setattr(calibration, "_LEAST_S", 0.05)
+    cost = hydra_tune.calibrate("cuda:0", repeats=2)
+    assert cost.flops_per_s > 1e12 and min(cost.h2d_bytes_per_s, cost.d2h_bytes_per_s) > 1e9
+    assert 0 < cost.task_s < 0.1
+
+
+def test_a_task_can_be_measured_where_gradients_arrive_late(quick, monkeypatch):
+    come_late(monkeypatch)
+    assert hydra_tune.calibrate(["cpu"], repeats=1).task_s > 0
 
 
 @pytest.mark.proof

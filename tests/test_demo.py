@@ -6,6 +6,11 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
+import optuna
+import pytest
+import torch
+
+from hydra_tune.demo import sweep
 from hydra_tune.demo.text import Windows, documentation
 
 
@@ -30,6 +35,29 @@ def test_quick_demo(tmp_path):
         ET.fromstring(part[: part.index("</svg>") + 6]) for part in page.split("<svg")[1:] for part in ["<svg" + part]
     ]
     assert [len(d) > 4 for d in drawings] == [True, True]
+
+
+def test_what_trains_on_a_gpu_with_its_optimizer_on_the_host_is_the_plain_model():
+    """Where the device is the host, both are the same."""
+    torch.manual_seed(0)
+    model, x = sweep.GPT(depth=2, context=8), torch.randint(0, 256, (2, 9))
+    gradients = []
+    for called in (model, sweep.OnDevice(model, torch.device("cpu"))):
+        sweep.loss_of(called(x[:, :-1]), x[:, 1:]).backward()
+        gradients.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_demos_proof_holds_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    verbosity, said = optuna.logging.get_verbosity(), []
+    report = sweep.run(sweep.QUICK, tmp_path, said.append)
+    optuna.logging.set_verbosity(verbosity)
+    assert report["proof"]["losses_equal"] and report["proof"]["weights_equal"], said
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_the_text_is_cut_without_overlap():

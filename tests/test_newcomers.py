@@ -1,6 +1,8 @@
 """A trial whose architecture is new is measured beside the others: neither its pilot nor its first step stalls them."""
 
 import functools
+import math
+import re
 import threading
 
 import optuna
@@ -9,11 +11,15 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune.meter import TrialMeter
+from hydra_tune.trial import Trial
 from models import gpt
 
 STEPS = 4
 PATIENCE_S = 60  # of who waits for another trial's steps; then the test fails
 WIDTH = 256
+BLOCK_BYTES = 4 * (WIDTH + 1) * WIDTH
+BOUNDARY_BYTES = 4 * 8 * WIDTH
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
@@ -65,7 +71,7 @@ class Calling(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def newcomer(device, in_forward=lambda: None, in_step=lambda: None, batch=8, keeps=0):
+def newcomer(device, in_forward=lambda: None, in_step=lambda: None, batch=8, keeps=0, forwards=1):
     """Its losses and weights. `in_step` is called between a forward and its backward; beside the loss stand `keeps`
     numbers, made of the outputs."""
     torch.manual_seed(1)
@@ -73,7 +79,7 @@ def newcomer(device, in_forward=lambda: None, in_step=lambda: None, batch=8, kee
     model, optimizer = hydra_tune.prepare(model, torch.optim.AdamW(model.parameters()))
     losses = []
     for _ in range(STEPS):
-        outputs = model(torch.randn(batch, WIDTH).to(device))
+        outputs = sum(model(torch.randn(batch, WIDTH).to(device)) for _ in range(forwards))
         kept = outputs.mean().expand(keeps).clone() if keeps else outputs
         in_step()
         loss = outputs.square().mean() + kept.mean()
@@ -144,6 +150,44 @@ def test_a_pilot_that_lacks_room_beside_the_others_has_the_device_to_itself(devi
     results, story = run_together(device, memory=memory, batch=128)
     assert story.index("beside=True") < story.index("beside=False")
     assert_same(results, alone(device, batch=128))
+
+
+def test_a_pilot_beside_others_can_take_no_more_than_they_spare(device, monkeypatch):
+    """Of which a block that is on the device has its weights' share."""
+    limits, limit = [], TrialMeter.limit
+
+    def noting(meter, num_bytes):
+        limits.append(num_bytes)
+        limit(meter, num_bytes)
+
+    monkeypatch.setattr(TrialMeter, "limit", noting)
+    _, story = run_together(device)
+    spare_bytes = int(re.search(r"StartPilot\(trial=1, free_bytes=(\d+), beside=True\)", story)[1])
+    of_pilot = [limit for limit in limits if limit is not None]
+    assert max(of_pilot) >= spare_bytes and max(of_pilot) - min(of_pilot) == BLOCK_BYTES
+    assert limits[-1] is None
+
+
+def test_before_a_first_step_makes_what_was_not_estimated_it_waits_for_the_others(device, monkeypatch):
+    """Two forwards, where the pilot saw one. When a block has run it is too late: others may have the bytes of its
+    outputs."""
+    most, had, watch, outgrow = [], [], TrialMeter.watch_outside, Trial._outgrow
+
+    def watch_outside(meter, most_bytes=math.inf, outgrown=None):
+        watch(meter, most_bytes, outgrown)
+        most.append(meter.trial_bytes + most_bytes)
+
+    def outgrown(trial):
+        had.append((trial.meter.trial_bytes, most[-1]))
+        outgrow(trial)
+
+    monkeypatch.setattr(TrialMeter, "watch_outside", watch_outside)
+    monkeypatch.setattr(Trial, "_outgrow", outgrown)
+    results, story = run_together(device, forwards=2)
+    assert story.count("Alone(trial=1)") == 1
+    ((had_bytes, most_bytes),) = had
+    assert most_bytes - BOUNDARY_BYTES < had_bytes <= most_bytes
+    assert_same(results, alone(device, forwards=2))
 
 
 def test_a_first_step_that_needs_more_than_was_estimated_waits_for_the_others(device):

@@ -250,6 +250,42 @@ def test_a_pilot_goes_beside_those_who_can_spare_enough(machine):
     machine.validate()
 
 
+def test_all_steps_under_way_go_on_beside_a_pilot(machine):
+    admitted(machine, 0, 1, slots=(20,))
+    for trial in (0, 1):
+        machine.handle(StepReady(trial))
+    machine.handle(TrialAdded(2))
+    assert machine.handle(PilotReady(2, least_bytes=10)) == [StartPilot(2, 50, beside=True)], "100 - 2 * 10 - 20 - 10"
+    machine.validate()
+
+
+def test_any_step_may_begin_beside_a_pilot(machine):
+    """One that needs more than that which is under way."""
+    admitted(machine, 0, slots=(10,))
+    admitted(machine, 1, slots=(30,))
+    machine.handle(StepReady(0))
+    machine.handle(TrialAdded(2))
+    assert machine.handle(PilotReady(2, least_bytes=10)) == [StartPilot(2, 50, beside=True)], "100 - 10 - 30 - 10"
+    machine.handle(StepDone(0))
+    assert machine.handle(StepReady(1)) == [Enter(1)]
+    machine.validate()
+
+
+def test_a_pilot_leaves_room_for_the_work_of_a_traveller_whose_shard_is_on_its_way():
+    machine = Machine([100, 100], Fifo(), least_ahead_bytes=None)
+    for trial in (0, 1, 2):
+        machine.handle(TrialAdded(trial, travels=trial != 1))
+        machine.handle(PlanReady(trial, plan((30,), step=20) if trial == 1 else plan((50,), work=30, step=5)))
+    a, c = task(0, 0), task(2, 0)
+    for now in (a, c):
+        machine.handle(StepReady(now.trial))
+        machine.handle(TaskReady(now))
+    assert machine.handle(TrialAdded(3)) == [Place(3, 1)]
+    assert machine.handle(PilotReady(3, least_bytes=5)) == [StartPilot(3, 20, beside=True)], "not 40: 100 - 50 - 30"
+    assert machine.handle(Promoted(c, 1)) == [Run(c, 1)]
+    machine.validate()
+
+
 def test_one_pilot_at_a_time_and_who_is_behind_it_does_not_wait(machine):
     admitted(machine, 0)
     machine.handle(StepReady(0))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import hydra_tune
 from hydra_tune.meter import Meter
 from hydra_tune.mode import TrialMode
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
@@ -106,3 +107,22 @@ def test_where_nothing_can_be_foretold_two_values_are_assumed(optimizer):
     assert optimizer_state_bytes(optimizer, parameters) == 2 * sum(sizes)
     assert step_scratch_bytes(optimizer, parameters, foreach_by_default=False) == 2 * max(sizes)
     assert step_scratch_bytes(optimizer, parameters, foreach_by_default=True) == 2 * sum(sizes)
+
+
+def held_bytes(**options):
+    torch.manual_seed(0)
+    net = model()
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        hydra_tune.prepare(net, torch.optim.AdamW(net.parameters(), **options), pool=pool)
+        net(torch.randn(2, 64)).sum().backward()
+        (trial,) = pool.report()["trials"]
+        hydra_tune.release(net)
+    assert trial["resident"]
+    return trial["held_bytes"]
+
+
+def test_a_resident_trial_asks_for_what_its_optimizers_step_takes():
+    parameters = list(model().parameters())
+    optimizer = torch.optim.AdamW(parameters, foreach=True)
+    scratch_bytes = step_scratch_bytes(optimizer, parameters, foreach_by_default=False)
+    assert held_bytes(foreach=True) - held_bytes(fused=True) == scratch_bytes > 0

@@ -52,7 +52,7 @@ def step_scratch_bytes(
     assumed.
     """
     trainable = [p for p in parameters if p.requires_grad]
-    defaults = {"foreach": None} if optimizer is None else optimizer.defaults
+    defaults = getattr(optimizer, "defaults", {"foreach": None})  # none yet, or one that wraps another
     if defaults.get("fused") or not trainable:
         return 0
     foreach = defaults.get("foreach", False)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -16,7 +16,10 @@ from ray.tune import Checkpoint
 import hydra_tune
 from hydra_tune.context import TrialContext
 from hydra_tune.errors import ResumeError
+from hydra_tune.hyperparameters import Hyperparameters
+from hydra_tune.integrations.attempt import Attempt
 from hydra_tune.integrations.kept_state import KeptState, KeptStates
+from hydra_tune.integrations.messages import Ended, Order, Save, Saved
 from hydra_tune.resumption import Interval, Resumption
 
 STEPS, HALF = 6, 3
@@ -28,8 +31,8 @@ def pool():
         yield pool
 
 
-def run(pool, config, *, found=None, perturbed=False, steps=STEPS, asks=True):
-    """A trial: its weights, rates and draws after so many steps, and what was kept of it there."""
+def run(pool, config, *, found=None, perturbed=False, steps=STEPS, asks=True, keep_at=None, schedule_of=None):
+    """A trial: its weights, rates and draws after so many steps, and what was kept of it there, or after `keep_at`."""
     with TrialContext(pool, 0) as context:
         sources = [] if found is None else [found]
         context.resumption = Resumption(
@@ -39,19 +42,23 @@ def run(pool, config, *, found=None, perturbed=False, steps=STEPS, asks=True):
         optimizer = torch.optim.SGD(
             model.parameters(), lr=config["lr"], momentum=config.get("momentum", 0.9), weight_decay=1e-4
         )
-        schedule = ExponentialLR(optimizer, 0.5)
+        schedule = ExponentialLR(optimizer, 0.5) if schedule_of is None else schedule_of(optimizer)
         model, optimizer = hydra_tune.prepare(model, optimizer, extra_state=schedule)
         rates = []
         start = hydra_tune.resume_step() if asks else 0
         assert schedule.get_last_lr() == [optimizer.param_groups[0]["lr"]]
-        for _ in range(start, steps):
+        kept = None
+        for step in range(start, steps):
+            if step == keep_at:
+                kept = KeptState.of(context, "donor")
             loss = model(torch.randn(4, 32)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
             rates.append(optimizer.param_groups[0]["lr"])
-        kept = KeptState.of(context, "donor") if asks else None
+        if asks and keep_at is None:
+            kept = KeptState.of(context, "donor")
         weights = [p.detach().clone() for p in model.parameters()]
         return weights, rates, torch.rand(3), kept, optimizer.param_groups[0], start
 
@@ -84,6 +91,37 @@ def test_what_is_kept_stays_as_it_was_when_somebody_goes_on_from_it(pool, tmp_pa
     again = run(pool, {"lr": 0.1}, found=states.found_in(Checkpoint.from_directory(str(tmp_path))))
     assert all(map(torch.equal, first[0], again[0]))
     assert states.continued == {"in_memory": 2, "from_checkpoint": 0}
+
+
+def test_what_is_kept_stays_as_it_was_when_its_trial_goes_on(pool, tmp_path):
+    whole = run(pool, {"lr": 0.1}, keep_at=HALF)
+    rest = run(pool, {"lr": 0.1}, found=through(KeptStates(lambda: 1 << 30), whole[3], tmp_path))
+    assert rest[5] == HALF
+    assert all(map(torch.equal, whole[0], rest[0]))
+
+
+def test_a_schedule_in_closed_form_goes_on_from_the_new_rate(pool, states, tmp_path):
+    def schedule_of(optimizer):
+        return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    half = run(pool, {"lr": 0.1}, steps=HALF, schedule_of=schedule_of)
+    found = through(states, half[3], tmp_path)
+    clone = run(pool, {"lr": 0.4}, found=found, perturbed=True, schedule_of=schedule_of)
+    assert clone[1] == pytest.approx([0.4 / (1 + n) for n in (4, 5, 6)], rel=1e-6)
+
+
+def test_a_rate_that_is_a_tensor_stays_one():
+    def made(rate):
+        weight = nn.Parameter(torch.ones(2))
+        return torch.optim.Adam([weight], lr=torch.tensor(rate), foreach=False)
+
+    donor, clone = made(0.1), made(0.4)
+    given, own = Hyperparameters.of(donor, []), Hyperparameters.of(clone, [])
+    rate = clone.param_groups[0]["lr"]
+    rate.fill_(0.05)  # as the donor's state says
+    own.stay(given.plain(), clone, [])
+    assert clone.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.4 * 0.5)
 
 
 def test_another_trial_keeps_the_hyperparameters_that_it_was_given_otherwise(pool, states, tmp_path):
@@ -133,6 +171,40 @@ def test_who_cannot_be_counted_is_not_kept(pool):
             KeptState.of(context, "donor")
 
 
+class Said(list):
+    """A line that only notes what is said on it."""
+
+    say = list.append
+
+
+def test_of_a_state_that_could_not_be_written_none_is_kept(pool, tmp_path):
+    """What was kept before would take the trial back further than Tune believes."""
+    states, said, held = KeptStates(lambda: 1 << 30), Said(), []
+
+    def work(attempt):
+        model = nn.Linear(4, 4)
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        hydra_tune.resume_step()
+        for name in ("folder", "file"):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            attempt.answer(Save(str(tmp_path / name)))
+            attempt.answer(None)
+            attempt.await_answer()
+            held.append([state.trial_id for state in states._of.values()])
+
+    (tmp_path / "file").write_text("no folder")
+    surroundings = {"trial_id": "t", "trial_name": "t", "experiment_name": "e", "loaded_checkpoint": None}
+    order = Order("job", b"", {}, surroundings)
+    attempt = Attempt(pool, order, said, work, lambda: None, states)
+    attempt.start()
+    attempt._thread.join(60)
+    assert [type(message) for message in said] == [Saved, Saved, Ended], said
+    assert said[0].why_not == "" and "file" in said[1].why_not
+    assert held == [["t"], []]
+
+
 def test_the_oldest_make_room(pool):
     half = run(pool, {"lr": 0.1}, steps=1)[3]
     states = KeptStates(lambda: 2 * half.num_bytes + 10)
@@ -144,6 +216,15 @@ def test_the_oldest_make_room(pool):
     assert [states.named(kept.name) is kept for kept in made] == [False, True, True]
     states.forget("b")
     assert states.named(made[1].name) is None
+
+
+def test_the_oldest_is_what_was_kept_first_not_whose_trial_was_the_first(pool):
+    half = run(pool, {"lr": 0.1}, steps=1)[3]
+    states = KeptStates(lambda: 2 * half.num_bytes + 10)
+    made = [KeptState(trial, *half.newest()) for trial in "abac"]
+    for kept in made:
+        states.keep(kept)
+    assert [states.named(kept.name) is kept for kept in made] == [False, False, True, True]
 
 
 def test_a_checkpoint_of_the_functions_own_is_left_to_it(tmp_path):

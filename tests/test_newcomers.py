@@ -195,3 +195,15 @@ def test_a_first_step_that_needs_more_than_was_estimated_waits_for_the_others(de
     results, story = run_together(device, keeps=300_000)
     assert story.count("Alone(trial=1)") == 1
     assert_same(results, alone(device, keeps=300_000))
+
+
+def test_a_first_step_stays_at_home():
+    """Where what it makes is counted."""
+    with hydra_tune.ShardPool(["cpu", "cpu"], "4MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(
+            optuna.create_study(), lambda trial: newcomer("cpu")[0][-1], n_trials=1
+        )
+        story = pool._machine.story(0)
+    asked = re.findall(r"TaskReady\(task=Task\(trial=0, step=(\d+),.*at_home=(\w+)", story)
+    assert {at_home for step, at_home in asked if step == "1"} == {"True"}
+    assert {at_home for step, at_home in asked if step != "1"} == {"False"}

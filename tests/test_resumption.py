@@ -527,6 +527,16 @@ class Left(Training):
                 yield epoch * (BATCHES - 1) + i, batch
 
 
+class LeftLater(Training):
+    """After an epoch that was whole."""
+
+    def batches(self, loader):
+        yield from enumerate(loader, hydra_tune.resume_step())
+        for epoch in (1, 2):
+            for i, batch in zip(range(BATCHES - 1), loader, strict=False):
+                yield epoch * BATCHES + i, batch
+
+
 class EvaluatesOnIt(Training):
     def batches(self, loader):
         hydra_tune.resume_step()
@@ -557,6 +567,7 @@ class TwoBackwards(Training):
 
 UNCLEAR = {
     "left": (Left, "left before its end"),
+    "left later": (LeftLater, "left before its end"),
     "evaluated": (EvaluatesOnIt, "gone through without training"),
     "two loaders": (TwoLoaders, "not the first loader's"),
     "two backwards": (TwoBackwards, "1 backwards were made for 0 steps of the optimizer"),

@@ -227,7 +227,7 @@ class Search:
         import optuna
 
         complete = self._study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-        known = zip(*(trial.values for trial in complete if INFEASIBLE not in trial.user_attrs), strict=True)
+        known = zip(*(trial.values for trial in complete), strict=True)
         maximizes = [each is optuna.study.StudyDirection.MAXIMIZE for each in self._study.directions]
         return [min(values) if larger else max(values) for values, larger in zip(known, maximizes, strict=False)]
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 
 os.environ["HYDRA_TUNE_CHECKS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +15,20 @@ from hydra_tune.cuda_device import CudaDevice
 from hydra_tune.device import CpuDevice
 from hydra_tune.pool import ShardPool
 from hydra_tune.schedule import Machine
+
+
+@pytest.hookimpl(tryfirst=True)  # before proofs are deselected
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test that is marked `sample(n)` one in n is run by `make test`; the rest are proofs. It is
+    another one in each n, so that of several parameters none keeps its value."""
+    cases = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sample")
+        if mark is not None:
+            (n,), test = mark.args, (item.path, item.originalname)
+            if (cases[test] // n + cases[test]) % n:
+                item.add_marker(pytest.mark.proof)
+            cases[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -157,7 +157,7 @@ def small_sweeps(draw):
     return [*kinds, *[kinds[0]] * (3 - len(kinds))]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(trials=small_sweeps(), devices=st.integers(1, 2))
 def test_the_optimum_is_that_of_brute_force(trials, devices):
     found = optimum(trials, devices)

@@ -84,7 +84,11 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.proof), 2])
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]], ids=["one device", "two devices"])
+@pytest.mark.parametrize(
+    "devices",
+    [pytest.param(["cpu"], marks=pytest.mark.proof), ["cpu", "cpu"]],
+    ids=["one device", "two devices"],
+)
 def test_four_trials_in_four_threads_equal_each_alone_and_plain_pytorch(devices, num_workers):
     together, report = run_in_pool(devices, num_workers, concurrency=4)
     assert_same(together, results_alone(num_workers))

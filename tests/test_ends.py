@@ -162,6 +162,7 @@ def reachable(seen):
     return {kind: found for kind, references in seen.items() if (found := alive(references))}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", WIDTHS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_trial_leaves_nothing_behind(way, where):
@@ -294,6 +295,7 @@ def go_on(way, width, pool):
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", WIDTHS)
 @pytest.mark.parametrize(
     "way", ["forward", "later pilot", "module hook", "between", "backward", "tensor hook", "weight hook", "step"]

@@ -80,6 +80,7 @@ class LacksInEachStep(Lacks):
     times, steps = 2, (2, 3)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("where", ["script", "objective", "abroad"])
 @pytest.mark.parametrize(
     "script",

@@ -298,6 +298,9 @@ def test_a_sampler_with_the_constraint_learns_what_diverges():
     assert sum(trial.params["x"] > 0.8 for trial in last) < len(last) / 2
     diverged = [trial for trial in study.trials if "hydra_tune: infeasible because" in trial.user_attrs]
     assert diverged and {trial.state for trial in diverged} == {TrialState.COMPLETE}
+    for trial in diverged:
+        before = study.trials[: trial.number]
+        assert trial.value == max(each.value for each in before if each.state is TrialState.COMPLETE)
     assert study.best_params["x"] <= 0.8
 
 

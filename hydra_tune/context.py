@@ -106,6 +106,8 @@ class TrialContext:
             if context.trials:
                 forget_interrupted_backward()
             for trial in context.trials:
+                if isinstance(error, torch.OutOfMemoryError):
+                    trial.planner.note_out_of_memory()
                 trial.end()
             context.trials.clear()
             context.resumption = None

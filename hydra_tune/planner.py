@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -95,6 +96,7 @@ class Planner:
         self.failed_pilot_bytes: int | None = None  # the most of one that failed and still has its reservation
         self._shard_of: dict[str, int] = {}
         self._repacked = False  # this trial alone has smaller shards
+        self._spills = False  # though it might fit
         self.unmeasured: set[Block] = set()
         self._key = PlanKey(b"", ())
         self._kinds: set[type | None] = set()  # kept for as long as plans are looked up by keys that name them
@@ -267,9 +269,12 @@ class Planner:
         if trial.in_step:
             trial.leave_step()
         former, former_key = self.plan, self._key
-        spilled = trial.residency.spilled
         self.settled = False
-        self._key = plan_key(trial.model, trial.optimizer, (args, kwargs), flags, spilled, forward_only)
+        key_of = partial(plan_key, trial.model, trial.optimizer, (args, kwargs), flags)
+        self._key = key_of(trial.residency.spilled, forward_only)
+        self._spills = trial.residency.spilled or self._key in pool.too_large
+        if self._spills:
+            self._key = key_of(True, forward_only)
         self._kinds.update(kind() for kind in self._key.kinds)
         try:
             if former is not None:
@@ -372,6 +377,11 @@ class Planner:
             trial.pool.admit(trial, plan)
             self._settle(plan)
         self.settled = True
+
+    def note_out_of_memory(self) -> None:
+        """Where all of it was on the device, trials like it are spilled from here on."""
+        if self.plan is not None and self.plan.resident:
+            self._trial.pool.too_large.add(self._key)
 
     def repack(self) -> None:
         """Within a step, between tasks: each block in a shard of its own, until this trial is settled anew."""
@@ -478,7 +488,7 @@ class Planner:
             resident_bytes=self._training_bytes(every) + buffers + pilot.kept_bytes,
             step_bytes=step_bytes,
             late_bytes=self._late_bytes,
-            may_be_resident=not trial.residency.spilled,
+            may_be_resident=not (self._spills or trial.residency.spilled),
             cut=self._cut,
         )
         modes = former.modes if former else frozenset()

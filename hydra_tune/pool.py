@@ -167,6 +167,7 @@ class ShardPool:
         self.num_threads = torch.get_num_threads()
         self.plans: dict[PlanKey, TrialPlan] = {}  # by `partition.plan_key`
         self.measured: set[PlanKey] = set()  # keys of plans whose step bytes a first step has measured
+        self.too_large: set[PlanKey] = set()  # keys of resident plans under which a trial ran out of memory
         self._machine = Machine(
             [device.budget_bytes for device in self._devices],
             order,
@@ -368,6 +369,7 @@ class ShardPool:
             for gone in [other for other in self.plans if not other.can_be_met]:
                 del self.plans[gone]
                 self.measured.discard(gone)
+                self.too_large.discard(gone)
             self.plans[key] = plan
 
     def admit(self, trial: Client, plan: TrialPlan) -> None:

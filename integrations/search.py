@@ -12,6 +12,8 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hydra_tune.context import Context, TrialContext
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, ResumeError, TrialStopped
 from hydra_tune.integrations.concurrency import Places
@@ -161,7 +163,7 @@ class Search:
         talks = logger.isEnabledFor(logging.INFO)
         if talks:
             logger.info("trial %d: starts", trial.number)
-        reason, value, lack = "", None, 0.0
+        reason, value, lack, prepared = "", None, 0.0, False
         before = None if self._folder is None else self._as_it_was(trial)
         history = () if before is None else _predecessors(before)
         try:
@@ -179,6 +181,7 @@ class Search:
                     if context.resumption is not None and context.resumption.began_at:
                         trial.set_user_attr(RESUMED, context.resumption.began_at)
                     self.running.remove(trial.number)
+                    prepared = bool(context.trials)
                     _keep_figures(trial, context)
         except TrialStopped as stop:
             logger.info("trial %d: stopped, %s", trial.number, stop)
@@ -199,9 +202,12 @@ class Search:
             trial.set_user_attr(LACK, error.lack)
             lack = error.lack
         except Exception as error:
-            logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
-            _note_constraint(trial, context, 0.0)
-            raise
+            if not (prepared and isinstance(error, torch.OutOfMemoryError)) or isinstance(error, self._caught):
+                logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
+                _note_constraint(trial, context, 0.0)
+                raise
+            reason, lack = f"it ran out of memory: {error}", 1.0
+            trial.set_user_attr(LACK, lack)
         if _has_nan(value):
             reason, lack = f"its value is {value}", 1.0
         _note_constraint(trial, context, lack)

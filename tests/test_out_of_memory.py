@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import optuna
 import pytest
 import torch
 from torch import nn
@@ -168,3 +169,46 @@ def test_a_virtual_device_raises_and_what_it_drops_is_room():
             hydra_tune.release(model)
             assert pool.devices[0].used_bytes == 0
     assert losses == {0: True, 60 * KIB: True}
+
+
+def keeps_more_than_was_foreseen(trial, kept_bytes=100 * KIB):
+    """In its loop, where no pilot looks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    kept, losses = [], []
+    for _ in range(3):
+        loss = model(torch.randn(4, 64)).square().mean()
+        kept.append(loss.detach().repeat(kept_bytes // 4 // 3))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[-1]
+
+
+def test_a_resident_trial_that_runs_out_of_memory_is_pruned_and_trials_like_it_are_spilled(caplog):
+    study = optuna.create_study()
+    with hydra_tune.ShardPool(["cpu"], 330 * KIB) as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(study, keeps_more_than_was_foreseen, n_trials=3)
+        assert [trial["resident"] for trial in pool.report()["trials"]] == [True, False, False]
+        assert pool.devices[0].used_bytes == 0
+    assert [trial.state.name for trial in study.trials] == ["PRUNED", "COMPLETE", "COMPLETE"]
+    assert "ran out of memory" in study.trials[0].user_attrs["hydra_tune: pruned because"]
+    with hydra_tune.ShardPool(["cpu"], "8MiB") as pool:
+        plain = optuna.create_study()
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(plain, keeps_more_than_was_foreseen, n_trials=1)
+    assert study.trials[1].value == study.trials[2].value == plain.trials[0].value
+
+
+def test_an_objective_that_prepares_nothing_or_catches_it_runs_out_of_memory_as_without_us():
+    def unprepared(trial):
+        raise torch.OutOfMemoryError("of its own")
+
+    with hydra_tune.ShardPool(["cpu"], 330 * KIB) as pool:
+        runner = hydra_tune.HydraTrialRunner(pool, concurrency=1)
+        with pytest.raises(torch.OutOfMemoryError, match="of its own"):
+            runner.optimize(optuna.create_study(), unprepared, n_trials=1)
+        study = optuna.create_study()
+        runner.optimize(study, keeps_more_than_was_foreseen, n_trials=1, catch=torch.OutOfMemoryError)
+    assert [trial.state.name for trial in study.trials] == ["FAIL"]

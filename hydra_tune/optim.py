@@ -1,37 +1,49 @@
-"""What an optimizer will take for some parameters, found by stepping one like it on no memory at all."""
+"""What an optimizer will take for some parameters, found by stepping ones like it on no memory at all."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hydra_tune.mode import drawing_again
+from hydra_tune.random_state import has_own_state, random_state_kept
 from hydra_tune.tree import tensors_in
 
 logger = logging.getLogger("hydra_tune")
+_GENERATOR = torch.default_generator  # before it is a trial's
+_FEW, _MANY = 2, 4  # parameters of a copy: a loop keeps some of the one before until the next has its own
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter]) -> int:
     """Bytes of optimizer state for `parameters`, where `optimizer` keeps it beside them.
 
-    Steps copies of the optimizer on meta tensors, one for each kind of parameter. Two values a parameter, as Adam
-    keeps, are assumed where there is no optimizer yet or it can't be copied so.
+    Steps copies of the optimizer on meta tensors, for each kind of parameter. Two values a parameter, as Adam keeps,
+    are assumed where there is no optimizer yet or it can't be copied so.
     """
     trainable = [p for p in parameters if p.requires_grad]
-    assumed = 2 * sum(p.numel() * p.element_size() for p in trainable)
+    every = sum(p.numel() * p.element_size() for p in trainable)
     if optimizer is None or not trainable:
-        return assumed
+        return 2 * every
+    if isinstance(optimizer, torch.optim.LBFGS):  # steps and differences of gradients, and two values more
+        return (2 * int(optimizer.param_groups[0]["history_size"]) + 2) * every
     try:
-        return sum(count * _state_bytes(twin) for twin, count in _on_meta(optimizer, trainable))
+        return sum(
+            count * step.state_bytes for step, count, _ in _steps(optimizer, trainable, foreach_by_default=False)
+        )
     except Exception as error:  # any optimizer class may come, with any constructor
         logger.info("cannot size the state of %s (%s); assuming Adam's", type(optimizer).__name__, error)
-        return assumed
+        return 2 * every
 
 
 def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -46,76 +58,166 @@ def step_scratch_bytes(
     optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter], *, foreach_by_default: bool
 ) -> int:
     """The most that temporaries of one step on the device take, where it steps `parameters` there: of all of them
-    with `foreach`, of one without.
+    where it steps them at once, as with `foreach`; of two of the largest where it steps one after another.
 
     Steps copies of the optimizer, as above. Where there is none or it can't be copied so, two values a parameter are
     assumed.
     """
-    trainable = [p for p in parameters if p.requires_grad]
-    defaults = getattr(optimizer, "defaults", {"foreach": None})  # none yet, or one that wraps another
-    if defaults.get("fused") or not trainable:
+    sizes = [p.numel() * p.element_size() for p in parameters if p.requires_grad]
+    if not sizes:
         return 0
-    foreach = defaults.get("foreach", False)
-    foreach = foreach_by_default if foreach is None else foreach
-    at_once = sum if foreach else max
-    assumed = 2 * at_once(p.numel() * p.element_size() for p in trainable)
-    if optimizer is None:
-        return assumed
+    if isinstance(optimizer, torch.optim.LBFGS):  # which steps all of them as one vector
+        return 10 * sum(sizes)
+    defaults = getattr(optimizer, "defaults", {})
     try:
-        if foreach:
-            return sum(count * _scratch_bytes(twin) for twin, count in _on_meta(optimizer, trainable, foreach=True))
-        twins = _on_meta(optimizer, trainable, each=2, foreach=False)  # the loop keeps some until the next has its own
-        return max((_scratch_bytes(twin) for twin, _ in twins), default=0)
+        if optimizer is not None:
+            trainable = [p for p in parameters if p.requires_grad]
+            steps = [s for s in _steps(optimizer, trainable, foreach_by_default=foreach_by_default) if not s[2]]
+            at_once = sum(count * step.scratch_bytes for step, count, _ in steps if step.at_once)
+            return at_once + max((_FEW * step.scratch_bytes for step, _, _ in steps if not step.at_once), default=0)
     except Exception as error:  # as above
         logger.info("cannot size a step of %s (%s); assuming two values", type(optimizer).__name__, error)
-        return assumed
+    if defaults.get("fused"):
+        return 0
+    foreach = defaults.get("foreach")
+    return 2 * (sum(sizes) if (foreach_by_default if foreach is None else foreach) else max(sizes))
 
 
-def _on_meta(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], each: int = 1, **options: Any
-) -> Iterator[tuple[torch.optim.Optimizer, int]]:
-    """For each kind of parameter that it steps, one like it with these options over `each` of that kind with gradients;
-    and how many there are. Operators take their time on meta tensors."""
-    wanted = set(parameters)
+def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[Hashable, list[nn.Parameter]]]:
+    """What decides the bytes that it takes: each group's options, of which a rate counts as zero or not, and its
+    parameters."""
+    defaults = getattr(optimizer, "defaults", None)
+    groups = getattr(optimizer, "param_groups", [])
+    own = ({k: v for k, v in group.items() if defaults is None or k in defaults} for group in groups)
+    return [(_plain_options(options), group["params"]) for options, group in zip(own, groups, strict=True)]
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """To the bit: `load_state_dict` would round a state to its parameter's dtype.
+
+    Raises:
+        ValueError, KeyError: as `load_state_dict`.
+    """
+    optimizer.load_state_dict(state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in state["state"].items():
+        own = optimizer.state[parameters[index]] if isinstance(index, int) else {}
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, torch.Tensor) and own[key].dtype != value.dtype:
+                own[key] = value.to(own[key].device)
+
+
+def _plain_options(group: dict[str, Any]) -> tuple[tuple[str, Hashable], ...]:
+    return tuple((key, _plain(value)) for key, value in sorted(group.items()) if key != "params")
+
+
+def _plain(value: Any) -> Hashable:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value != 0
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else repr(value)
+
+
+class _Kind(NamedTuple):
+    """Parameters that take the same."""
+
+    options: tuple[tuple[str, Hashable], ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one parameter takes."""
+
+    state_bytes: int
+    scratch_bytes: int
+    at_once: bool  # with all others
+
+
+_known: weakref.WeakKeyDictionary[type, dict[_Kind, _Step]] = weakref.WeakKeyDictionary()
+
+
+def _steps(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], *, foreach_by_default: bool
+) -> Iterator[tuple[_Step, int, bool]]:
+    """For each kind of parameter that it steps what one takes, how many there are, and whether their step is fused,
+    which takes nothing beside their state."""
+    wanted, known = set(parameters), _known.setdefault(type(optimizer), {})
+    kinds: Counter[_Kind] = Counter()
+    options: dict[_Kind, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        own = {k: v for k, v in group.items() if k in optimizer.defaults}
-        own |= {k: v for k, v in {"fused": None, **options}.items() if k in own}
-        kinds = Counter((p.size(), p.stride(), p.dtype) for p in group["params"] if p in wanted)
-        for (size, stride, dtype), count in kinds.items():
-            twins = [nn.Parameter(torch.empty_strided(size, stride, dtype=dtype, device="meta")) for _ in range(each)]
-            for twin in twins:
-                twin.grad = torch.empty_like(twin)
-            yield type(optimizer)([{"params": twins, **own}]), count  # type: ignore[call-arg]
+        own = {key: value for key, value in group.items() if key in optimizer.defaults}
+        own |= {key: False for key in ("fused", "capturable") if key in own}  # for which meta tensors are no device
+        if own.get("foreach", False) is None:
+            own["foreach"] = foreach_by_default and not isinstance(optimizer, torch.optim.Adafactor)  # a loop anywhere
+        plain = (*_plain_options(own), ("is_fused", bool(group.get("fused"))))
+        for p in group["params"]:
+            if p in wanted:
+                kind = _Kind(plain, p.size(), p.stride(), p.dtype)
+                kinds[kind] += 1
+                options[kind] = own
+    for kind, count in kinds.items():
+        if kind not in known:
+            known[kind] = _measured(type(optimizer), kind, options[kind])
+        yield known[kind], count, bool(dict(kind.options)["is_fused"])
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+def _measured(make: type[torch.optim.Optimizer], kind: _Kind, options: dict[str, Any]) -> _Step:
+    """Nobody draws other random numbers for it, nor is any hook called.
+
+    Raises:
+        RuntimeError: hooks of all optimizers would be, by a class that calls its base's `step`.
+    """
+    if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
+        raise RuntimeError("hooks of all optimizers would be called")
+    apart = nullcontext() if has_own_state() else drawing_again()
+    with apart, random_state_kept([_GENERATOR]), torch.no_grad():
+        few, many = (_measured_together(make, kind, copy.deepcopy(options), number) for number in (_FEW, _MANY))
+    at_once = many[1] > few[1] * (_FEW + _MANY) / (2 * _FEW)
+    return _Step(-(-few[0] // _FEW), -(-many[1] // _MANY) if at_once else -(-few[1] // _FEW), at_once)
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    optimizer.step()
-    return sum(v.numel() * v.element_size() for v in _state_of(optimizer))
-
-
-def _scratch_bytes(optimizer: torch.optim.Optimizer) -> int:
-    optimizer.step()  # makes its state
-    parameters = optimizer.param_groups[0]["params"]
-    temporaries = _Temporaries([*parameters, *(p.grad for p in parameters), *_state_of(optimizer)])
-    with temporaries:
-        optimizer.step()
-    return temporaries.peak_bytes
+def _measured_together(
+    make: type[torch.optim.Optimizer], kind: _Kind, options: dict[str, Any], number: int
+) -> tuple[int, int]:
+    """Bytes of state, and of temporaries at most, of as many parameters."""
+    parameters = [
+        nn.Parameter(torch.empty_strided(kind.size, kind.stride, dtype=kind.dtype, device="meta"))
+        for _ in range(number)
+    ]
+    for p in parameters:
+        p.grad = torch.empty_like(p)
+    optimizer: Any = make([{"params": parameters, **options}])  # type: ignore[call-arg]
+    step = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    with _Temporaries([]):
+        step(optimizer)  # makes its state
+    state = tensors_in(list(optimizer.state.values()))
+    with _Temporaries([*parameters, *(p.grad for p in parameters), *state]) as temporaries:
+        step(optimizer)
+    state = tensors_in(list(optimizer.state.values()))
+    return sum(v.numel() * v.element_size() for v in state), temporaries.peak_bytes
 
 
 class _Temporaries(TorchDispatchMode):
-    """Counts the storages that operators make, while they live, beside those of `known`."""
+    """Counts the storages that operators make, while they live, beside those of `known`. A number that is read of a
+    meta tensor is 1."""
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._live_bytes = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._kept = [tensor.untyped_storage() for tensor in known]  # or the next one might get their place
+        self._known = {storage._cdata for storage in self._kept}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return 1.0
         outputs = func(*args, **(kwargs or {}))
         for tensor in tensors_in(outputs):
             self._note(tensor.untyped_storage())

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from math import inf
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError
 from hydra_tune.fingerprint import Fingerprint, PlanKey
 from hydra_tune.host_buffer import tensor_bytes
+from hydra_tune.optim import options_of
 from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
 from hydra_tune.tree import flatten, tensors_in
 
@@ -225,18 +225,15 @@ def plan_key(root: nn.Module, optimizer: torch.optim.Optimizer | None, inputs: o
         (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad, p.item() if _is_setting(p) else None)
         for name, p in root.named_parameters(remove_duplicate=False)
     )
-    defaults = getattr(optimizer, "defaults", {})
-    state = None if optimizer is None else (fingerprint.number(type(optimizer)), _plain(defaults))
+    state = None
+    if optimizer is not None:
+        groups = [(options, [order.get(id(p)) for p in own]) for options, own in options_of(optimizer)]
+        state = fingerprint.number(type(optimizer)), groups
     return fingerprint.key(fingerprint.of_model(root), parameters, state, input_signature(inputs), others)
 
 
 def _is_setting(parameter: torch.Tensor) -> bool:
     return parameter.numel() == 1 and not parameter.requires_grad
-
-
-def _plain(defaults: dict[str, Any]) -> tuple[tuple[str, Hashable], ...]:
-    """What decides an optimizer's state; of numbers, whether they are zero."""
-    return tuple((k, v != 0 if isinstance(v, float) else repr(v)) for k, v in sorted(defaults.items()))
 
 
 def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

@@ -15,6 +15,7 @@ from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.late_gradients import Gate
 from hydra_tune.meter import TrialMeter
+from hydra_tune.optim import load_exactly
 from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.trace import During
 from hydra_tune.tree import map_tensors
@@ -266,7 +267,7 @@ class Residency:
 
     def _move_state(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None and optimizer.state and self.device.torch_device.type != "cpu":
-            optimizer.load_state_dict(optimizer.state_dict())  # casts state to its parameter's device
+            load_exactly(optimizer, optimizer.state_dict())  # which moves state to its parameter's device
 
     def close(self) -> None:
         self._retire_copies()

@@ -26,6 +26,7 @@ from hydra_tune.checkpoint import CheckpointFolder, Moment
 from hydra_tune.errors import ConfigError, PrepareError, ResumeError
 from hydra_tune.hyperparameters import Hyperparameters
 from hydra_tune.loader_progress import LoaderProgress
+from hydra_tune.optim import load_exactly
 from hydra_tune.random_state import RandomState
 
 logger = logging.getLogger("hydra_tune")
@@ -466,17 +467,10 @@ def _restore_model(state: dict[str, Any], model: nn.Module) -> None:
 
 
 def _restore_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """To the bit: `load_state_dict` would round a state to its parameter's dtype."""
     try:
-        optimizer.load_state_dict(state)
+        load_exactly(optimizer, state)
     except (ValueError, KeyError) as error:
         raise _OtherError(f"the optimizer's state is another's: {error}") from None
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, values in state["state"].items():
-        own = optimizer.state[parameters[index]] if isinstance(index, int) else {}
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, torch.Tensor) and own[key].dtype != value.dtype:
-                own[key] = value
 
 
 class _OtherError(Exception):

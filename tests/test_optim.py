@@ -1,13 +1,17 @@
 """What an optimizer's state and one of its steps take is foretold without any memory."""
 
+import random
+
+import optuna
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hydra_tune
 from hydra_tune.meter import Meter
 from hydra_tune.mode import TrialMode
-from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
+from hydra_tune.optim import load_exactly, optimizer_state_bytes, step_scratch_bytes
 
 OPTIMIZERS = {
     "sgd": lambda ps, **o: torch.optim.SGD(ps, lr=0.1, **o),
@@ -18,6 +22,11 @@ OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
     "nadam": torch.optim.NAdam,
     "rprop": torch.optim.Rprop,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "radam": torch.optim.RAdam,
+    "asgd": torch.optim.ASGD,
+    "adafactor": torch.optim.Adafactor,
 }
 SCALARS = 64  # bytes, of numbers made tensors
 
@@ -64,7 +73,7 @@ def test_a_step_takes_what_was_foretold(name, foreach):
     real_state_bytes, real_scratch_bytes = stepped(optimizer, parameters)
     assert state_bytes == real_state_bytes
     assert real_scratch_bytes <= scratch_bytes <= 2 * real_scratch_bytes + SCALARS
-    if name != "rprop":  # whose foreach loops, too
+    if name not in ("rprop", "asgd", "adafactor"):  # whose foreach loops in part, or groups by shape
         assert scratch_bytes <= real_scratch_bytes + SCALARS
 
 
@@ -91,6 +100,86 @@ def test_only_some_of_its_parameters_count():
     stranger = [nn.Parameter(torch.zeros(5000))]
     assert step_scratch_bytes(optimizer, stranger, foreach_by_default=True) == 0
     assert optimizer_state_bytes(optimizer, stranger) == 0
+
+
+class Noisy(torch.optim.SGD):
+    """Draws on the host, and notes its steps in an option of its own."""
+
+    def __init__(self, parameters, lr=0.1, steps=None):
+        super().__init__(parameters, lr)
+        self.defaults["steps"] = []
+        for group in self.param_groups:
+            group.setdefault("steps", [] if steps is None else steps)
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["steps"].append(random.random())
+            for p in group["params"]:
+                p.data.add_(1e-3 * torch.randn(p.shape).to(p.device))
+
+
+class Noisier(Noisy):
+    """Another class, for what is known of one is not asked again."""
+
+
+def test_nobody_notices_that_copies_are_stepped():
+    parameters = list(model().parameters())
+    optimizer = Noisy(parameters, 0.1)
+    torch.manual_seed(0), random.seed(0)
+    drawn = torch.rand(3), random.random()
+    torch.manual_seed(0), random.seed(0)
+    assert optimizer_state_bytes(optimizer, parameters) == 0
+    assert step_scratch_bytes(optimizer, parameters, foreach_by_default=True) > 0
+    assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
+    assert optimizer.param_groups[0]["steps"] == []
+
+
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, Noisier], ids=["torch's", "another"])
+def test_hooks_of_all_optimizers_are_not_called_for_copies(make):
+    """Which another class may do that calls its base's step: then two values are assumed."""
+    parameters = list(model().parameters())
+    optimizer, called = make(parameters, lr=0.1), []
+    hook = register_optimizer_step_pre_hook(lambda *_: called.append(1))
+    state_bytes = optimizer_state_bytes(optimizer, parameters)
+    hook.remove()
+    every = sum(p.nbytes for p in parameters)
+    assert not called
+    assert state_bytes == 2 * every if make is Noisier else every <= state_bytes < every + SCALARS
+
+
+class ForeachLion(torch.optim.Optimizer):
+    """Steps all of its weights at once without having been asked."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            weights = group["params"]
+            gradients = [p.grad for p in weights]
+            momenta = [self.state[p].setdefault("of", {"m": torch.zeros_like(p)})["m"] for p in weights]
+            updates = torch._foreach_sign(torch._foreach_lerp(gradients, momenta, 0.9))
+            torch._foreach_lerp_(momenta, gradients, 0.01)
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+
+
+def test_what_steps_all_at_once_is_known_by_its_steps_and_nested_state_counts():
+    parameters = list(model().parameters())
+    every = sum(p.nbytes for p in parameters)
+    optimizer = ForeachLion(parameters)
+    assert optimizer_state_bytes(optimizer, parameters) == every
+    assert step_scratch_bytes(optimizer, parameters, foreach_by_default=False) >= 2 * every
+
+
+def test_each_group_is_stepped_as_it_says():
+    parameters = list(model().parameters())
+    fused, loop = parameters[:2], parameters[2:]
+    optimizer = torch.optim.AdamW([{"params": fused, "fused": True}, {"params": loop, "foreach": True}])
+    assert step_scratch_bytes(optimizer, fused, foreach_by_default=True) == 0
+    at_once = step_scratch_bytes(optimizer, parameters, foreach_by_default=False)
+    assert at_once >= sum(p.nbytes for p in loop)
 
 
 class NotToBeCopied(torch.optim.SGD):
@@ -126,3 +215,72 @@ def test_a_resident_trial_asks_for_what_its_optimizers_step_takes():
     optimizer = torch.optim.AdamW(parameters, foreach=True)
     scratch_bytes = step_scratch_bytes(optimizer, parameters, foreach_by_default=False)
     assert held_bytes(foreach=True) - held_bytes(fused=True) == scratch_bytes > 0
+
+
+def closed(loss):
+    def closure():
+        value = loss()
+        value.backward()
+        return value
+
+    return closure
+
+
+EVERY = OPTIMIZERS | {
+    "lbfgs": lambda ps: torch.optim.LBFGS(ps, history_size=3, max_iter=4, line_search_fn="strong_wolfe"),
+    "groups": lambda ps: torch.optim.SGD([{"params": ps[:1], "momentum": 0.9}, {"params": ps[1:]}], lr=0.1),
+    "few": lambda ps: torch.optim.AdamW(ps[-2:]),
+    "fused": lambda ps: torch.optim.AdamW(ps, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_each_optimizer_has_room_in_the_budget_that_its_resident_plan_needs(name):
+    """And not a byte more. What runs out of memory is pruned."""
+
+    def objective(trial):
+        torch.manual_seed(0)
+        net = model()
+        net, optimizer = hydra_tune.prepare(net, EVERY[name](list(net.parameters())))
+        x = torch.randn(2, 64, requires_grad=True)
+        for _ in range(4):
+            optimizer.step(closed(lambda: net(x).square().mean()))
+            optimizer.zero_grad()
+        return 0.0
+
+    budget = 1 << 22
+    for _ in range(2):
+        study = optuna.create_study()
+        with hydra_tune.ShardPool(["cpu"], budget) as pool:
+            hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(study, objective, n_trials=1)
+            (plan,) = pool.plans.values()
+        assert study.trials[0].state.name == "COMPLETE", study.trials[0].user_attrs
+        assert plan.resident
+        budget = plan.need_bytes
+
+
+def test_trials_share_a_plan_only_where_their_optimizers_take_as_much():
+    def plans_of(*make):
+        with hydra_tune.ShardPool(["cpu"], "4MiB") as pool:
+            for each in make:
+                net = model()
+                hydra_tune.prepare(net, each(list(net.parameters())), pool=pool)
+                net(torch.randn(2, 64)).sum().backward()
+                hydra_tune.release(net)
+            return len(pool.plans)
+
+    def adamw(**options):
+        return lambda ps: torch.optim.AdamW(ps, **options)
+
+    assert plans_of(adamw(lr=0.1), adamw(betas=(0.8, 0.99)), adamw(lr=torch.tensor(0.2), foreach=False)) == 2
+    assert plans_of(EVERY["few"], adamw()) == 2
+    assert plans_of(EVERY["groups"], lambda ps: torch.optim.SGD(ps, lr=0.1)) == 2
+
+
+def test_state_keeps_its_dtype_wherever_it_goes():
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.state[weight]["momentum_buffer"] = torch.full((3,), 1 / 3)
+    load_exactly(optimizer, optimizer.state_dict())
+    kept = optimizer.state[weight]["momentum_buffer"]
+    assert kept.dtype is torch.float32 and kept[0] == torch.tensor(1 / 3)

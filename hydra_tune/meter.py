@@ -298,10 +298,17 @@ class TrialMeter:
     def check_outside(self, more_bytes: int = 0) -> None:
         """See that these fit, too."""
         if self.trial_bytes + more_bytes > self._most_outside:
-            self._most_outside = inf
-            outgrown = None if self._outgrown is None else self._outgrown()
-            if outgrown is not None:
-                outgrown()
+            self.outgrow()
+
+    def outgrow(self) -> bool:
+        """What it has outside of its visits is more than was estimated; whether that is news."""
+        if self._most_outside == inf or not self._is_outside:
+            return False
+        self._most_outside = inf
+        outgrown = None if self._outgrown is None else self._outgrown()
+        if outgrown is not None:
+            outgrown()
+        return True
 
     def outside_peak(self) -> int:
         """The figure since `watch_outside`, which ends here."""

@@ -60,6 +60,16 @@ class TrialMode(TorchDispatchMode):
         inputs = _tensors((args, *kwargs.values())) if meter is not None else []
         if meter is not None:
             meter.note(func, args, kwargs, inputs)
+        try:
+            return self._observed(func, args, kwargs, meter, inputs)
+        except torch.OutOfMemoryError:  # of a GPU's allocator, which nobody can ask before
+            if meter is None or func._schema.is_mutable or not meter.outgrow():  # type: ignore[attr-defined]
+                raise
+        return self._observed(func, args, kwargs, meter, inputs)
+
+    def _observed(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], meter: Any, inputs: Any
+    ) -> Any:
         device = meter.device_of(func, inputs) if meter is not None else None
         if self.random_state is not None and draws(func) and is_default(kwargs.get("generator")):
             out = self.random_state.draw(func, args, kwargs)

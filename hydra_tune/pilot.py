@@ -370,6 +370,7 @@ class Pilot:
         around = self._journal.looking_around(meter.meter.storages(meter.trial), call.tensors)
         with self.residency.inside(call.block, copy) as visit, self._measured() as used, around:
             weight_versions = versions_of(visit.leaves)
+            self.residency.device.synchronize()  # others' tasks may be under way
             versions, start = versions_of(call.tensors), time.perf_counter()
             given, draws, hooks = detached(call.tensors), draws_of_others(), hooks_of(call.block.modules)
             arguments = call.arguments(given)
@@ -405,6 +406,7 @@ class Pilot:
         casts = torch.is_autocast_enabled(device.torch_device.type)
         with torch.enable_grad(), saved(), self.residency.inside(block, copy) as visit, self._measured() as used:
             leaves = [*inputs, *visit.leaves]
+            device.synchronize()
             before, start = meter.trial_bytes, time.perf_counter()
             first_node = torch._C._autograd._get_sequence_nr()
             outputs = block.forward(*call.arguments(inputs))

@@ -204,6 +204,7 @@ class Trial:
         with gate.stepped_out():
             self.leave()
             self.pool.have_alone(self)
+            self.device.free_cache()
         self._alone = True
 
     def _may_measure_step(self, plan: TrialPlan) -> bool:

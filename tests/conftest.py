@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections import Counter
 
 os.environ["HYDRA_TUNE_CHECKS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,16 +18,18 @@ from hydra_tune.schedule import Machine
 
 @pytest.hookimpl(tryfirst=True)  # before proofs are deselected
 def pytest_collection_modifyitems(items):
-    """Of the cases of a test that is marked `sample(n)` one in n is run by `make test`; the rest are proofs. It is
-    another one in each n, so that of several parameters none keeps its value."""
-    cases = Counter()
+    """Of the cases of a test that is marked `sample(n)`, `make test` runs those the places of whose parameters add up
+    to a multiple of n: each case of one parameter with one in n of another's. The rest are proofs."""
     for item in items:
         mark = item.get_closest_marker("sample")
         if mark is not None:
-            (n,), test = mark.args, (item.path, item.originalname)
-            if (cases[test] // n + cases[test]) % n:
+            names = [names if isinstance(names, str) else names[0] for names in _parametrized(item)]
+            if sum(item.callspec.indices[name] for name in names) % mark.args[0]:
                 item.add_marker(pytest.mark.proof)
-            cases[test] += 1
+
+
+def _parametrized(item):
+    return [mark.args[0] for mark in item.iter_markers("parametrize")]
 
 
 @pytest.fixture(autouse=True)

@@ -252,7 +252,7 @@ SCRIPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(len(BUDGETS))
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_it_trains_as_in_plain_pytorch(script, budget):

@@ -207,3 +207,18 @@ def test_a_first_step_stays_at_home():
     asked = re.findall(r"TaskReady\(task=Task\(trial=0, step=(\d+),.*at_home=(\w+)", story)
     assert {at_home for step, at_home in asked if step == "1"} == {"True"}
     assert {at_home for step, at_home in asked if step != "1"} == {"False"}
+
+
+@pytest.mark.parametrize("keeps", [330_000, 430_000])
+def test_an_allocator_that_nobody_can_ask_before_has_an_operator_run_again(keeps, monkeypatch):
+    """As a GPU's: it raises where a virtual device's meter would have waited first."""
+
+    def observe(meter, device, outputs, check=TrialMeter.check_outside):
+        if device is not None:
+            device.add(meter.trial, outputs)
+            check(meter)
+
+    monkeypatch.setattr(TrialMeter, "observe", observe)
+    results, story = run_together("cpu", keeps=keeps)
+    assert story.count("Alone(trial=1)") == 1
+    assert_same(results, alone("cpu", keeps=keeps))

@@ -365,7 +365,7 @@ MODEL_CHANGES = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @both_budgets
 @pytest.mark.parametrize("change", MODEL_CHANGES)
 @pytest.mark.parametrize("after", [0, 1], ids=["before the first batch", "after a step"])

@@ -52,7 +52,6 @@ def groups_for(cls, model):
     return [{"params": parameters[half:]}, *([{"params": parameters[:half], **own}] if half else [])]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(("cls", "options", "budget"), list(variations()))
 def test_every_optimizer_of_torch(cls, options, budget):
 

@@ -146,14 +146,15 @@ def run(settings: Settings, folder: Path, say: Callable[[str], None] = print) ->
         AssertionError: fewer bytes were promoted a step than half of the weights, or a budget was passed.
     """
     on = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if on.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    chosen = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(on.type == "cuda" or chosen)
+    if on.type == "cpu":
+        return _run(settings, folder, say, on)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    chosen = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True)
     try:
         return _run(settings, folder, say, on)
     finally:
-        torch.use_deterministic_algorithms(chosen)
+        torch.set_deterministic_debug_mode(chosen)
 
 
 def _run(settings: Settings, folder: Path, say: Callable[[str], None], on: torch.device) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Residency:
         self._log = log
         self.visit: Visit | None = None  # the one under way
         self._arrival: Arrival | None = None  # of gradients on their way to the host
+        self.late_bytes = 0  # of these, on the device
         self.former_buffers: dict[tuple[int, int], torch.Tensor] = {}  # by buffer and version, for graphs that live
 
     def move_home(self, to: Device) -> None:
@@ -177,7 +178,7 @@ class Residency:
         self.await_gradients()  # a plan has room for those of one block beside the next one's
         in_slot = set(block.slot_parameters)
         pairs = [(g, p) for p, row in zip(masters, grads, strict=True) for g in row if g is not None and p in in_slot]
-        start_s = self._log.now_s()
+        num_bytes, start_s = sum(tensor_bytes(g) for g, _ in pairs), self._log.now_s()
         with self.meter.paused():
             spilled, arrival = device.spill([g for g, _ in pairs], [p for _, p in pairs])
             hosts = iter(spilled)
@@ -185,7 +186,8 @@ class Residency:
                 arrival.wait()
             else:
                 gate.arrival = self._arrival = arrival
-        self._log.count("spilled_bytes", device, sum(tensor_bytes(g) for g, _ in pairs), arrival.marks or start_s)
+                self.late_bytes = num_bytes
+        self._log.count("spilled_bytes", device, num_bytes, arrival.marks or start_s)
         return [
             [g if g is None or p not in in_slot else next(hosts) for g in row]
             for p, row in zip(masters, grads, strict=True)
@@ -195,7 +197,7 @@ class Residency:
         """Those of the last backward that have not reached the host yet."""
         if self._arrival is not None:
             self._arrival.wait()
-            self._arrival = None
+            self._arrival, self.late_bytes = None, 0
 
     # ---- for the trial's life ----
 

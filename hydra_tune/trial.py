@@ -194,10 +194,12 @@ class Trial:
             self.meter.counting = True
             self.meter.watch_outside(plan.step_bytes, self._outgrow)
 
-    def check_room(self) -> None:
-        """See that what a visit may make fits, too: before it, for after it others may have the bytes."""
+    def check_room(self, direction: Direction) -> None:
+        """See that what a visit may leave fits, too: before it, for after it others may have the bytes."""
         assert self.plan is not None
-        self.meter.check_outside(max((block.boundary_bytes for block in self.plan.blocks), default=0))
+        made = max((block.boundary_bytes for block in self.plan.blocks), default=0)
+        late = self.plan.late_bytes - self.residency.late_bytes if direction is Direction.BACKWARD else 0
+        self.meter.check_outside(made + late)
 
     def _outgrow(self) -> None:
         """The step needs more than was estimated: the others make way until it is done."""
@@ -612,7 +614,7 @@ class LeasedVisit:
     def __enter__(self) -> Visit:
         trial, block = self._trial, self._block
         if trial.measures:
-            trial.check_room()
+            trial.check_room(self._direction)
         self._copy = copy = trial.take_lease(block, self._direction, at_home=self._at_home)
         trial.meter.outside_ends()
         trial.meter.here = copy.device.meter

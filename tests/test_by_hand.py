@@ -207,7 +207,7 @@ def test_a_search_that_grows_ends_when_it_is_stopped_or_its_time_is_over():
     pool = hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"], host_memory="1MiB")
     study = optuna.create_study()
     hydra_tune.optimize(study, objective, 1_000, pool=pool)
-    assert 4 <= len(study.trials) < 30
+    assert 4 <= len(study.trials) < 100, "all that live at once may have begun"
     hydra_tune.optimize(study, lambda trial: time.sleep(0.2) or 0.0, timeout=0.3, pool=pool)
     assert all(t.state is TrialState.COMPLETE for t in study.trials)
     assert "ask" not in vars(study) and "stop" not in vars(study), "the study is the user's again"

@@ -63,12 +63,18 @@ class TrialMode(TorchDispatchMode):
         try:
             return self._observed(func, args, kwargs, meter, inputs)
         except torch.OutOfMemoryError:  # of a GPU's allocator, which nobody can ask before
-            if meter is None or func._schema.is_mutable or not meter.outgrow():  # type: ignore[attr-defined]
+            schema = getattr(func, "_schema", None)
+            if meter is None or schema is None or schema.is_mutable or not meter.outgrow():
                 raise
         return self._observed(func, args, kwargs, meter, inputs)
 
     def _observed(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], meter: Any, inputs: Any
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        meter: TrialMeter | None,
+        inputs: list[torch.Tensor],
     ) -> Any:
         device = meter.device_of(func, inputs) if meter is not None else None
         if self.random_state is not None and draws(func) and is_default(kwargs.get("generator")):

@@ -139,6 +139,7 @@ class _Step:
     at_once: bool  # with all others
 
 
+_MOST_KNOWN = 10_000  # kinds of a class, whose options may be new ones each time
 _known: weakref.WeakKeyDictionary[type, dict[_Kind, _Step]] = weakref.WeakKeyDictionary()
 
 
@@ -163,6 +164,8 @@ def _steps(
                 options[kind] = own
     for kind, count in kinds.items():
         if kind not in known:
+            if len(known) == _MOST_KNOWN:
+                known.clear()
             known[kind] = _measured(type(optimizer), kind, options[kind])
         yield known[kind], count, bool(dict(kind.options)["is_fused"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -38,9 +39,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | None, parameters: S
     if isinstance(optimizer, torch.optim.LBFGS):  # steps and differences of gradients, and two values more
         return (2 * int(optimizer.param_groups[0]["history_size"]) + 2) * every
     try:
-        return sum(
-            count * step.state_bytes for step, count, _ in _steps(optimizer, trainable, foreach_by_default=False)
-        )
+        return sum(count * step.state_bytes for step, count in _steps(optimizer, trainable, foreach_by_default=False))
     except Exception as error:  # any optimizer class may come, with any constructor
         logger.info("cannot size the state of %s (%s); assuming Adam's", type(optimizer).__name__, error)
         return 2 * every
@@ -72,9 +71,9 @@ def step_scratch_bytes(
     try:
         if optimizer is not None:
             trainable = [p for p in parameters if p.requires_grad]
-            steps = [s for s in _steps(optimizer, trainable, foreach_by_default=foreach_by_default) if not s[2]]
-            at_once = sum(count * step.scratch_bytes for step, count, _ in steps if step.at_once)
-            return at_once + max((_FEW * step.scratch_bytes for step, _, _ in steps if not step.at_once), default=0)
+            steps = list(_steps(optimizer, trainable, foreach_by_default=foreach_by_default))
+            at_once = sum(count * step.scratch_bytes for step, count in steps if step.at_once)
+            return at_once + max((_FEW * step.scratch_bytes for step, _ in steps if not step.at_once), default=0)
     except Exception as error:  # as above
         logger.info("cannot size a step of %s (%s); assuming two values", type(optimizer).__name__, error)
     if defaults.get("fused"):
@@ -125,6 +124,7 @@ class _Kind(NamedTuple):
     """Parameters that take the same."""
 
     options: tuple[tuple[str, Hashable], ...]
+    fused: bool  # its step takes nothing beside its state
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -145,9 +145,8 @@ _known: weakref.WeakKeyDictionary[type, dict[_Kind, _Step]] = weakref.WeakKeyDic
 
 def _steps(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], *, foreach_by_default: bool
-) -> Iterator[tuple[_Step, int, bool]]:
-    """For each kind of parameter that it steps what one takes, how many there are, and whether their step is fused,
-    which takes nothing beside their state."""
+) -> Iterator[tuple[_Step, int]]:
+    """For each kind of parameter that it steps what one takes, and how many there are."""
     wanted, known = set(parameters), _known.setdefault(type(optimizer), {})
     kinds: Counter[_Kind] = Counter()
     options: dict[_Kind, dict[str, Any]] = {}
@@ -156,10 +155,10 @@ def _steps(
         own |= {key: False for key in ("fused", "capturable") if key in own}  # for which meta tensors are no device
         if own.get("foreach", False) is None:
             own["foreach"] = foreach_by_default and not isinstance(optimizer, torch.optim.Adafactor)  # a loop anywhere
-        plain = (*_plain_options(own), ("is_fused", bool(group.get("fused"))))
+        plain, fused = _plain_options(own), bool(group.get("fused"))
         for p in group["params"]:
             if p in wanted:
-                kind = _Kind(plain, p.size(), p.stride(), p.dtype)
+                kind = _Kind(plain, fused, p.size(), p.stride(), p.dtype)
                 kinds[kind] += 1
                 options[kind] = own
     for kind, count in kinds.items():
@@ -167,7 +166,7 @@ def _steps(
             if len(known) == _MOST_KNOWN:
                 known.clear()
             known[kind] = _measured(type(optimizer), kind, options[kind])
-        yield known[kind], count, bool(dict(kind.options)["is_fused"])
+        yield known[kind], count
 
 
 def _measured(make: type[torch.optim.Optimizer], kind: _Kind, options: dict[str, Any]) -> _Step:
@@ -182,7 +181,8 @@ def _measured(make: type[torch.optim.Optimizer], kind: _Kind, options: dict[str,
     with apart, random_state_kept([_GENERATOR]), torch.no_grad():
         few, many = (_measured_together(make, kind, copy.deepcopy(options), number) for number in (_FEW, _MANY))
     at_once = many[1] > few[1] * (_FEW + _MANY) / (2 * _FEW)
-    return _Step(-(-few[0] // _FEW), -(-many[1] // _MANY) if at_once else -(-few[1] // _FEW), at_once)
+    scratch_bytes = 0 if kind.fused else math.ceil(many[1] / _MANY if at_once else few[1] / _FEW)
+    return _Step(math.ceil(few[0] / _FEW), scratch_bytes, at_once)
 
 
 def _measured_together(

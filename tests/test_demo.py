@@ -47,6 +47,7 @@ def test_what_trains_on_a_gpu_with_its_optimizer_on_the_host_is_the_plain_model(
         gradients.append([p.grad for p in model.parameters()])
         model.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert sweep.OnDevice(model, torch.device("meta"))(x[:, :-1]).device.type == "meta", "it computes there"
 
 
 @pytest.mark.gpu

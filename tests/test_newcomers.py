@@ -214,16 +214,17 @@ def test_a_first_step_stays_at_home():
     assert {at_home for step, at_home in asked if step != "1"} == {"False"}
 
 
-@pytest.mark.parametrize("keeps", [330_000, 430_000])
-def test_an_allocator_that_nobody_can_ask_before_has_an_operator_run_again(keeps, monkeypatch):
-    """As a GPU's: it raises where a virtual device's meter would have waited first."""
+def test_an_operator_for_which_the_allocator_has_no_room_runs_again_with_the_device_to_itself(monkeypatch):
+    """Nobody can ask a GPU's before: it raises where a virtual device's meter would have waited."""
+    keeps, raised, observe = 1_000, [], TrialMeter.observe
 
-    def observe(meter, device, outputs, check=TrialMeter.check_outside):
-        if device is not None:
-            device.add(meter.trial, outputs)
-            check(meter)
+    def observe_or_raise(meter, device, outputs):
+        if any(t.numel() == keeps for t in outputs) and not raised:
+            raised.append(True)
+            raise torch.OutOfMemoryError("no room")
+        observe(meter, device, outputs)
 
-    monkeypatch.setattr(TrialMeter, "observe", observe)
+    monkeypatch.setattr(TrialMeter, "observe", observe_or_raise)
     results, story = run_together("cpu", keeps=keeps)
-    assert story.count("Alone(trial=1)") == 1
+    assert raised and story.count("Alone(trial=1)") == 1
     assert_same(results, alone("cpu", keeps=keeps))

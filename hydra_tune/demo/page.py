@@ -44,7 +44,7 @@ def _summary(report: dict[str, Any]) -> str:
     equal = proof["losses_equal"] and proof["weights_equal"]
     return (
         f"Best: trial {best['trial']} with {best['bits_per_byte']:.3f} bits per byte. Trained again in plain PyTorch, "
-        f"alone, its losses and final weights are {'equal bit for bit' if equal else 'DIFFERENT'}. "
+        f"{report['again']}, its losses and final weights are {'equal bit for bit' if equal else 'DIFFERENT'}. "
         f"Peak {format_bytes(device['peak_bytes'])} of a budget of {format_bytes(device['budget_bytes'])} on "
         f"{escape(device['name'])}; the device was busy {device['busy_s']:.0f} s and stood still beside "
         f"live trials {device['stalled_s']:.1f} s of {report['sweep_s']:.0f} s."

@@ -187,6 +187,7 @@ def _run(settings: Settings, folder: Path, say: Callable[[str], None], on: torch
         "total_s": time.perf_counter() - start,
         "best": {"trial": best.number, "bits_per_byte": study.best_value, **best.config},
         "proof": proof,
+        "again": AGAIN[on.type],
         "trials": [{k: v for k, v in asdict(r).items() if k != "weights"} for r in records.values()],
         "pool": figures,
     }

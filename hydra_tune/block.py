@@ -83,6 +83,8 @@ class Block:
         Raises:
             UncuttableError: one was taken away since.
         """
+        if not self.buffer_sites:
+            return []
         buffers = [b for b in (m._buffers.get(n) for m, n in self.buffer_sites) if b is not None]
         if len(buffers) < len(self.buffer_sites):
             raise UncuttableError(

@@ -214,7 +214,6 @@ class BlockCall:
     def run_forward(self) -> tuple[torch.Tensor, ...]:
         """The block on its promoted weights, keeping no graph; notes what `run_backward` must restore."""
         self._draws_apart = self.block.draws and not has_own_state()
-        self._random_states = generator_states(self.trial.residency.device.generators())
         return self.trial.with_room(self.block, self._run_forward, self._rewound)
 
     def _drawing(self, how: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
@@ -223,7 +222,7 @@ class BlockCall:
 
     def _rewound(self) -> bool:
         """After a forward that had no room: it has changed nothing else, or its block would not be one."""
-        if not self._draws_apart:
+        if self._random_states and not self._draws_apart:
             set_generator_states(self.trial.residency.device.generators(), self._random_states)
         return True
 

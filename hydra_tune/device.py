@@ -146,12 +146,12 @@ class CpuDevice(Device):
         return torch.frombuffer(self._arena, dtype=torch.uint8, count=num_bytes, offset=offset)
 
     def free_slot(self, offset: int | None, num_bytes: int) -> None:
+        if self._poison:
+            slot = self._beside_arena if offset is None else self.slot(offset, num_bytes)
+            if slot is not None:
+                slot.fill_(POISON)
         if offset is None:
-            slot, self._beside_arena = self._beside_arena, None
-        else:
-            slot = self.slot(offset, num_bytes)
-        if self._poison and slot is not None:
-            slot.fill_(POISON)
+            self._beside_arena = None
 
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for slot, host in copies:

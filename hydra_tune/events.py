@@ -16,7 +16,7 @@ from hydra_tune.shard import Task, TrialPlan
 # ---- events ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TrialAdded:
     """`total_steps` mini-batches are to come, if that is known. `host_bytes` of host memory are its own until it
     ends. With `travels`, its tasks may run on any device, and its steps begin on any."""
@@ -27,7 +27,7 @@ class TrialAdded:
     travels: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PilotReady:
     """The trial wants to measure its blocks: beside others, if they can spare at least `least_bytes`; else, and where
     that is None, with its device to itself; with `empty`, also without what other trials hold for life. It holds
@@ -38,13 +38,13 @@ class PilotReady:
     least_bytes: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PilotDone:
     trial: int
     peak_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PlanReady:
     """The trial knows its plan and wants to be admitted. One that is admitted, and between steps, asks
     again with another plan, and holds nothing until it is admitted anew: at once, if that holds the same
@@ -54,7 +54,7 @@ class PlanReady:
     plan: TrialPlan
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepReady:
     """With `estimated`, nobody has measured such a step: it may prove to have outgrown what its plan reserves."""
 
@@ -62,14 +62,14 @@ class StepReady:
     estimated: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Outgrown:
     """The trial's estimated step needs more than is reserved for it, and so its device to itself until it is done."""
 
     trial: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepDone:
     """`trained`: it was a mini-batch, not an evaluation."""
 
@@ -77,7 +77,7 @@ class StepDone:
     trained: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TaskReady:
     """With `at_home`, the task does not travel, though its trial may."""
 
@@ -85,7 +85,7 @@ class TaskReady:
     at_home: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Promoted:
     """The task's shard has arrived on the device."""
 
@@ -93,7 +93,7 @@ class Promoted:
     device: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Done:
     """The task has computed for so many seconds; `then` is ready."""
 
@@ -102,7 +102,7 @@ class Done:
     then: TaskReady | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class OutOfMemory:
     """The trial found less room where it is than was reserved for it, as where memory is fragmented: what can go is to
     be dropped, and for the rest of the step nothing is promoted while it computes."""
@@ -110,7 +110,7 @@ class OutOfMemory:
     trial: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Repacked:
     """The trial has smaller shards from here on, within a step and between tasks; what it holds and its step reserves
     is as before."""
@@ -119,21 +119,21 @@ class Repacked:
     plan: TrialPlan
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Failed:
     """The task ended with an exception, perhaps before its promotion was complete."""
 
     task: Task
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Invalidated:
     """The trial's host copies have changed, or may have: its device copies are stale."""
 
     trial: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Reported:
     """The trial's objective is so far `value`, the larger the better if its search `maximizes`."""
 
@@ -142,7 +142,7 @@ class Reported:
     maximizes: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Interrupted:
     """The trial's thread was interrupted, perhaps within an event. It keeps its home, and holds and awaits nothing
     until it is admitted anew."""
@@ -150,7 +150,7 @@ class Interrupted:
     trial: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TrialEnded:
     trial: int
 
@@ -163,13 +163,13 @@ Event: TypeAlias = (
 # ---- instructions ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Place:
     trial: int
     device: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StartPilot:
     """With these bytes, `beside` others or alone."""
 
@@ -178,12 +178,12 @@ class StartPilot:
     beside: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Admit:
     trial: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Move:
     """`device` is the trial's home from here on, between two steps; what it holds moves along."""
 
@@ -191,21 +191,21 @@ class Move:
     device: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Enter:
     """The step begins."""
 
     trial: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Alone:
     """The step has its device to itself."""
 
     trial: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Promote:
     """With `ahead`, while another task computes: whoever copies for the device does it, not the trial's thread."""
 
@@ -216,13 +216,13 @@ class Promote:
     ahead: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Run:
     task: Task
     device: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Drop:
     """Forget a clean device copy; nothing is copied back."""
 

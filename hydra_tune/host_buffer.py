@@ -37,7 +37,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often it was written in place; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # asking first would cost more than all else
+        return 0
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 
 class ShardState(Enum):
@@ -30,8 +31,7 @@ class Direction(str, Enum):
     BACKWARD = "B"
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One visit to a shard, for as long as consecutive block calls stay inside it."""
 
     trial: int

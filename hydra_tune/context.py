@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from hydra_tune import random_state
 from hydra_tune.errors import PrepareError, clear_frames
+from hydra_tune.garbage import collect_until
 from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
@@ -51,15 +52,17 @@ class Context:
     def refuse_second_model(self, pool: ShardPool) -> None:
         """Two models of one thread in one pool could wait for each other for ever."""
         live = self._last() if self._last else None
-        if live is not None and not live.ended:
-            gc.collect()  # a model that its owner has dropped may wait for the collector
-            if not live.has_model:
-                live.end()  # kept by a loss or a loader that nobody has rebound yet
+        if live is not None and not live.ended and collect_until(partial(_is_dropped, live)):
+            live.end()  # its owner has dropped it; a loss or a loader that nobody has rebound yet keeps the trial
         if live is not None and not live.ended and live.pool is pool:
             raise PrepareError(
                 f"one model at a time is prepared in a trial, or by a thread in one pool; {live.name} still is. "
                 "Call hydra_tune.release(model) on the first one."
             )
+
+
+def _is_dropped(trial: Trial) -> bool:
+    return not trial.has_model
 
 
 def current_context() -> Context:

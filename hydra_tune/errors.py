@@ -34,15 +34,18 @@ class SecondGradientError(PrepareError):
     """A gradient was taken of a gradient, through blocks that repeat their forward."""
 
 
+_LEAST_LACK = 0.01  # of what is known to need more, but not how much
+
+
 class BudgetError(HydraTuneError, ValueError):
     """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered. `lack` is how
-    much more: what it needs over what there is, less 1; 1.0 where that is not known."""
+    much more: what it needs, as far as that was measured, over what there is, less 1; 1.0 where nothing was."""
 
     lack = 1.0
 
     def lacking(self, need_bytes: int, budget_bytes: int) -> BudgetError:
         """This error, with its numbers."""
-        self.lack = need_bytes / max(1, budget_bytes) - 1.0
+        self.lack = max(need_bytes / max(1, budget_bytes) - 1.0, _LEAST_LACK)
         return self
 
 

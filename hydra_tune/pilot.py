@@ -7,13 +7,11 @@ buffers, attributes and inputs are put back, `p.grad` is never written, and the 
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from hydra_tune.call import BlockCall, edges_for, versions_of
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import HydraTuneError, SecondGradientError, UncuttableError
 from hydra_tune.forward_pass import AbandonedForward
+from hydra_tune.garbage import collect_until
 from hydra_tune.graph import (
     ForgottenError,
     Uses,
@@ -67,6 +66,8 @@ class DoesNotFitError(AbandonedForward):
     that it needs more than these."""
 
     def __init__(self, block: Block, work_bytes: int, *, lacking: bool = True) -> None:
+        gradients = sum(storage_bytes(p) for p in block.slot_parameters if p.requires_grad)
+        self.need_bytes = block.weight_bytes + max(work_bytes, gradients)  # at least
         work = f" and {'more than ' if lacking else ''}{format_bytes(work_bytes)} to compute" if work_bytes > 0 else ""
         super().__init__(f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights{work}")
         self.block = block
@@ -356,7 +357,7 @@ class Pilot:
                 copy.renew_leaves()
                 given.restore()
         refuse_changes(block, (*changes, *attributes.changes()), repeats=self._repeats)
-        refuse_side_channel(block, leaves)
+        refuse_side_channel(block, leaves, self.findings.uncuttable)
         uses_home = kept or call.shares_memory or block.held or block.borrowed or self._journal.looked_around
         return BlockProfile(
             block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, carried,
@@ -467,10 +468,11 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 def free_remains(meter: TrialMeter, num_bytes: int) -> None:
     """Free what a pilot that has failed keeps on the device, until the trial has no more than these bytes."""
-    for free in (forget_interrupted_backward, partial(gc.collect, 1), gc.collect):  # frames are in cycles
-        if meter.trial_bytes > num_bytes:
-            with meter.paused():
-                free()
+    if meter.trial_bytes > num_bytes:
+        with meter.paused():
+            forget_interrupted_backward()
+            for generation in (1, 2):  # frames are in cycles
+                collect_until(lambda: meter.trial_bytes <= num_bytes, generation)
 
 
 def _kind(block: Block) -> tuple[Any, ...]:

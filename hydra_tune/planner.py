@@ -216,6 +216,7 @@ class Planner:
             UnmeasuredBlock: no pilot has measured this block; the forward is to be started anew after one.
         """
         if self.pilot is not None:
+            self._trial.pool.check_open(self._trial)
             return self.pilot.measure(call)
         if call.block in self.unmeasured:
             raise UnmeasuredBlock
@@ -561,7 +562,7 @@ class Planner:
                 f"{lack}, but the budget of {trial.device.name} is {format_bytes(trial.device.budget_bytes)}. "
                 f"Raise the pool's memory=, lower the batch size, or split the module into smaller children."
                 f"{self._cut.spell_kept()}",
-            )
+            ).lacking(trial.device.budget_bytes - pilot.free_bytes + lack.need_bytes, trial.device.budget_bytes)
         except torch.OutOfMemoryError as lack:
             error = BudgetError(f"{trial.name} does not fit even one block at a time: {lack}{self._cut.spell_kept()}")
         except Exception:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hydra_tune.block import Block, has_attributes_of
 from hydra_tune.call import BlockCall
 from hydra_tune.errors import UncuttableError
+from hydra_tune.garbage import collect_until
 from hydra_tune.graph import leaf_of, nodes_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.shard import Edges
@@ -147,15 +147,24 @@ def refuse_marks(
         )
 
 
-def refuse_side_channel(block: Block, leaves: Sequence[weakref.ref[torch.Tensor]]) -> None:
-    """After a forward and backward of the block has been forgotten: does anyone still hold its graph?
+def refuse_side_channel(
+    block: Block, leaves: Sequence[weakref.ref[torch.Tensor]], known: Collection[Block] = ()
+) -> None:
+    """After a forward and backward of the block has been forgotten: does anyone still hold its graph? A cycle does not,
+    such as an exception's. To look for one in all of the heap takes long; that is done for the first block of its type
+    among those that are `known` to be kept.
 
     Raises:
         UncuttableError: a hook, an attribute, a list or a cache does.
     """
-    if any(leaf() is not None for leaf in leaves):
-        gc.collect(1)  # a cycle of just now; all of the heap would take long
-    if any(leaf() is not None for leaf in leaves):
+
+    def are_forgotten() -> bool:
+        return all(leaf() is None for leaf in leaves)
+
+    forgotten = collect_until(are_forgotten, generation=1)  # a cycle of just now, unless other threads have made it old
+    if not forgotten and type(block.module) not in {type(other.module) for other in known}:
+        forgotten = collect_until(are_forgotten)
+    if not forgotten:
         raise UncuttableError(
             f"a block hands activations on through its outputs, but one of {block.name} is kept beside them (by a "
             "hook, an attribute, a list or a cache), where its gradient would be lost. Return it, or detach it."

@@ -73,7 +73,7 @@ class Resumption:
         random_state: the trial's.
         name: the trial's, for messages.
         weights: where those of the trial are that it was cloned from, if it was.
-        perturbed: what it reads is another trial's; it has hyperparameters of its own.
+        perturbed: what it reads may be another trial's, or of another configuration; it has hyperparameters of its own.
     """
 
     def __init__(
@@ -154,8 +154,7 @@ class Resumption:
         if self._from is not None and self._from[0].model == self._model:
             moment, state = self._from
             try:
-                if not self._perturbed:
-                    _refuse_changed(state, model, optimizer, self._loaders)
+                _refuse_changed(state, _made_of(model, optimizer, self._loaders), but_model=self._perturbed)
                 _restore(state, model, optimizer, self._loaders, self._extra)
             except _OtherError as other:
                 raise self._does_not_fit(other) from None
@@ -180,7 +179,8 @@ class Resumption:
 
     def _does_not_fit(self, other: _OtherError) -> ResumeError:
         remedy = (
-            "A trial that exploits another one has the same layers: leave what changes them out of the mutations"
+            "A trial that goes on with another configuration has the same layers, loaders and kind of optimizer: leave "
+            "what changes them out of the mutations, or report a checkpoint of your own"
             if self._perturbed
             else "Restore the objective as it was and start the search again, or remove the trial's folder in "
             "checkpoint_dir to give it up"
@@ -417,14 +417,11 @@ def _made_of(
     }
 
 
-def _refuse_changed(
-    state: dict[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    loaders: Sequence[LoaderProgress],
-) -> None:
-    for kind, now in _made_of(model, optimizer, loaders).items():
-        _refuse_other(kind, state["made_of"][kind], now)
+def _refuse_changed(state: dict[str, Any], made_of: dict[str, str], *, but_model: bool) -> None:
+    """`but_model`: what its layers are set to, such as a dropout's rate, may have changed."""
+    for kind, now in made_of.items():
+        if kind != "model" or not but_model:
+            _refuse_other(kind, state["made_of"][kind], now)
 
 
 def _restore(

@@ -10,7 +10,6 @@ its optimizer step, whichever comes first: host memory is the truth, and may hav
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from hydra_tune.errors import BudgetError, PrepareError, clear_frames
 from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.garbage import collect_until
 from hydra_tune.graph import keep_again
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.late_gradients import gates_for
@@ -532,7 +532,7 @@ class Trial:
     def _free_all_idle(self) -> None:
         self.pool.drop_idle(self)
         self.residency.await_gradients()  # which are on the device until then
-        gc.collect()
+        collect_until(lambda: False)
         self._task_device.free_cache()
 
     def visit(self, block: Block, direction: Direction, *, at_home: bool = False) -> LeasedVisit:

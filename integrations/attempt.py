@@ -97,15 +97,15 @@ class Attempt:
         except Exception as error:  # a full disk, or nobody could go on from it
             self.say(Saved(str(error)))
 
-    def report(self, metrics: dict[str, Any], checkpoint: Any) -> None:
-        """Returns once Tune lets the trial go on.
+    def report(self, metrics: dict[str, Any], checkpoint: Any) -> Any:
+        """Once Tune lets the trial go on, the checkpoint as it has persisted it, if there is one.
 
         Raises:
             TrialStopped: it has ended the trial.
         """
         self._check()
         self.say(Reported(metrics, checkpoint))
-        self.await_answer()
+        return self.await_answer().checkpoint
 
     def _check(self) -> None:
         if self._context is not None:
@@ -161,7 +161,7 @@ class Attempt:
             Interval(),
             context.mode.random_state,
             self.order.trial_name,
-            perturbed=found is not None and found.trial_id != self.order.trial_id,
+            perturbed=True,
         )
 
 

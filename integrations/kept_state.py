@@ -116,14 +116,13 @@ class KeptStates:
         where = "in_memory" if held is not None else "from_checkpoint"
         with self._lock:
             self.continued[where] += 1
-        return Found(said["trial_id"], *newest)
+        return Found(*newest)
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of which trial, and what."""
+    """What to go on from."""
 
-    trial_id: str
     moment: Moment
     state: Any
 

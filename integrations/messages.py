@@ -37,7 +37,9 @@ class Order(NamedTuple):
 
 
 class GoOn(NamedTuple):
-    """From where it reported."""
+    """From where it reported; with the checkpoint that came with it, as Tune has persisted it."""
+
+    checkpoint: Any
 
 
 class Call(NamedTuple):

@@ -106,7 +106,7 @@ class HydraTrialRunner:
             search.keep_checkpoints(self.checkpoint_dir, self._every)
 
         def optimize() -> None:
-            with suppress(SearchEnded):
+            with suppress(SearchEnded), search.running.ending():
                 search.asking().optimize(
                     search.run,
                     n_trials=n_trials,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Client
 from typing import Any
@@ -94,9 +94,9 @@ class PoolLink:
         said = self._heard()
         return isinstance(said, Begun) and said.has_begun
 
-    def messages(self) -> Iterator[Reported | Ended]:
+    def messages(self, persisted: Callable[[], Any]) -> Iterator[Reported | Ended]:
         """What a function's attempt says, printed text apart, until it has ended. The attempt goes on where the next
-        one is asked for.
+        one is asked for; `persisted` is what has become of the checkpoint that it has reported last.
 
         Raises:
             Exception: what the function raised.
@@ -107,7 +107,7 @@ class PoolLink:
                 self._waits = True
                 yield said
                 self._waits = False
-                self._say(GoOn())
+                self._say(GoOn(None if said.checkpoint is None else persisted()))
             elif isinstance(said, Ended):
                 yield said
                 return
@@ -164,7 +164,7 @@ class PoolLink:
         try:
             message: Message = cloudpickle.loads(self._line.recv_bytes())
         except (EOFError, OSError) as error:
-            raise PoolLostError(f"the pool's process has died: {error or 'its line has ended'}.") from None
+            raise PoolLostError(f"the pool's process has died: {str(error) or 'its line has ended'}.") from None
         if isinstance(message, Printed):
             getattr(sys, message.stream).write(message.text)
         if isinstance(message, Raised):

@@ -31,9 +31,9 @@ class TrialSession:
             raise ValueError(
                 "metrics are plain numbers, but a torch.Tensor was reported. Write .item(), or put it in a checkpoint."
             )
-        if checkpoint is not None:
-            self.loaded_checkpoint = checkpoint
-        self._attempt.report(metrics, checkpoint)
+        persisted = self._attempt.report(metrics, checkpoint)
+        if persisted is not None:
+            self.loaded_checkpoint = persisted
 
     def print(self, stream: str, text: str) -> None:
         self._attempt.say(Printed(stream, text))

@@ -93,7 +93,7 @@ def _function_proxy(train: Callable[..., Any], spec: PoolSpec) -> type:
         }
         link.begin(payload.pickled(), config, surroundings)
         try:
-            for message in link.messages():
+            for message in link.messages(get_checkpoint):
                 if isinstance(message, Ended):
                     return message.output
                 tune_report(message.metrics, checkpoint=message.checkpoint)

@@ -257,7 +257,7 @@ def _enqueue_again(study: Study, trial: FrozenTrial) -> None:
             params=trial.params,
             distributions=trial.distributions,
             user_attrs={**attrs, CONTINUES: history},
-            system_attrs={k: v for k, v in trial.system_attrs.items() if k == "fixed_params"},
+            system_attrs=trial.system_attrs,  # what its sampler knows of it, as in Optuna's own retries
             intermediate_values=trial.intermediate_values,
         )
     )

@@ -18,28 +18,38 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 logger = logging.getLogger("hydra_tune")
-STEPS = 100  # that each trial reports
+STEPS = (*range(1, 101), *(2**n for n in range(7, 25)))  # at which each trial reports
+_MOST_FINISHED = 100  # the last ones, at whose steps they report, too
 _one_is_quiet = threading.Lock()  # Optuna's verbosity is the process's
-_COMPARE = (PercentilePruner, SuccessiveHalvingPruner, HyperbandPruner, PatientPruner, WilcoxonPruner)
-_NEVER_PRUNED = (optuna.samplers.GPSampler,)  # samplers that learn of complete trials alone
+_COMPARE = (PercentilePruner, SuccessiveHalvingPruner, HyperbandPruner, WilcoxonPruner)
+_NEVER_PRUNED = (optuna.samplers.GPSampler, optuna.samplers.CmaEsSampler)  # samplers that learn of complete trials
 
 
 def warn_of_pruner(study: optuna.Study, concurrency: int) -> None:
     """If it is one of Optuna's that compare trials, and would stop none of so many that run level with each other."""
-    pruner = study.pruner
-    if concurrency < 2 or len(study.directions) > 1 or not isinstance(pruner, _COMPARE) or _prunes(study, concurrency):
+    pruner = _comparing(study.pruner)
+    if concurrency < 2 or len(study.directions) > 1 or not isinstance(pruner, _COMPARE):
+        return
+    if _prunes(study, pruner, concurrency):
         return
     logger.warning(
         "%s would stop none of %d trials that run together while none has finished: it compares them with finished "
-        "ones, or waits for one to "
-        "tell how many steps there are. These can: hydra_tune.RungPruner(min_resource=1), "
+        "ones, or waits for one to tell how many steps there are. These can: hydra_tune.RungPruner(min_resource=1), "
         "optuna.pruners.SuccessiveHalvingPruner(min_resource=1), optuna.pruners.HyperbandPruner(max_resource=STEPS).",
-        type(pruner).__name__,
+        type(study.pruner).__name__,
         concurrency,
     )
 
 
-def _prunes(study: optuna.Study, concurrency: int) -> bool:
+def _comparing(pruner: optuna.pruners.BasePruner) -> optuna.pruners.BasePruner | None:
+    """A patient one lets another decide, or goes by each trial's own values."""
+    if isinstance(pruner, PatientPruner):
+        inner: optuna.pruners.BasePruner | None = pruner._wrapped_pruner  # no public way to ask
+        return None if inner is None else _comparing(inner)
+    return pruner
+
+
+def _prunes(study: optuna.Study, pruner: optuna.pruners.BasePruner, concurrency: int) -> bool:
     """Whether any of so many trials is stopped that report one value each, all apart, step by step; beside those that
     have finished in this study."""
     with _one_is_quiet:
@@ -47,7 +57,7 @@ def _prunes(study: optuna.Study, concurrency: int) -> bool:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         try:
             rehearsal = optuna.create_study(
-                direction=study.direction, pruner=copy.deepcopy(study.pruner), sampler=optuna.samplers.RandomSampler(0)
+                direction=study.direction, pruner=copy.deepcopy(pruner), sampler=optuna.samplers.RandomSampler(0)
             )
         finally:
             optuna.logging.set_verbosity(verbosity)
@@ -57,7 +67,8 @@ def _prunes(study: optuna.Study, concurrency: int) -> bool:
     worse = -1.0 if study.direction is StudyDirection.MAXIMIZE else 1.0
     start = 0.0 if not best else (max(best) if worse > 0 else min(best))
     trials = [rehearsal.ask() for _ in range(concurrency)]
-    for step in range(1, STEPS + 1):
+    reported = {step for trial in finished[-_MOST_FINISHED:] for step in trial.intermediate_values}
+    for step in sorted(reported.union(STEPS)):
         for i, trial in enumerate(trials):
             trial.report(start + worse * (1 + i), step)
             if trial.should_prune():
@@ -87,7 +98,8 @@ def warn_of_sampler(study: optuna.Study, concurrency: int, n_trials: int | None)
 
 def warn_of_unlearned(study: optuna.Study) -> None:
     """If its sampler learns nothing of a trial that was pruned for it could not fit, or has diverged."""
-    if isinstance(study.sampler, _NEVER_PRUNED):
+    considers = getattr(study.sampler, "_consider_pruned_trials", False)  # no public way to ask
+    if isinstance(study.sampler, _NEVER_PRUNED) and not considers:
         logger.warning(
             "%s learns nothing of pruned trials and may suggest what did not fit, or has diverged, for ever. From "
             "Optuna 5 on call hydra_tune.memory_constraint(trial) in the objective; before, return a bad value "

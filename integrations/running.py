@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 
 from hydra_tune.context import Context
@@ -38,9 +40,9 @@ class Running:
             finally:
                 ended.set()
 
-        thread = threading.Thread(target=copy_context().run, args=(run,), name="hydra_tune search", daemon=True)
+        executor = ThreadPoolExecutor(1, "hydra_tune search")  # for whose threads the interpreter's exit waits
         try:
-            thread.start()
+            executor.submit(copy_context().run, run)
             _wait(ended)
         except BaseException:
             logger.warning("interrupted: %d trials stop at their next task boundary", len(self._contexts))
@@ -49,8 +51,7 @@ class Running:
             ended.wait()
             raise
         finally:
-            if ended.is_set():
-                thread.join()
+            executor.shutdown(wait=ended.is_set())
         if error:
             raise error[0]
 
@@ -64,6 +65,15 @@ class Running:
             contexts = list(self._contexts.values())
         for context in contexts:
             context.stop(reason)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Once all are to stop, Optuna may begin none in a process that exits: its error says no more than that."""
+        try:
+            yield
+        except RuntimeError:
+            if not (self._stopped and process_exits()):
+                raise
 
     def begins(self, number: int) -> bool:
         """Whether it has not begun before: on SQLite two threads may get the same waiting trial."""
@@ -89,11 +99,17 @@ class Running:
         return sorted(self._contexts)
 
 
+def process_exits() -> bool:
+    """Whether the main thread has ended, and the interpreter waits for others."""
+    return getattr(threading, "_SHUTTING_DOWN", not threading.main_thread().is_alive())  # no public way to ask
+
+
 def _wait(ended: threading.Event) -> None:
-    """Ctrl-C is raised in the main thread: here, if this is it; else that one ends, and the process waits for us."""
+    """Ctrl-C is raised in the main thread: here, if this is it; else that one ends, and the process waits for us. For
+    a thread that is a daemon it is not to wait, however it ends."""
     if threading.current_thread() is threading.main_thread():
         ended.wait()
     while not ended.wait(LOOK_AROUND_S):
-        exiting = getattr(threading, "_SHUTTING_DOWN", not threading.main_thread().is_alive())  # no public way to ask
-        if exiting and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
-            raise KeyboardInterrupt("in the main thread")
+        interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
+        if process_exits() and (interrupted or threading.current_thread().daemon):
+            raise KeyboardInterrupt("in the main thread" if interrupted else "the process ends")

@@ -1,5 +1,6 @@
 """Every test runs with checks: each operator metered, freed slots poisoned, no device over its budget."""
 
+import gc
 import os
 import sys
 
@@ -26,6 +27,11 @@ def pytest_collection_modifyitems(items):
             names = [names if isinstance(names, str) else names[0] for names in _parametrized(item)]
             if sum(item.callspec.indices[name] for name in names) % mark.args[0]:
                 item.add_marker(pytest.mark.proof)
+
+
+def pytest_collection_finish():
+    """What was imported stays. Garbage collectors need not look at it again, for which hundreds of tests would wait."""
+    gc.freeze()
 
 
 def _parametrized(item):

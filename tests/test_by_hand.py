@@ -237,6 +237,24 @@ def test_an_error_ends_a_search_that_grows():
 # ---- memory as a constraint --------------------------------------------------------------------------
 
 
+def test_a_model_that_needs_more_lacks_more():
+    """Whether it is the block's weights that are too large, or what it computes, or the sum of all."""
+    pool, widths = hydra_tune.ShardPool(["cpu"], "64KiB"), (16, 80, 100, 120, 200, 400)
+
+    def objective(trial):
+        width = trial.suggest_categorical("width", widths)
+        model = hydra_tune.prepare(torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3))))
+        model(torch.randn(4, width)).sum().backward()
+        return 0.0
+
+    study = optuna.create_study(sampler=optuna.samplers.GridSampler({"width": list(widths)}, seed=0))
+    hydra_tune.optimize(study, objective, len(widths), pool=pool, concurrency=1)
+    lack = {trial.params["width"]: hydra_tune.memory_constraint(trial)[0] for trial in study.trials}
+    assert lack[16] == 0
+    assert [lack[w] for w in widths] == sorted(lack.values())
+    assert len(set(lack.values())) == len(widths), lack
+
+
 @pytest.mark.filterwarnings("ignore:Argument ``constraints_func`` is an experimental")
 def test_a_sampler_with_the_constraint_learns_what_does_not_fit():
     def objective(trial):

@@ -1,11 +1,24 @@
 """What a pool keeps of a trial, for the trial itself or another one to go on from."""
 
+import copy
+import json
 import os
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
 from torch.utils.data import DataLoader
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -108,6 +121,43 @@ def test_a_schedule_in_closed_form_goes_on_from_the_new_rate(pool, states, tmp_p
     found = through(states, half[3], tmp_path)
     clone = run(pool, {"lr": 0.4}, found=found, perturbed=True, schedule_of=schedule_of)
     assert clone[1] == pytest.approx([0.4 / (1 + n) for n in (4, 5, 6)], rel=1e-6)
+
+
+SCHEDULES = {
+    "one after another": lambda o, lr: SequentialLR(
+        o, [LinearLR(o, 0.1, total_iters=5), CosineAnnealingLR(o, 20)], [5]
+    ),
+    "cyclic": lambda o, lr: CyclicLR(o, lr / 10, lr, step_size_up=4, cycle_momentum=False),
+    "from 0": lambda o, lr: LambdaLR(o, lambda step: step / 10),
+    "several at once": lambda o, lr: ChainedScheduler([LinearLR(o, 0.5, total_iters=3), CosineAnnealingLR(o, 4)]),
+    "one cycle": lambda o, lr: OneCycleLR(o, lr, total_steps=20),
+    "restarts": lambda o, lr: CosineAnnealingWarmRestarts(o, 4),
+    "milestones": lambda o, lr: MultiStepLR(o, [2, 5]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rate_given_otherwise_has_its_place_in_any_schedule(name):
+    def made(rate, steps):
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=rate)
+        schedule = SCHEDULES[name](optimizer, rate)
+        given = Hyperparameters.of(optimizer, [schedule])
+        return optimizer, schedule, given, rates(optimizer, schedule, steps)
+
+    def rates(optimizer, schedule, steps):
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    (donor, its_schedule, its_own, _), (clone, schedule, own, _) = made(1e-3, 3), made(3e-3, 0)
+    clone.load_state_dict(copy.deepcopy(donor.state_dict()))
+    schedule.load_state_dict(copy.deepcopy(its_schedule.state_dict()))
+    own.stay(json.loads(json.dumps(its_own.plain())), clone, [schedule])
+    *_, whole = made(3e-3, 11)
+    assert [clone.param_groups[0]["lr"], *rates(clone, schedule, 8)] == pytest.approx(whole[2:], rel=1e-9)
 
 
 def test_a_rate_that_is_a_tensor_stays_one():
@@ -241,14 +291,14 @@ def test_a_torn_checkpoint_is_an_error(pool, tmp_path):
         KeptStates(lambda: 0).found_in(Checkpoint.from_directory(str(tmp_path)))
 
 
-def batches_of(pool, found, *, until):
+def batches_of(pool, found, *, until, batch_size=2):
     """What is trained on with the loop of docs/checkpoints.md, up to that many mini-batches; and what is kept there."""
     with TrialContext(pool, 0) as context:
         sources = [] if found is None else [found]
-        context.resumption = Resumption(None, sources, Interval(), context.mode.random_state, "trial 0")
+        context.resumption = Resumption(None, sources, Interval(), context.mode.random_state, "trial 0", perturbed=True)
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(torch.arange(6.0).repeat(32, 1).T.contiguous(), batch_size=2, shuffle=True)
+        loader = DataLoader(torch.arange(6.0).repeat(32, 1).T.contiguous(), batch_size=batch_size, shuffle=True)
         model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader)
         trained = []
         epoch, seen = divmod(hydra_tune.resume_step(), len(loader))
@@ -271,6 +321,13 @@ def test_a_loader_goes_on_wherever_its_trial_reported(pool, states, tmp_path, un
     first, kept = batches_of(pool, None, until=until)
     rest, _ = batches_of(pool, through(states, kept, tmp_path), until=99)
     assert [*first, *rest] == whole and len(whole) == 9
+
+
+def test_a_clone_with_other_batches_is_refused(pool, states, tmp_path):
+    """It would go on at another place, or at none."""
+    _, kept = batches_of(pool, None, until=4)
+    with pytest.raises(ResumeError, match=r"of 3 batches of 2.*of 6 batches of 1.*out of the mutations"):
+        batches_of(pool, through(states, kept, tmp_path), until=99, batch_size=1)
 
 
 def test_a_clone_with_other_layers_is_refused(pool, tmp_path):

@@ -182,6 +182,29 @@ def test_functions_that_keep_no_checkpoint_are_cloned_by_their_pool_within_host_
     assert pool["continued"]["in_memory"] >= len(began), pool["continued"]
 
 
+def train_logging_rates(config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
+    model, optimizer = hydra_tune.prepare(model, optimizer)
+    for step in range(hydra_tune.resume_step(), STEPS):
+        model(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (group,) = optimizer.param_groups
+        tune.report({"step": step, "used_lr": group["lr"], "given_lr": config["lr"]})
+
+
+@pytest.mark.proof
+def test_a_replayed_schedule_of_configurations_reaches_the_optimizer(run, tmp_path):
+    """Where a trial goes on from its own state, with another configuration."""
+    policy = Path(tmp_path, "policy.txt")
+    policy.write_text(json.dumps(["0", "1", 4, 4, {"lr": 1e-3}, {"lr": 5e-3}]) + "\n")
+    (trial,) = run(train_logging_rates, scheduler=schedulers.PopulationBasedTrainingReplay(str(policy))).trials
+    last = trial.last_result
+    assert (last["step"], last["given_lr"], last["used_lr"]) == (STEPS - 1, 5e-3, 5e-3)
+
+
 def test_population_based_training_clones_weights_and_optimizer(run):
     scheduler = schedulers.PopulationBasedTraining(
         time_attr="training_iteration", metric="loss", mode="min", perturbation_interval=2,

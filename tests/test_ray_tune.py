@@ -157,6 +157,7 @@ def train_with_checkpoints(config: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "step").write_text(str(step))
             tune.report({"step": step, "first": first}, checkpoint=tune.Checkpoint.from_directory(folder))
+        assert first_step() == step + 1, "what it has reported is its checkpoint, as Tune keeps it"
         if step == 2 and first == 0:
             raise ArithmeticError("of the third step")
 

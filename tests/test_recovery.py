@@ -242,7 +242,7 @@ def test_a_trial_that_goes_on_does_not_begin_stale(tmp_path):
 
 
 def test_where_a_storage_takes_no_trial_back_it_goes_on_as_a_retry(tmp_path, monkeypatch):
-    study = optuna.create_study()
+    study = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [0.0, 1.0]}))
     folder = StudyFolder(tmp_path, study)
     folder.ask(study.ask).suggest_float("x", 0.0, 1.0)
     folder.close()
@@ -258,6 +258,7 @@ def test_where_a_storage_takes_no_trial_back_it_goes_on_as_a_retry(tmp_path, mon
     first, retry = study.trials
     assert (first.state, retry.state) == (TrialState.FAIL, TrialState.WAITING)
     assert retry.user_attrs["hydra_tune: continues trials"] == [0] and retry.params == first.params
+    assert retry.system_attrs == first.system_attrs, "or its sampler would give it another point of its grid"
     assert folder.of(0).path.is_dir(), "from which it goes on"
 
 

@@ -162,6 +162,8 @@ CAN = {
     "rungs": hydra_tune.RungPruner(1),
     "nothing": optuna.pruners.NopPruner(),
     "threshold": optuna.pruners.ThresholdPruner(upper=1e9),
+    "successive halving, late": optuna.pruners.SuccessiveHalvingPruner(min_resource=500),
+    "hyperband, late": optuna.pruners.HyperbandPruner(min_resource=200, max_resource=5000),
 }
 
 
@@ -185,6 +187,26 @@ def test_those_that_the_warning_names_can_and_others_are_not_warned_of(name, cap
     if name in ("successive halving", "hyperband", "rungs"):
         assert min(run_level(study_with(CAN[name]), range(8)).values()) < STEPS
     assert warnings_of(caplog, warn_of_pruner, study_with(CAN[name]), 8) == []
+
+
+@pytest.mark.filterwarnings("ignore:PatientPruner is experimental")
+def test_a_patient_pruner_is_as_the_one_within_it(caplog):
+    def warned(within):
+        pruner = optuna.pruners.PatientPruner(within, 2)
+        return bool(warnings_of(caplog, warn_of_pruner, study_with(pruner), 8))
+
+    assert not warned(None), "it goes by each trial's own values"
+    assert not warned(optuna.pruners.SuccessiveHalvingPruner(1))
+    assert warned(optuna.pruners.MedianPruner())
+
+
+def test_a_pruner_that_decides_late_beside_finished_trials_is_not_warned_of(caplog):
+    """At the steps that these have reported."""
+    study = study_with(optuna.pruners.MedianPruner(n_warmup_steps=200))
+    for cost in range(6):
+        values = {step: float(cost) for step in range(1, 1000, 20)}
+        study.add_trial(optuna.create_trial(value=float(cost), intermediate_values=values))
+    assert warnings_of(caplog, warn_of_pruner, study, 4) == []
 
 
 @pytest.mark.parametrize("direction", ["minimize", "maximize"])
@@ -305,8 +327,9 @@ def test_a_sampler_with_the_constraint_learns_what_diverges():
 
 
 @pytest.mark.filterwarnings("ignore:GPSampler is experimental")
-def test_a_sampler_that_learns_nothing_of_pruned_trials_is_warned_of_once(caplog):
-    study = study_with(sampler=optuna.samplers.GPSampler(seed=0))
+@pytest.mark.parametrize("sampler", [optuna.samplers.GPSampler, optuna.samplers.CmaEsSampler])
+def test_a_sampler_that_learns_nothing_of_pruned_trials_is_warned_of_once(sampler, caplog):
+    study = study_with(sampler=sampler(seed=0))
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, caplog.at_level(logging.WARNING, "hydra_tune"):
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(study, lambda trial: NAN, n_trials=3)
     warned = [record for record in caplog.records if "learns nothing of pruned trials" in record.getMessage()]

@@ -1,0 +1,36 @@
+"""Garbage in cycles, for whose end somebody waits."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+
+_one_collects = threading.RLock()
+_MOST_TRIES = 1_000
+_PAUSE_S = 1e-3
+
+
+def collect_until(enough: Callable[[], bool], generation: int = 2) -> bool:
+    """Collect garbage, once, unless there is `enough` already; whether there is then.
+
+    CPython's collector is not reentrant: asked while another thread collects, it returns at once and has done nothing.
+    So it is asked again until it has.
+    """
+    with _one_collects:
+        for _ in range(_MOST_TRIES):
+            if enough():
+                return True
+            before = _collections(generation)
+            gc.collect(generation)
+            if _collections(generation) > before:
+                return enough()
+            time.sleep(_PAUSE_S)
+    return enough()
+
+
+def _collections(generation: int) -> int:
+    """How many have come to their end."""
+    number: int = gc.get_stats()[generation]["collections"]
+    return number

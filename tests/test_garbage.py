@@ -1,0 +1,126 @@
+"""Garbage in cycles, while other threads collect, or have made it old."""
+
+import gc
+import threading
+import weakref
+
+import optuna
+import pytest
+import torch
+from torch import nn
+
+import hydra_tune
+from hydra_tune.garbage import collect_until
+
+WAIT_S = 60.0
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+class CollectsAtLength(threading.Thread):
+    """Within a collection, which a finalizer keeps from its end until it is told to go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.told = threading.Event(), threading.Event()
+
+    def run(self):
+        thread = self
+
+        class Slow(Cycle):
+            def __del__(self):
+                thread.begun.set()
+                assert thread.told.wait(WAIT_S)
+
+        Slow()
+        gc.collect()
+
+    def __enter__(self):
+        self.start()
+        assert self.begun.wait(WAIT_S)
+        return self
+
+    def __exit__(self, *_):
+        self.told.set()
+        self.join()
+
+
+def test_garbage_is_collected_though_another_thread_collects():
+    """CPython's collector returns at once then, and has done nothing."""
+    cycle = Cycle()
+    gone = weakref.ref(cycle)
+    with CollectsAtLength() as other:
+        del cycle
+        gc.collect()
+        assert gone() is not None, "so this is what a caller meets"
+        threading.Timer(0.05, other.told.set).start()
+        assert collect_until(lambda: gone() is None)
+
+
+def test_what_is_no_garbage_is_looked_at_once():
+    cycle, looks = Cycle(), []
+    gone = weakref.ref(cycle)
+
+    def is_gone():
+        looks.append(1)
+        return gone() is None
+
+    assert not collect_until(is_gone)
+    assert len(looks) == 2
+    assert cycle.itself is cycle
+
+
+def test_nothing_is_collected_where_there_is_enough():
+    before = gc.get_stats()[2]["collections"]
+    assert collect_until(lambda: True)
+    assert gc.get_stats()[2]["collections"] == before
+
+
+def fold():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.ones(2, 16)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return model
+
+
+def test_one_model_after_another_is_prepared_though_another_thread_collects():
+    """As in the folds of a trial: a prepared model that is dropped is garbage in a cycle."""
+
+    def objective(trial):
+        model = fold()
+        with CollectsAtLength() as other:
+            del model
+            threading.Timer(0.05, other.told.set).start()
+            fold()
+        return 0.0
+
+    study = optuna.create_study()
+    hydra_tune.HydraTrialRunner(hydra_tune.ShardPool(["cpu"], "1MiB"), 1).optimize(study, objective, n_trials=1)
+    assert study.trials[0].state.name == "COMPLETE"
+
+
+class GrowsOld(nn.Linear):
+    """Its activation is in a cycle that two collections have met, as while another thread imports much, and that is
+    garbage then."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        cycle = [y]
+        cycle.append(cycle)
+        gc.collect(0)
+        gc.collect(1)
+        return y
+
+
+@pytest.mark.parametrize("budget", ["10KiB", "1MiB"])
+def test_an_activation_in_old_garbage_is_not_kept_by_its_block(budget):
+    model = nn.Sequential(*(GrowsOld(16, 16) for _ in range(3)))
+    with hydra_tune.ShardPool(["cpu"], budget) as pool:
+        hydra_tune.prepare(model, pool=pool)(torch.ones(2, 16, requires_grad=True)).sum().backward()
+        (trial,) = pool.report()["trials"]
+        assert not any(trial["cut"].values()), trial["cut"]

@@ -234,6 +234,29 @@ def test_an_error_ends_a_search_that_grows():
         hydra_tune.optimize(optuna.create_study(), objective, 100, pool=hydra_tune.ShardPool(["cpu"], "1MiB"))
 
 
+def test_a_trial_stops_at_the_next_block_of_its_pilot_too():
+    """Which may take long, for it runs each block three times."""
+    ran = []
+
+    class Notes(torch.nn.Linear):
+        def forward(self, x):
+            ran.append(self)
+            if len(ran) == 2:
+                runner.stop()
+            return super().forward(x)
+
+    def objective(trial):
+        model = hydra_tune.prepare(torch.nn.Sequential(*(Notes(WIDTH, WIDTH) for _ in range(6))))
+        model(torch.randn(4, WIDTH)).sum().backward()
+
+    runner = hydra_tune.HydraTrialRunner(hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]), 2)
+    study = optuna.create_study()
+    runner.optimize(study, objective, n_trials=1)
+    assert study.trials[0].state is TrialState.PRUNED
+    assert len({*map(id, ran)}) == 1, "no other block was run"
+    assert runner.pool.devices[0].used_bytes == 0
+
+
 # ---- memory as a constraint --------------------------------------------------------------------------
 
 

@@ -124,7 +124,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @both_budgets
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("place", ["root", "first block", "block", "inside a block"])

@@ -53,6 +53,7 @@ def groups_for(cls, model):
     return [{"params": parameters[half:]}, *([{"params": parameters[:half], **own}] if half else [])]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("cls", "options", "budget"), list(variations()))
 def test_every_optimizer_of_torch(cls, options, budget):
 

@@ -47,7 +47,7 @@ class Settings:
     seed: int = 0
 
 
-QUICK = Settings(trials=4, steps=12, report_every=6, validation_batches=4)
+QUICK = Settings(trials=4, steps=8, report_every=4, validation_batches=2)
 
 
 @dataclass

@@ -471,8 +471,8 @@ def free_remains(meter: TrialMeter, num_bytes: int) -> None:
     if meter.trial_bytes > num_bytes:
         with meter.paused():
             forget_interrupted_backward()
-            for generation in (1, 2):  # frames are in cycles
-                collect_until(lambda: meter.trial_bytes <= num_bytes, generation)
+        for generation in (1, 2):  # frames are in cycles
+            collect_until(lambda: meter.trial_bytes <= num_bytes, generation)
 
 
 def _kind(block: Block) -> tuple[Any, ...]:

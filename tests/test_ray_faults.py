@@ -145,7 +145,7 @@ def test_a_killed_pool_without_max_failures_is_an_error_that_says_so(job, tmp_pa
     (trial,) = sweep(executor, tmp_path, callbacks=[watch]).trials
     assert trial.status == "ERROR"
     said = Path(trial.error_file).read_text()
-    assert re.search(r"PoolLostError: the pool's process has died: \w.*\w", said), said
+    assert re.search(r"PoolLostError: the pool's process has died: \S.*\w", said), said
 
 
 def lose_device(config: dict[str, Any]) -> dict[str, Any]:

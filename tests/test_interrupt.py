@@ -15,6 +15,7 @@ import torch
 from optuna.trial import TrialState
 
 import hydra_tune
+from hydra_tune.integrations import running
 from hydra_tune.optim import training_bytes
 from scripts import BUDGETS, WIDTH, Net
 
@@ -117,13 +118,11 @@ def search_with(objective, n_trials=2, **options):
 
 def test_an_interruption_stops_also_who_waits_for_host_memory_and_who_only_reports(monkeypatch):
     """Ctrl-C is raised in the main thread, which waits for the search; here that wait raises by itself."""
-    now, wait = threading.Event(), threading.Event.wait
+    now = threading.Event()
 
-    def interrupted(event, timeout=None):
-        if threading.current_thread() is threading.main_thread() and not now.is_set():
-            assert wait(now, WAIT_S)
-            raise KeyboardInterrupt
-        return wait(event, timeout)
+    def interrupted(ended):
+        assert now.wait(WAIT_S)
+        raise KeyboardInterrupt
 
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
     pool = hydra_tune.ShardPool(["cpu"], BUDGETS["resident"], host_memory=training_bytes(Net(), None) * 3 // 2)
@@ -135,7 +134,7 @@ def test_an_interruption_stops_also_who_waits_for_host_memory_and_who_only_repor
                 now.set()
             trial.report(0.0, step)
 
-    monkeypatch.setattr(threading.Event, "wait", interrupted)
+    monkeypatch.setattr(running, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hydra_tune.HydraTrialRunner(pool, 2).optimize(study, objective, n_trials=10)
     assert [t.state for t in study.trials] == [TrialState.FAIL] * 2

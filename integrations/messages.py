@@ -39,7 +39,7 @@ class Order(NamedTuple):
 class GoOn(NamedTuple):
     """From where it reported; with the checkpoint that came with it, as Tune has persisted it."""
 
-    checkpoint: Any
+    checkpoint: Any = None
 
 
 class Call(NamedTuple):

@@ -22,7 +22,7 @@ from hydra_tune.trial import Trial
 _local = threading.local()
 
 
-@dataclass
+@dataclass(slots=True)
 class Context:
     """`mode` is the runner's, in which operators of the objective run, and so is `resumption`, if it keeps checkpoints;
     None in a plain script."""
@@ -76,7 +76,7 @@ class TrialContext:
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
     thread's settings, and the trial's end."""
 
-    __slots__ = ("_before", "_context", "_mode", "_outer", "_own", "_single")
+    __slots__ = ("_before", "_context", "_mode", "_multithreading", "_outer", "_own")
 
     def __init__(
         self, pool: ShardPool, number: int, seed_number: int | None = None, *, name: str | None = None
@@ -92,7 +92,8 @@ class TrialContext:
         torch.set_num_threads(pool.num_threads)
         self._before = random_state.begin()
         self._own.make_current()
-        self._single = torch.autograd.set_multithreading_enabled(False)
+        self._multithreading = torch._C._is_multithreading_enabled()
+        torch._C._set_multithreading_enabled(False)
         self._mode.__enter__()
         return self._context
 
@@ -100,7 +101,7 @@ class TrialContext:
         context = self._context
         try:
             self._mode.__exit__(kind, error, trace)
-            self._single.__exit__(kind, error, trace)
+            torch._C._set_multithreading_enabled(self._multithreading)
             if error is not None:
                 clear_frames(error)
         finally:

@@ -80,6 +80,9 @@ class Running:
         mine = object()
         return self._begun.setdefault(number, mine) is mine
 
+    def has_begun(self, number: int) -> bool:
+        return number in self._begun
+
     def add(self, number: int, context: Context) -> None:
         with self._lock:
             self._contexts[number] = context

@@ -57,7 +57,6 @@ class Search:
         self._folder: StudyFolder | None = None
         self._every = Interval.of(None)
         self.error: BaseException | None = None  # the first that `Study.optimize` is to raise, and may lose
-        self._begun: set[int] = set()
         self._first_report = threading.Lock()  # taken for good by the first trial that reports
         self._first_lack = threading.Lock()  # likewise, that did not fit or has diverged
 
@@ -83,7 +82,7 @@ class Search:
         import optuna
 
         running = self._study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
-        untold = [trial.number for trial in running if trial.number in self._begun]
+        untold = [trial.number for trial in running if self.running.has_begun(trial.number)]
         if untold:
             raise RuntimeError(
                 f"Optuna could not take what the objective gave for trials {untold}, which are still running for the "
@@ -140,7 +139,6 @@ class Search:
         trial = self._stock_ask(*args, **kwargs)
         while not self.running.begins(trial.number):
             trial = self._stock_ask(*args, **kwargs)
-        self._begun.add(trial.number)
         return trial
 
     # ---- one trial ----
@@ -313,6 +311,8 @@ class Search:
 
 def _has_nan(value: Any) -> bool:
     """An objective's value, or one of several; what is no number Optuna refuses."""
+    if isinstance(value, float):
+        return isnan(value)
     with suppress(TypeError, ValueError, RuntimeError):
         return any(isnan(float(each)) for each in (value if isinstance(value, (list, tuple)) else (value,)))
     return False

@@ -74,6 +74,7 @@ class Resumption:
         name: the trial's, for messages.
         weights: where those of the trial are that it was cloned from, if it was.
         perturbed: what it reads may be another trial's, or of another configuration; it has hyperparameters of its own.
+        counted: `resume_step` tells where it goes on; else it is told so by others, and may train in any order.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class Resumption:
         weights: CheckpointFolder | None = None,
         *,
         perturbed: bool = False,
+        counted: bool = True,
     ) -> None:
         self._folder = writes
         self._weights = weights
         self._every = every
         self._perturbed = perturbed
+        self._counted = counted
         self._random_state = random_state
         self._name = name
         sources: Sequence[Source] = reads if writes is None else (writes, *reads)
@@ -221,7 +224,7 @@ class Resumption:
 
     def before_iteration(self, progress: LoaderProgress) -> None:
         """Of one of the loaders. Where the first one's do not train, each to its end, their number says nothing."""
-        if progress is not self._loaders[0] or not self._is_fed:
+        if progress is not self._loaders[0] or not self._is_fed or not self._counted:
             return
         if progress.was_left:
             self._stop(
@@ -251,6 +254,8 @@ class Resumption:
 
     def before_forward(self) -> list[dict[str, Any]] | None:
         """Of training, between two steps: the states of all loaders, if a checkpoint is due now."""
+        if not self._counted:
+            return None
         ahead = self._step - self._began_at if self._is_fed and not self._was_called else 0
         self._was_called, self._idles = True, False
         if ahead > 1:
@@ -281,7 +286,7 @@ class Resumption:
     @property
     def _uncountable(self) -> str:
         """Why nobody can tell how many mini-batches there were; empty if somebody can."""
-        if self._is_fed or not self._steps or self._stepped == self._trained:
+        if self._is_fed or not self._steps or self._stepped == self._trained or not self._counted:
             return ""
         return (
             f"{self._trained} backwards were made for {self._stepped} steps of the optimizer, so that nobody knows "
@@ -312,7 +317,7 @@ class Resumption:
         Raises:
             ResumeError: nobody could go on from it; says why.
         """
-        if not self._asked:
+        if not self._asked and self._counted:
             raise ResumeError("it never calls hydra_tune.resume_step(), so that it would not know where to go on")
         if why := self._stop_reason or self._uncountable:
             raise ResumeError(why)

@@ -87,15 +87,23 @@ class Attempt:
         return answer
 
     def _save(self, directory: str) -> None:
-        assert self._context is not None
         try:
-            self._states.forget(self.order.trial_id)  # first, for both may take much memory
-            kept = KeptState.of(self._context, self.order.trial_id)
-            kept.write(directory)
-            self._states.keep(kept)
+            self.keep(self.order.trial_id, directory)
             self.say(Saved(""))
         except Exception as error:  # a full disk, or nobody could go on from it
             self.say(Saved(str(error)))
+
+    def keep(self, trial_id: str, directory: str) -> None:
+        """The trial's state, in the pool and as a checkpoint; where nothing of it is under way.
+
+        Raises:
+            ResumeError: nobody could go on from it.
+        """
+        assert self._context is not None
+        self._states.forget(trial_id)  # first, for both may take much memory
+        kept = KeptState.of(self._context, trial_id)
+        kept.write(directory)
+        self._states.keep(kept)
 
     def report(self, metrics: dict[str, Any], checkpoint: Any) -> Any:
         """Once Tune lets the trial go on, the checkpoint as it has persisted it, if there is one.
@@ -130,8 +138,8 @@ class Attempt:
                 if self._stop_reason:
                     context.stop(self._stop_reason)
                 self._check()
-                if self.order.is_function:
-                    self._go_on(context)
+                if self.order.is_function and self.go_on_from(self.order.surroundings["loaded_checkpoint"]):
+                    self.order.surroundings["loaded_checkpoint"] = None
                 output = self._work(self)
                 if not context.trials:
                     _warn_of_unprepared(self.order.experiment)
@@ -147,14 +155,18 @@ class Attempt:
             clear_frames(error)
             return Raised.of(error, text)
 
-    def _go_on(self, context: Context) -> None:
-        """From what a pool has kept of this trial, or of the one that it exploits; what a function has kept itself, it
-        reads itself."""
-        checkpoint = self.order.surroundings["loaded_checkpoint"]
+    def go_on_from(self, checkpoint: Any) -> bool:
+        """The trial's next model goes on from what a pool has kept of this trial, or of the one that it exploits.
+        Whether the checkpoint is of that kind: what the trial has kept itself, it reads itself.
+
+        Raises:
+            ResumeError: it is, but it is not sound.
+        """
+        context = self._context
+        assert context is not None and context.mode is not None and context.mode.random_state is not None
         found = None if checkpoint is None else self._states.found_in(checkpoint)
-        if found is not None:
-            self.order.surroundings["loaded_checkpoint"] = None
-        assert context.mode is not None and context.mode.random_state is not None
+        for trial in context.trials:
+            trial.end()
         context.resumption = Resumption(
             None,
             [] if found is None else [found],
@@ -162,7 +174,14 @@ class Attempt:
             context.mode.random_state,
             self.order.trial_name,
             perturbed=True,
+            counted=self.order.is_function,
         )
+        return found is not None
+
+    def goes_on(self) -> None:
+        """A trainable has been set up: it draws what it would have drawn."""
+        if self._context is not None and self._context.resumption is not None:
+            self._context.resumption.resume_step()
 
 
 @functools.cache

@@ -3,12 +3,15 @@ Tune calls them."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
 from ray import cloudpickle
+from ray.tune import Checkpoint, Trainable
 from ray.tune.result import DEFAULT_METRIC
 
+from hydra_tune.errors import ResumeError
 from hydra_tune.integrations.attempt import Attempt
 from hydra_tune.integrations.messages import Returned
 from hydra_tune.integrations.pool_session import TrialSession
@@ -31,6 +34,7 @@ def train(attempt: Attempt) -> Any:
 def _serve(attempt: Attempt, kind: Any, session: TrialSession) -> None:
     """Until Tune stops the trial."""
     quiet = _no_logger(kind, session)
+    kind = _kept_by_its_pool(kind, attempt)
     trainable = kind(config=attempt.order.config, storage=session.storage, **quiet)
     value: Any = None
     try:
@@ -41,6 +45,40 @@ def _serve(attempt: Attempt, kind: Any, session: TrialSession) -> None:
             value = getattr(trainable, call.method)(*call.arguments, **options)
     finally:
         trainable.stop()
+
+
+def _kept_by_its_pool(kind: Any, attempt: Attempt) -> Any:
+    """`kind`, if it says itself what a checkpoint of it is; else one whose checkpoints are its pool's, of what it gives
+    to `prepare`."""
+    if (kind.save_checkpoint, kind.load_checkpoint) != (Trainable.save_checkpoint, Trainable.load_checkpoint):
+        return kind
+
+    class Kept(kind):  # type: ignore[misc]
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            attempt.goes_on()
+
+        def save_checkpoint(self, checkpoint_dir: str) -> None:
+            try:
+                attempt.keep(self.trial_id, checkpoint_dir)
+            except ResumeError as error:
+                raise ResumeError(
+                    f"{kind.__name__} has no save_checkpoint, so that its pool saves what it gives to "
+                    f"hydra_tune.prepare, but {error}. Write save_checkpoint and load_checkpoint."
+                ) from None
+
+        def load_checkpoint(self, checkpoint_dir: str) -> None:
+            """By setting it up again: a prepared model goes on from the pool's state."""
+            if not attempt.go_on_from(Checkpoint.from_directory(checkpoint_dir)):
+                raise ResumeError(
+                    f"{kind.__name__} has no load_checkpoint, and {checkpoint_dir} is no checkpoint of a pool's."
+                )
+            self.cleanup()
+            self.setup(copy.deepcopy(self.config))
+
+    attempt.go_on_from(None)
+    Kept.__name__ = Kept.__qualname__ = kind.__name__
+    return Kept
 
 
 def _no_logger(kind: Any, session: TrialSession) -> dict[str, Any]:

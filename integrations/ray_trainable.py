@@ -131,11 +131,14 @@ def _function_proxy(train: Callable[..., Any], spec: PoolSpec) -> type:
     return FunctionProxy
 
 
-def _class_proxy(train: type, spec: PoolSpec) -> type:
+def _class_proxy(train: type[Trainable], spec: PoolSpec) -> type:
     payload = Payload(train)
 
+    resets_itself = train.reset_config is not Trainable.reset_config
+
     class ClassProxy(Trainable):
-        """Every method that Tune calls goes on to the trainable in the pool, which has this one's storage."""
+        """Every method that Tune calls goes on to the trainable in the pool, which has this one's storage. One that
+        has no `reset_config` is made anew instead."""
 
         its_pools = spec
         default_resource_request = _resource_request(spec)
@@ -143,6 +146,9 @@ def _class_proxy(train: type, spec: PoolSpec) -> type:
         def setup(self, config: dict[str, Any]) -> None:
             _refuse_other_resources(self)
             self._link = PoolLink(spec)
+            self._begin(config)
+
+        def _begin(self, config: dict[str, Any]) -> None:
             info = self._trial_info
             surroundings = {
                 "trial_id": self.trial_id,
@@ -172,7 +178,10 @@ def _class_proxy(train: type, spec: PoolSpec) -> type:
             return self._link.call("export_model", export_formats, export_dir)
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
-            return bool(self._link.call("reset", self._with_info(new_config), storage=self._storage))
+            if resets_itself:
+                return bool(self._link.call("reset", self._with_info(new_config), storage=self._storage))
+            self._begin(new_config)
+            return True
 
         def cleanup(self) -> None:
             self._link.stop("Tune has stopped the trial")

@@ -24,15 +24,17 @@ from torch.utils.data import DataLoader
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 pytest.importorskip("ray")
 
-from ray.tune import Checkpoint
+from ray import cloudpickle
+from ray.tune import Checkpoint, Trainable
 
 import hydra_tune
 from hydra_tune.context import TrialContext
 from hydra_tune.errors import ResumeError
 from hydra_tune.hyperparameters import Hyperparameters
+from hydra_tune.integrations import pool_work
 from hydra_tune.integrations.attempt import Attempt
 from hydra_tune.integrations.kept_state import KeptState, KeptStates
-from hydra_tune.integrations.messages import Ended, Order, Save, Saved
+from hydra_tune.integrations.messages import Call, Ended, Order, Raised, Returned, Save, Saved, Stopped
 from hydra_tune.resumption import Interval, Resumption
 
 STEPS, HALF = 6, 3
@@ -338,3 +340,111 @@ def test_a_clone_with_other_layers_is_refused(pool, tmp_path):
         model = nn.Linear(32, 32)
         with pytest.raises(ResumeError, match="leave what changes them out of the mutations"):
             hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class WithoutCheckpoints(Trainable):
+    """Accumulates gradients, leaves its loader before its end, and draws after `prepare`: by no count of mini-batches
+    would anybody know where to go on."""
+
+    def setup(self, config):
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)), nn.Dropout(0.2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+        data = torch.arange(12.0).repeat(32, 1).T.contiguous()
+        loader = DataLoader(data / 12, batch_size=2, shuffle=True)
+        self.schedule = ExponentialLR(optimizer, 0.5)
+        self.model, self.optimizer, self.loader = hydra_tune.prepare(
+            model, optimizer, loader, extra_state=self.schedule
+        )
+        torch.rand(3)
+
+    def step(self):
+        for batch, _ in zip(self.loader, range(3), strict=False):
+            loss = self.model(batch).square().mean()
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        weights = [p.tolist() for p in self.model.parameters()]
+        return {"weights": weights, "rate": self.optimizer.param_groups[0]["lr"], "loss": loss.item()}
+
+
+class OwnCheckpoints(WithoutCheckpoints):
+    def save_checkpoint(self, folder):
+        return {"its": "own"}
+
+    def load_checkpoint(self, state):
+        assert state == {"its": "own"}
+
+
+class OnlySaves(WithoutCheckpoints):
+    def save_checkpoint(self, folder):
+        return {"its": "own"}
+
+
+class TrainsBesideThePool(Trainable):
+    def step(self):
+        return {}
+
+
+def served(pool, states, kind, calls, lr=0.1):
+    """What a trainable in a pool gives for each call, and how it ends."""
+    surroundings = {"trial_id": "t", "trial_name": "t", "experiment_name": "e", "storage": None, "trial_dir": None}
+    order = Order("job", cloudpickle.dumps(kind), {"lr": lr}, surroundings)
+    said = Said()
+    attempt = Attempt(pool, order, said, pool_work.train, lambda: None, states)
+    for method, *arguments in calls:
+        attempt.answer(Call(method, tuple(arguments), {}))
+    attempt.start()
+    while attempt.is_alive and len(said) <= len(calls):
+        attempt._thread.join(0.01)
+    with pool._lock:
+        assert len(pool._trials) <= 1, "a former model's bytes are given back"
+    attempt.stop("it was stopped")
+    attempt._thread.join(60)
+    if isinstance(said[-1], Raised):
+        raise cloudpickle.loads(said[-1].error)
+    assert [type(message) for message in said] == [Returned] * (len(calls) + 1) + [Stopped]
+    return [message.value for message in said[1:-1]]
+
+
+def trained(results):
+    return [(result["weights"], result["rate"], result["loss"]) for result in results]
+
+
+def test_a_trainable_without_checkpoints_of_its_own_goes_on_from_its_pools(pool, states, tmp_path):
+    step, folder = ("train",), str(tmp_path)
+    whole = trained(served(pool, states, WithoutCheckpoints, [step] * 4))
+    *first, _ = served(pool, states, WithoutCheckpoints, [step, step, ("save", folder)])
+    _, *rest = served(pool, states, WithoutCheckpoints, [("restore", folder), step, step])
+    assert [*trained(first), *trained(rest)] == whole
+    assert [result["training_iteration"] for result in first] == [1, 2]
+    _, clone = served(pool, states, WithoutCheckpoints, [("restore", folder), step], lr=0.4)
+    assert clone["rate"] == pytest.approx(0.4 * 0.5**3)
+    assert clone["loss"] == whole[2][2], "from the donor's weights, momenta, batches and draws"
+    assert sum(states.continued.values()) == 2
+
+
+def test_a_trainable_goes_back_to_where_it_was(pool, states, tmp_path):
+    step, folder = ("train",), str(tmp_path)
+    calls = [step, ("save", folder), step, step, ("restore", folder), step]
+    first, _, second, _, _, again = served(pool, states, WithoutCheckpoints, calls)
+    assert trained([again]) == trained([second]) != trained([first])
+
+
+def test_a_trainables_own_checkpoints_are_left_to_it(pool, states, tmp_path):
+    calls = [("train",), ("save", str(tmp_path)), ("restore", str(tmp_path))]
+    served(pool, states, OwnCheckpoints, calls)
+    assert sum(states.continued.values()) == 0
+    with pytest.raises(NotImplementedError):
+        served(pool, states, OnlySaves, calls)
+
+
+def test_a_trainable_that_prepares_nothing_has_to_save_itself(pool, states, tmp_path):
+    with pytest.raises(ResumeError, match=r"TrainsBesideThePool has no save_checkpoint.*Write save_checkpoint"):
+        served(pool, states, TrainsBesideThePool, [("train",), ("save", str(tmp_path))])
+
+
+def test_a_trainable_without_checkpoints_refuses_anothers(pool, states, tmp_path):
+    (tmp_path / "state.pt").write_bytes(b"")
+    with pytest.raises(ResumeError, match=r"WithoutCheckpoints has no load_checkpoint, and .* is no checkpoint"):
+        served(pool, states, WithoutCheckpoints, [("restore", str(tmp_path))])

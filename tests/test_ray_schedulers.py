@@ -222,6 +222,48 @@ def test_population_based_training_clones_weights_and_optimizer(run):
     assert {last["used_lr"] == last["config"]["lr"] for last in lasts} == {True}
 
 
+class KeptByItsPool(ray.tune.Trainable):
+    """Has no `save_checkpoint`. Says what it began with, and what it has now."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+        self.model, self.optimizer = hydra_tune.prepare(model, optimizer)
+        self.began = digest(self.model, self.optimizer) if self.optimizer.state else ""
+
+    def step(self) -> dict[str, Any]:
+        loss = self.model(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        (group,) = self.optimizer.param_groups
+        has = digest(self.model, self.optimizer)
+        return {"loss": loss.item(), "began": self.began, "has": has, "used_lr": group["lr"]}
+
+
+@pytest.mark.proof
+def test_classes_that_keep_no_checkpoint_are_cloned_by_their_pool_within_host_memory(run):
+    random.seed(0)
+    scheduler = schedulers.PopulationBasedTraining(
+        time_attr="training_iteration", metric="loss", mode="min", perturbation_interval=2,
+        hyperparam_mutations={"lr": [3e-2, 4e-2]}, quantile_fraction=0.5, resample_probability=1.0, synch=True,
+    )  # fmt: skip
+    results, space = Results(), {"lr": tune.grid_search(RATES)}
+    options = {"scheduler": scheduler, "callbacks": [results], "stop": {"training_iteration": 6}}
+    ended = run(KeptByItsPool, config=space, **options).trials
+    assert {trial.status for trial in ended} == {"TERMINATED"}
+    reported = [result for each in results.of.values() for result in each]
+    began = {result["began"] for result in reported} - {""}
+    assert began and began <= {result["has"] for result in reported}, "bit for bit what a trial had"
+    lasts = [each[-1] for each in results.of.values()]
+    assert {last["training_iteration"] for last in lasts} == {6}
+    assert {last["used_lr"] == last["config"]["lr"] for last in lasts} == {True}, "perturbed rates reach the optimizer"
+    assert {last["used_lr"] for last in lasts} & {3e-2, 4e-2}
+    continued = empty_pool(EXECUTOR)["continued"]
+    assert continued["in_memory"] >= len(began) and continued["from_checkpoint"] == 0, continued
+
+
 class PauseOnce(schedulers.FIFOScheduler):
     """Every trial after its first result; it is taken up again when there is a place."""
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 
-from hydra_tune import random_state
 from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.garbage import collect_until
 from hydra_tune.graph import forget_interrupted_backward
-from hydra_tune.mode import TrialMode
+from hydra_tune.mode import TrialMode, modes
 from hydra_tune.pool import ShardPool
 from hydra_tune.resumption import Resumption
 from hydra_tune.stop import Stop
@@ -61,6 +62,12 @@ class Context:
             )
 
 
+@cache
+def _computes_elsewhere() -> bool:
+    """Whether autograd has threads of its own, one an accelerator, where no trial's mode is."""
+    return torch.accelerator.is_available()
+
+
 def _is_dropped(trial: Trial) -> bool:
     return not trial.has_model
 
@@ -72,17 +79,26 @@ def current_context() -> Context:
     return context
 
 
+@contextmanager
+def trials_to_come() -> Iterator[None]:
+    """Around one trial after another: what the first sets for the process stays until the last has ended."""
+    modes.join()
+    try:
+        yield
+    finally:
+        modes.part()
+
+
 class TrialContext:
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
     thread's settings, and the trial's end."""
 
-    __slots__ = ("_before", "_context", "_mode", "_multithreading", "_outer", "_own")
+    __slots__ = ("_context", "_mode", "_multithreading", "_outer")
 
     def __init__(
         self, pool: ShardPool, number: int, seed_number: int | None = None, *, name: str | None = None
     ) -> None:
-        self._own = pool.random_state(number if seed_number is None else seed_number)
-        self._mode = TrialMode(self._own)
+        self._mode = TrialMode(pool.random_state(number if seed_number is None else seed_number))
         self._context = Context(pool, name or f"trial {number}", self._mode)
 
     def __enter__(self) -> Context:
@@ -90,10 +106,9 @@ class TrialContext:
         assert pool is not None
         self._outer, _local.context = getattr(_local, "context", None), self._context
         torch.set_num_threads(pool.num_threads)
-        self._before = random_state.begin()
-        self._own.make_current()
-        self._multithreading = torch._C._is_multithreading_enabled()
-        torch._C._set_multithreading_enabled(False)
+        self._multithreading = _computes_elsewhere() and torch._C._is_multithreading_enabled()
+        if self._multithreading:
+            torch._C._set_multithreading_enabled(False)
         self._mode.__enter__()
         return self._context
 
@@ -101,11 +116,11 @@ class TrialContext:
         context = self._context
         try:
             self._mode.__exit__(kind, error, trace)
-            torch._C._set_multithreading_enabled(self._multithreading)
+            if self._multithreading:
+                torch._C._set_multithreading_enabled(True)
             if error is not None:
                 clear_frames(error)
         finally:
-            random_state.end(self._before)
             _local.context = self._outer
             if context.trials:
                 forget_interrupted_backward()

@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import (
 
 from hydra_tune.fork import gate
 from hydra_tune.meter import TrialMeter, is_counted, storages_of
-from hydra_tune.random_state import RandomState, draws, is_default
+from hydra_tune.random_state import (
+    RandomState,
+    draws,
+    install_proxies,
+    is_default,
+    make_current,
+    remove_proxies,
+)
 
 
 class TrialMode(TorchDispatchMode):
@@ -28,17 +35,21 @@ class TrialMode(TorchDispatchMode):
     its own forward and backward, to count. Costs about four microseconds an operator."""
 
     def __init__(self, random_state: RandomState | None = None, meter: TrialMeter | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.random_state = random_state
+        self.random_state = random_state  # the thread's, inside
         self.meter = meter
 
     def __enter__(self) -> Any:
-        gate.join()
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        modes.join()
+        if self.random_state is not None:
+            self._outer = make_current(self.random_state)
+        _push_mode(self)
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        gate.part()
+        _pop_mode()
+        if self.random_state is not None:
+            make_current(self._outer)
+        modes.part()
 
     def __torch_dispatch__(
         self,
@@ -86,6 +97,50 @@ class TrialMode(TorchDispatchMode):
         return out
 
 
+class Modes:
+    """Those of all threads: what the first one sets for the process the last one puts back. Who runs one trial after
+    another joins, too, so that each need not.
+
+    That is the gate's count, the generators' proxies, and PyTorch's own note that a mode is active, for its compiler.
+    `TorchDispatchMode` would keep that in each mode, and threads that come and go would leave it wrong.
+    """
+
+    def __init__(self) -> None:
+        self._active = 0
+        self._lock = threading.Lock()
+        self._noting = TorchDispatchMode()
+
+    def join(self) -> None:
+        with self._lock:
+            self._active += 1
+            if self._active == 1:
+                gate.join()
+                self._noting.__enter__()
+                _pop_mode()
+            install_proxies()
+
+    def part(self) -> None:
+        with self._lock:
+            self._active -= 1
+            if self._active == 0:
+                remove_proxies()
+                self._put_back()
+                gate.part()
+
+    def _put_back(self) -> None:
+        _push_mode(self._noting)
+        self._noting.__exit__(None, None, None)
+
+    def drop_in_child(self) -> None:
+        if self._active:
+            self._put_back()
+        self._active, self._lock = 0, threading.Lock()
+
+
+modes = Modes()
+os.register_at_fork(after_in_child=modes.drop_in_child)
+
+
 @contextmanager
 def drawing_apart() -> Iterator[None]:
     """In a thread that draws from the process's generators, as scripts' do: what is drawn inside can be drawn again,
@@ -93,7 +148,7 @@ def drawing_apart() -> Iterator[None]:
     with _drawing:
         own = RandomState.of_defaults()
         try:
-            with own.active(), TrialMode(own):
+            with TrialMode(own):
                 yield
         except torch.OutOfMemoryError:  # it may run again, as if it had not
             raise
@@ -107,7 +162,7 @@ def drawing_apart() -> Iterator[None]:
 def drawing_again() -> Iterator[None]:
     """The process's generators are left alone: inside, the thread has a state of its own, at first a copy of theirs."""
     own = RandomState.of_defaults()
-    with own.active(), TrialMode(own):
+    with TrialMode(own):
         yield
 
 
@@ -118,7 +173,7 @@ def drawing_for_nothing() -> Iterator[None]:
     own = RandomState.of_defaults()
     before = own.states()
     try:
-        with own.active(), TrialMode(own):
+        with TrialMode(own):
             yield
     finally:
         if not all(map(torch.equal, own.states(), before)):
@@ -164,14 +219,17 @@ class Counted:
 def drop_modes(meter: TrialMeter | None = None) -> None:
     """Those of all trials: a forked loader worker inherits its parent's modes, but not the trial. Or, after an
     interruption, those in which a prepared model counts with this meter."""
-    modes = _get_current_dispatch_mode_stack()
-    others = [m for m in modes if not isinstance(m, TrialMode) or (meter and (m.random_state or m.meter is not meter))]
-    if len(others) == len(modes):
+    stack = _get_current_dispatch_mode_stack()
+    others = [m for m in stack if not isinstance(m, TrialMode) or (meter and (m.random_state or m.meter is not meter))]
+    if len(others) == len(stack):
         return
-    for _ in modes:
+    for _ in stack:
         _pop_mode()
     for mode in others:
         _push_mode(mode)
+    if meter is not None:
+        for _ in range(len(stack) - len(others)):
+            modes.part()
 
 
 os.register_at_fork(after_in_child=drop_modes)

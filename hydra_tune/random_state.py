@@ -70,20 +70,6 @@ class RandomState:
             return self.swapped(lambda: func(*args, **kwargs))
         return own(*args, **{**kwargs, "generator": self.stand_in(torch.default_generator)})
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """This is the random state of the calling thread."""
-        before = begin()
-        try:
-            self.make_current()
-            yield
-        finally:
-            end(before)
-
-    def make_current(self) -> None:
-        """Between `begin` and `end`."""
-        _local.state = self
-
     def swapped(self, draw: Callable[[], T]) -> T:
         """Call `draw` with this state in the default generators."""
         with _swap_lock:
@@ -99,15 +85,11 @@ class RandomState:
                     default.set_state(state)
 
 
-def begin() -> RandomState | None:
-    """A state of its own may become the calling thread's: proxies are there. What is its state until then."""
-    _install_proxies()
-    return _current_state()
-
-
-def end(before: RandomState | None) -> None:
-    _local.state = before
-    _remove_proxies()
+def make_current(state: RandomState | None) -> RandomState | None:
+    """The calling thread's from here on; None for the process's own. What it was before."""
+    before = _current_state()
+    _local.state = state
+    return before
 
 
 def _current_state() -> RandomState | None:
@@ -170,7 +152,6 @@ class _DefaultGenerator:
 
 
 _cpu_proxy = _DefaultGenerator(torch.default_generator)
-_num_active = 0
 _real_cuda: tuple[torch.Generator, ...] = ()
 
 
@@ -179,26 +160,16 @@ def _default_generators() -> list[torch.Generator]:
     return [torch.default_generator, *cuda]
 
 
-def _install_proxies() -> None:
-    global _num_active, _real_cuda
-    with _swap_lock:
-        _num_active += 1
-        if _num_active == 1:
-            torch.random.default_generator = _cpu_proxy  # type: ignore[assignment,attr-defined]
-            if torch.cuda.default_generators:
-                _real_cuda = tuple(torch.cuda.default_generators)
-                torch.cuda.default_generators = tuple(_DefaultGenerator(g) for g in _real_cuda)  # type: ignore[assignment]
+def install_proxies() -> None:
+    """For a thread with a state of its own. They may be there, and GPUs have come since."""
+    global _real_cuda
+    torch.random.default_generator = _cpu_proxy  # type: ignore[assignment,attr-defined]
+    if torch.cuda.default_generators and not _real_cuda:
+        _real_cuda = tuple(torch.cuda.default_generators)
+        torch.cuda.default_generators = tuple(_DefaultGenerator(g) for g in _real_cuda)  # type: ignore[assignment]
 
 
-def _remove_proxies() -> None:
-    global _num_active
-    with _swap_lock:
-        _num_active -= 1
-        if _num_active == 0:
-            _restore_defaults()
-
-
-def _restore_defaults() -> None:
+def remove_proxies() -> None:
     global _real_cuda
     torch.random.default_generator = torch.default_generator  # type: ignore[attr-defined]
     if _real_cuda:
@@ -208,10 +179,9 @@ def _restore_defaults() -> None:
 
 def _after_fork_in_child() -> None:
     """No operator, so no swap, was under way: see `fork`. But another thread may have held the lock."""
-    global _num_active, _swap_lock
-    _num_active = 0
+    global _swap_lock
     _swap_lock = threading.RLock()
-    _restore_defaults()
+    remove_proxies()
     _local.__dict__.clear()
 
 

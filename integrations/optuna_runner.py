@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra_tune.context import Context
+from hydra_tune.context import Context, trials_to_come
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.concurrency import Places, SearchEnded
 from hydra_tune.integrations.search import BY_HAND, Search
@@ -125,10 +125,11 @@ class HydraTrialRunner:
         self._searches.append(search)
         try:
             here = threading.current_thread() is threading.main_thread()
-            if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
-                optimize()
-            else:
-                search.running.wait_for(optimize, search.places.end)
+            with trials_to_come():
+                if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
+                    optimize()
+                else:
+                    search.running.wait_for(optimize, search.places.end)
         finally:
             self._searches.remove(search)
             search.close()

@@ -26,7 +26,6 @@ class Running:
         self._stopped = ""  # likewise, by that or by hand
         self._contexts: dict[int, Context] = {}  # by the trial's number
         self._begun: dict[int, object] = {}
-        self._lock = threading.Lock()
 
     def wait_for(self, optimize: Callable[[], None], stop_asking: Callable[[], None]) -> None:
         error: list[BaseException] = []
@@ -60,10 +59,8 @@ class Running:
         self.stop_all(reason)
 
     def stop_all(self, reason: str) -> None:
-        with self._lock:
-            self._stopped = reason
-            contexts = list(self._contexts.values())
-        for context in contexts:
+        self._stopped = reason  # first: who comes after that sees it
+        for context in list(self._contexts.values()):
             context.stop(reason)
 
     @contextmanager
@@ -84,15 +81,12 @@ class Running:
         return number in self._begun
 
     def add(self, number: int, context: Context) -> None:
-        with self._lock:
-            self._contexts[number] = context
-            reason = self._stopped
-        if reason:
-            context.stop(reason)
+        self._contexts[number] = context
+        if self._stopped:
+            context.stop(self._stopped)
 
     def remove(self, number: int) -> None:
-        with self._lock:
-            self._contexts.pop(number, None)
+        self._contexts.pop(number, None)
 
     def context(self, number: int) -> Context | None:
         return self._contexts.get(number)

@@ -30,7 +30,7 @@ def draws():
 
 def in_trial(seed, results):
     state = RandomState(seed)
-    with state.active(), TrialMode(state):
+    with TrialMode(state):
         results[seed] = draws()
 
 
@@ -63,7 +63,7 @@ def test_the_process_keeps_its_own_state_beside_the_trials():
 
 def test_checkpoint_gets_the_mask_of_its_forward():
     state, results = RandomState(0), {}
-    with state.active(), TrialMode(state):
+    with TrialMode(state):
         x = torch.ones(64, requires_grad=True)
         y = checkpoint(lambda t: torch.nn.functional.dropout(t, 0.5), x, use_reentrant=False)
         torch.rand(5)

@@ -1,0 +1,85 @@
+"""What trials' modes set for the whole process is there while any is active, in whichever order threads leave."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+import hydra_tune
+from hydra_tune.context import TrialContext, trials_to_come
+from hydra_tune.fork import gate
+from hydra_tune.meter import Meter, TrialMeter
+from hydra_tune.mode import TrialMode, drop_modes
+from hydra_tune.random_state import RandomState
+
+
+def is_set():
+    """For PyTorch's compiler, for the gate, and instead of the default generator: of these all, or none."""
+    found = {
+        is_in_torch_dispatch_mode(),
+        gate._users > 0,
+        torch.random.default_generator is not torch.default_generator,
+    }
+    assert len(found) == 1
+    return found.pop()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_last_thread_puts_back_what_the_first_has_set(first):
+    inside, leave, left = ([threading.Event() for _ in range(2)] for _ in range(3))
+
+    def work(number):
+        with TrialMode(RandomState(number)):
+            inside[number].set()
+            assert leave[number].wait(10)
+        left[number].set()
+
+    assert not is_set()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread, event in zip(threads, inside, strict=True):
+        thread.start()
+        assert event.wait(10)
+        assert is_set()
+    for number, remains in ((first, True), (1 - first, False)):
+        leave[number].set()
+        assert left[number].wait(10)
+        assert is_set() is remains
+    for thread in threads:
+        thread.join(10)
+
+
+def test_between_trials_of_a_search_it_stays_but_no_operator_is_a_trials():
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        with trials_to_come():
+            for number in range(2):
+                with TrialContext(pool, number):
+                    torch.rand(1)
+                assert is_set()
+                before = torch.get_rng_state()
+                torch.rand(1)
+                assert not torch.equal(torch.get_rng_state(), before), "the process's own generator"
+        assert not is_set()
+
+
+def test_what_an_interruption_has_left_is_put_back():
+    meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)
+    TrialMode(meter=meter).__enter__()
+    assert is_set()
+    drop_modes(meter)
+    assert not is_set()
+
+
+def test_a_forked_child_has_none_of_it():
+    with TrialMode(RandomState(0)):
+        pid = os.fork()
+        if pid == 0:
+            code = 2
+            try:
+                code = int(is_set())
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        assert is_set()
+    assert os.waitstatus_to_exitcode(status) == 0

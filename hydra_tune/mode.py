@@ -37,18 +37,19 @@ class TrialMode(TorchDispatchMode):
     def __init__(self, random_state: RandomState | None = None, meter: TrialMeter | None = None) -> None:
         self.random_state = random_state  # the thread's, inside
         self.meter = meter
+        self._outer: list[RandomState | None] = []  # PyTorch may enter a mode within itself
 
     def __enter__(self) -> Any:
         modes.join()
         if self.random_state is not None:
-            self._outer = make_current(self.random_state)
+            self._outer.append(make_current(self.random_state))
         _push_mode(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         _pop_mode()
         if self.random_state is not None:
-            make_current(self._outer)
+            make_current(self._outer.pop())
         modes.part()
 
     def __torch_dispatch__(

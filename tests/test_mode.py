@@ -12,7 +12,7 @@ from hydra_tune.context import TrialContext, trials_to_come
 from hydra_tune.fork import gate
 from hydra_tune.meter import Meter, TrialMeter
 from hydra_tune.mode import TrialMode, drop_modes
-from hydra_tune.random_state import RandomState
+from hydra_tune.random_state import RandomState, has_own_state
 
 
 def is_set():
@@ -61,6 +61,15 @@ def test_between_trials_of_a_search_it_stays_but_no_operator_is_a_trials():
                 torch.rand(1)
                 assert not torch.equal(torch.get_rng_state(), before), "the process's own generator"
         assert not is_set()
+
+
+def test_a_mode_may_be_entered_within_itself():
+    mode = TrialMode(RandomState(0))
+    with mode:
+        with mode:
+            assert has_own_state()
+        assert has_own_state() and is_set()
+    assert not has_own_state() and not is_set()
 
 
 def test_what_an_interruption_has_left_is_put_back():

@@ -29,9 +29,12 @@ class Running:
 
     def wait_for(self, optimize: Callable[[], None], stop_asking: Callable[[], None]) -> None:
         error: list[BaseException] = []
+        begins = threading.Lock()  # taken by the search, or by who was interrupted before
         ended = threading.Event()  # a join that is interrupted takes its thread for ended, before Python 3.13
 
         def run() -> None:
+            if not begins.acquire(blocking=False):
+                return
             try:
                 optimize()
             except BaseException as raised:
@@ -47,7 +50,8 @@ class Running:
             logger.warning("interrupted: %d trials stop at their next task boundary", len(self._contexts))
             stop_asking()
             self._interrupt("the search was interrupted")
-            ended.wait()
+            if not begins.acquire(blocking=False):
+                ended.wait()
             raise
         finally:
             executor.shutdown(wait=ended.is_set())

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import optuna
@@ -194,3 +195,27 @@ def test_a_study_that_is_stopped_lets_running_trials_end():
         return 1.0
 
     assert 1 <= len(search_with(objective, 20).trials) <= 3
+
+
+@pytest.mark.parametrize("when", ["before it began", "after it began"])
+def test_an_interruption_while_a_search_begins_waits_for_no_search_that_will_not(monkeypatch, when):
+    begun, stopped, late = threading.Event(), threading.Event(), []
+
+    class Executor(ThreadPoolExecutor):
+        def submit(self, *call):
+            late.append(call)
+            if when == "after it began":
+                super().submit(*call)
+                assert begun.wait(WAIT_S)
+            raise KeyboardInterrupt
+
+    def optimize():
+        begun.set()
+        assert stopped.wait(WAIT_S)
+
+    monkeypatch.setattr(running, "ThreadPoolExecutor", Executor)
+    with pytest.raises(KeyboardInterrupt):
+        running.Running().wait_for(optimize, stopped.set)
+    ((call, *arguments),) = late
+    call(*arguments)
+    assert begun.is_set() == (when == "after it began")

@@ -93,7 +93,7 @@ class TrialContext:
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
     thread's settings, and the trial's end."""
 
-    __slots__ = ("_context", "_mode", "_multithreading", "_outer")
+    __slots__ = ("_backward_here", "_context", "_mode", "_outer")
 
     def __init__(
         self, pool: ShardPool, number: int, seed_number: int | None = None, *, name: str | None = None
@@ -106,9 +106,7 @@ class TrialContext:
         assert pool is not None
         self._outer, _local.context = getattr(_local, "context", None), self._context
         torch.set_num_threads(pool.num_threads)
-        self._multithreading = _computes_elsewhere() and torch._C._is_multithreading_enabled()
-        if self._multithreading:
-            torch._C._set_multithreading_enabled(False)
+        self._backward_here = torch.autograd.set_multithreading_enabled(False) if _computes_elsewhere() else None
         self._mode.__enter__()
         return self._context
 
@@ -116,8 +114,8 @@ class TrialContext:
         context = self._context
         try:
             self._mode.__exit__(kind, error, trace)
-            if self._multithreading:
-                torch._C._set_multithreading_enabled(True)
+            if self._backward_here is not None:
+                self._backward_here.__exit__(None, None, None)
             if error is not None:
                 clear_frames(error)
         finally:

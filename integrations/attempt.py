@@ -155,6 +155,12 @@ class Attempt:
             clear_frames(error)
             return Raised.of(error, text)
 
+    def is_now(self, info: Any) -> None:
+        """That of another trial, as its `TrialInfo` says, whose trainable is this one's, reset."""
+        if info is not None:
+            names = {"trial_id": info.trial_id, "trial_name": info.trial_name}
+            self.order = self.order._replace(surroundings={**self.order.surroundings, **names})
+
     def go_on_from(self, checkpoint: Any) -> bool:
         """The trial's next model goes on from what a pool has kept of this trial, or of the one that it exploits.
         Whether the checkpoint is of that kind: what the trial has kept itself, it reads itself.

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray import cloudpickle
 from ray.tune import Checkpoint, Trainable
-from ray.tune.result import DEFAULT_METRIC
+from ray.tune.result import DEFAULT_METRIC, TRIAL_INFO
 
 from hydra_tune.errors import ResumeError
 from hydra_tune.integrations.attempt import Attempt
@@ -41,6 +41,8 @@ def _serve(attempt: Attempt, kind: Any, session: TrialSession) -> None:
         while True:
             attempt.say(Returned(value))
             call = attempt.await_answer()
+            if call.method == "reset":
+                attempt.is_now(call.arguments[0].get(TRIAL_INFO))
             options = {**call.options, **quiet} if call.method == "reset" else call.options
             value = getattr(trainable, call.method)(*call.arguments, **options)
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ray.tune import Trainable, get_checkpoint, get_context
@@ -137,8 +138,9 @@ def _class_proxy(train: type[Trainable], spec: PoolSpec) -> type:
     resets_itself = train.reset_config is not Trainable.reset_config
 
     class ClassProxy(Trainable):
-        """Every method that Tune calls goes on to the trainable in the pool, which has this one's storage. One that
-        has no `reset_config` is made anew instead."""
+        """Every method that Tune calls goes on to the trainable in the pool, which has this one's storage. It is made
+        there by the first: Tune starts actors that it never calls, for it has found one to reuse. One that has no
+        `reset_config` is made anew instead, and so is one that is gone, for its former trial has begun elsewhere."""
 
         its_pools = spec
         default_resource_request = _resource_request(spec)
@@ -146,9 +148,15 @@ def _class_proxy(train: type[Trainable], spec: PoolSpec) -> type:
         def setup(self, config: dict[str, Any]) -> None:
             _refuse_other_resources(self)
             self._link = PoolLink(spec)
-            self._begin(config)
+            self._new_config: dict[str, Any] | None = config  # of one that is to be made
 
-        def _begin(self, config: dict[str, Any]) -> None:
+        def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+            if self._new_config is not None:
+                self._make(self._new_config)
+                self._new_config = None
+            return self._link.call(method, *arguments, **options)
+
+        def _make(self, config: dict[str, Any]) -> None:
             info = self._trial_info
             surroundings = {
                 "trial_id": self.trial_id,
@@ -165,22 +173,23 @@ def _class_proxy(train: type[Trainable], spec: PoolSpec) -> type:
             return config if self._trial_info is None else {**config, TRIAL_INFO: self._trial_info}
 
         def train(self) -> dict[str, Any]:
-            result: dict[str, Any] = self._link.call("train")
+            result: dict[str, Any] = self._call("train")
             return result
 
         def save(self, checkpoint_dir: str | None = None) -> Any:
-            return self._link.call("save", checkpoint_dir)
+            return self._call("save", checkpoint_dir)
 
         def restore(self, checkpoint_path: Any) -> None:
-            self._link.call("restore", checkpoint_path)
+            self._call("restore", checkpoint_path)
 
         def export_model(self, export_formats: Any, export_dir: str | None = None) -> Any:
-            return self._link.call("export_model", export_formats, export_dir)
+            return self._call("export_model", export_formats, export_dir)
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
             if resets_itself:
-                return bool(self._link.call("reset", self._with_info(new_config), storage=self._storage))
-            self._begin(new_config)
+                with suppress(PoolLostError):
+                    return bool(self._call("reset", self._with_info(new_config), storage=self._storage))
+            self._new_config = new_config
             return True
 
         def cleanup(self) -> None:

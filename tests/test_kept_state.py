@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ pytest.importorskip("ray")
 
 from ray import cloudpickle
 from ray.tune import Checkpoint, Trainable
+from ray.tune.result import TRIAL_INFO
 
 import hydra_tune
 from hydra_tune.context import TrialContext
@@ -381,13 +383,18 @@ class OnlySaves(WithoutCheckpoints):
         return {"its": "own"}
 
 
+class ResetsItself(WithoutCheckpoints):
+    def reset_config(self, config):
+        return True
+
+
 class TrainsBesideThePool(Trainable):
     def step(self):
         return {}
 
 
-def served(pool, states, kind, calls, lr=0.1):
-    """What a trainable in a pool gives for each call, and how it ends."""
+def served(pool, states, kind, calls, lr=0.1, names=None):
+    """What a trainable in a pool gives for each call, and how it ends; whose attempt it was then goes to `names`."""
     surroundings = {"trial_id": "t", "trial_name": "t", "experiment_name": "e", "storage": None, "trial_dir": None}
     order = Order("job", cloudpickle.dumps(kind), {"lr": lr}, surroundings)
     said = Said()
@@ -399,6 +406,8 @@ def served(pool, states, kind, calls, lr=0.1):
         attempt._thread.join(0.01)
     with pool._lock:
         assert len(pool._trials) <= 1, "a former model's bytes are given back"
+    if names is not None:
+        names.append(attempt.order.trial_id)
     attempt.stop("it was stopped")
     attempt._thread.join(60)
     if isinstance(said[-1], Raised):
@@ -437,6 +446,15 @@ def test_a_trainables_own_checkpoints_are_left_to_it(pool, states, tmp_path):
     assert sum(states.continued.values()) == 0
     with pytest.raises(NotImplementedError):
         served(pool, states, OnlySaves, calls)
+
+
+def test_an_attempt_is_that_of_the_trial_that_its_trainable_was_reset_for(pool, states, tmp_path):
+    """Who begins another one of the former trial shall not end it; what is kept is the new trial's."""
+    names, info = [], SimpleNamespace(trial_id="another", trial_name="another")
+    calls = [("train",), ("reset", {"lr": 0.2, TRIAL_INFO: info}), ("train",), ("save", str(tmp_path))]
+    served(pool, states, ResetsItself, calls, names=names)
+    assert names == ["another"]
+    assert json.loads((tmp_path / "hydra_tune.json").read_text())["trial_id"] == "another"
 
 
 def test_a_trainable_that_prepares_nothing_has_to_save_itself(pool, states, tmp_path):

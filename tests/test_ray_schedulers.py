@@ -113,7 +113,8 @@ def test_population_based_bandits_clone_trials(run):
         time_attr="training_iteration", metric="loss", mode="min", perturbation_interval=2,
         hyperparam_bounds={"lr": [1e-3, 4e-2]}, quantile_fraction=0.5, synch=True,
     )  # fmt: skip
-    ended = run(Net, config={"lr": tune.grid_search(RATES)}, scheduler=scheduler, stop={"training_iteration": 6}).trials
+    options = {"scheduler": scheduler, "stop": {"training_iteration": 6}, "fail_fast": True}
+    ended = run(Net, config={"lr": tune.grid_search(RATES)}, **options).trials
     assert {trial.status for trial in ended} == {"TERMINATED"}
     lasts = [trial.last_result for trial in ended]
     assert any(last["loaded"] for last in lasts)
@@ -168,7 +169,8 @@ def test_functions_that_keep_no_checkpoint_are_cloned_by_their_pool_within_host_
         hyperparam_mutations={"lr": [3e-2, 4e-2]}, quantile_fraction=0.5, resample_probability=1.0, synch=synch,
     )  # fmt: skip
     results, space = Results(), {"lr": tune.grid_search(RATES)}
-    ended = run(train_without_checkpoints, config=space, scheduler=scheduler, callbacks=[results]).trials
+    options = {"scheduler": scheduler, "callbacks": [results], "fail_fast": True}
+    ended = run(train_without_checkpoints, config=space, **options).trials
     assert {trial.status for trial in ended} == {"TERMINATED"}
     reported = [result for each in results.of.values() for result in each]
     states = {(result["step"], result["has"]) for result in reported}
@@ -212,7 +214,7 @@ def test_population_based_training_clones_weights_and_optimizer(run):
         quantile_fraction=0.5, resample_probability=1.0, synch=True, require_attrs=True,
     )  # fmt: skip
     config = {"lr": tune.grid_search(RATES[1:3])}
-    ended = run(Net, config=config, scheduler=scheduler, stop={"training_iteration": 4}).trials
+    ended = run(Net, config=config, scheduler=scheduler, stop={"training_iteration": 4}, fail_fast=True).trials
     assert {trial.status for trial in ended} == {"TERMINATED"}
     lasts = [trial.last_result for trial in ended]
     cloned = [last for last in lasts if last["loaded"]]
@@ -250,7 +252,7 @@ def test_classes_that_keep_no_checkpoint_are_cloned_by_their_pool_within_host_me
         hyperparam_mutations={"lr": [3e-2, 4e-2]}, quantile_fraction=0.5, resample_probability=1.0, synch=True,
     )  # fmt: skip
     results, space = Results(), {"lr": tune.grid_search(RATES)}
-    options = {"scheduler": scheduler, "callbacks": [results], "stop": {"training_iteration": 6}}
+    options = {"scheduler": scheduler, "callbacks": [results], "stop": {"training_iteration": 6}, "fail_fast": True}
     ended = run(KeptByItsPool, config=space, **options).trials
     assert {trial.status for trial in ended} == {"TERMINATED"}
     reported = [result for each in results.of.values() for result in each]

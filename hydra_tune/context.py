@@ -82,7 +82,7 @@ def current_context() -> Context:
 @contextmanager
 def trials_to_come() -> Iterator[None]:
     """Around one trial after another: what the first sets for the process stays until the last has ended."""
-    modes.join()
+    modes.join(proxies=True)
     try:
         yield
     finally:

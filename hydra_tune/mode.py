@@ -40,7 +40,7 @@ class TrialMode(TorchDispatchMode):
         self._outer: list[RandomState | None] = []  # PyTorch may enter a mode within itself
 
     def __enter__(self) -> Any:
-        modes.join()
+        modes.join(proxies=self.random_state is not None)
         if self.random_state is not None:
             self._outer.append(make_current(self.random_state))
         _push_mode(self)
@@ -111,14 +111,16 @@ class Modes:
         self._lock = threading.Lock()
         self._noting = TorchDispatchMode()
 
-    def join(self) -> None:
+    def join(self, *, proxies: bool) -> None:
+        """`proxies`: a thread will have a random state of its own."""
         with self._lock:
             self._active += 1
             if self._active == 1:
                 gate.join()
                 self._noting.__enter__()
                 _pop_mode()
-            install_proxies()
+            if proxies:
+                install_proxies()
 
     def part(self) -> None:
         with self._lock:
@@ -132,14 +134,24 @@ class Modes:
         _push_mode(self._noting)
         self._noting.__exit__(None, None, None)
 
+    def before_fork(self) -> None:
+        """Before the gate closes, for which a thread may wait here."""
+        self._lock.acquire()
+
+    def after_fork(self) -> None:
+        self._lock.release()
+
     def drop_in_child(self) -> None:
         if self._active:
             self._put_back()
-        self._active, self._lock = 0, threading.Lock()
+        self._active = 0
+        self._lock.release()
 
 
 modes = Modes()
-os.register_at_fork(after_in_child=modes.drop_in_child)
+os.register_at_fork(
+    before=modes.before_fork, after_in_parent=modes.after_fork, after_in_child=modes.drop_in_child
+)  # after the gate's own: the last that is registered comes first before a fork
 
 
 @contextmanager

@@ -88,18 +88,19 @@ class Attempt:
 
     def _save(self, directory: str) -> None:
         try:
-            self.keep(self.order.trial_id, directory)
+            self.keep(directory)
             self.say(Saved(""))
         except Exception as error:  # a full disk, or nobody could go on from it
             self.say(Saved(str(error)))
 
-    def keep(self, trial_id: str, directory: str) -> None:
+    def keep(self, directory: str) -> None:
         """The trial's state, in the pool and as a checkpoint; where nothing of it is under way.
 
         Raises:
             ResumeError: nobody could go on from it.
         """
         assert self._context is not None
+        trial_id = self.order.trial_id
         self._states.forget(trial_id)  # first, for both may take much memory
         kept = KeptState.of(self._context, trial_id)
         kept.write(directory)

@@ -62,7 +62,7 @@ def _kept_by_its_pool(kind: Any, attempt: Attempt) -> Any:
 
         def save_checkpoint(self, checkpoint_dir: str) -> None:
             try:
-                attempt.keep(self.trial_id, checkpoint_dir)
+                attempt.keep(checkpoint_dir)
             except ResumeError as error:
                 raise ResumeError(
                     f"{kind.__name__} has no save_checkpoint, so that its pool saves what it gives to "

@@ -16,7 +16,7 @@ from hydra_tune.random_state import RandomState, has_own_state
 
 
 def is_set():
-    """For PyTorch's compiler, for the gate, and instead of the default generator: of these all, or none."""
+    """For PyTorch's compiler, for the gate, and instead of the default generator: all of it, or nothing."""
     found = {
         is_in_torch_dispatch_mode(),
         gate._users > 0,
@@ -72,10 +72,17 @@ def test_a_mode_may_be_entered_within_itself():
     assert not has_own_state() and not is_set()
 
 
+def test_who_only_counts_needs_no_proxies():
+    with TrialMode(meter=TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)):
+        assert is_in_torch_dispatch_mode() and gate._users
+        assert torch.random.default_generator is torch.default_generator
+    assert not is_set()
+
+
 def test_what_an_interruption_has_left_is_put_back():
     meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)
     TrialMode(meter=meter).__enter__()
-    assert is_set()
+    assert is_in_torch_dispatch_mode() and gate._users
     drop_modes(meter)
     assert not is_set()
 

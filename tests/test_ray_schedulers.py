@@ -107,13 +107,14 @@ def results_of(trial: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.proof
 def test_population_based_bandits_clone_trials(run):
-    """Its rates are chosen by a model of what rates have brought so far."""
+    """Its rates are chosen by a model of what rates have brought so far: from the third time on, when whoever is cloned
+    has had its rate for two intervals."""
     np.random.seed(0)  # from which PB2 draws
     scheduler = PB2(
         time_attr="training_iteration", metric="loss", mode="min", perturbation_interval=2,
         hyperparam_bounds={"lr": [1e-3, 4e-2]}, quantile_fraction=0.5, synch=True,
     )  # fmt: skip
-    options = {"scheduler": scheduler, "stop": {"training_iteration": 6}, "fail_fast": True}
+    options = {"scheduler": scheduler, "stop": {"training_iteration": 8}, "fail_fast": True}
     ended = run(Net, config={"lr": tune.grid_search(RATES)}, **options).trials
     assert {trial.status for trial in ended} == {"TERMINATED"}
     lasts = [trial.last_result for trial in ended]

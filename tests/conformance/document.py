@@ -51,6 +51,10 @@ WHY = {  # by the end of a test's name
         "test_warn_independent_sampling",
         "test_study.py::test_after_trial",
         "test_study.py::test_after_trial_pruning",
+        "test_optimize_with_progbar",
+    ),
+    "two threads may be given one waiting trial of a database: then the runner asks for another": (
+        "test_enqueue_trial_properly_sets_param_values",
     ),
     "expects an order in which trials draw, or a sampler's seed to count: with several jobs Optuna draws a new one": (
         "test_qmc_sampler_suggest_int_balanced",

@@ -50,6 +50,18 @@ def empty_pool(executor: HydraExecutor) -> dict[str, Any]:
         time.sleep(0.1)
 
 
+class Results(tune.Callback):
+    """Of all trials, in the order in which they came; Tune's own file forgets some when a trial goes on elsewhere."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[dict[str, Any]]] = {}
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        self.of.setdefault(trial.trial_id, []).append(dict(result))
+
+
 def first_step() -> int:
     """The one after that which the trial's checkpoint was made in."""
     checkpoint = tune.get_checkpoint()

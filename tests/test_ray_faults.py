@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -32,7 +31,7 @@ from ray.cluster_utils import Cluster
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from hydra_tune.integrations.messages import Order
-from ray_local import HERE, empty_pool, first_step, local_ray, modules_of_tests
+from ray_local import HERE, Results, empty_pool, first_step, local_ray, modules_of_tests
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
 
@@ -267,14 +266,14 @@ def test_every_node_has_a_pool_and_one_that_dies_takes_no_history_along(three_no
                 cluster.add_node(num_cpus=1)
 
     proxy = hydra_tune.trainable(several_steps, executor)
-    ended = ray.tune.run(
+    results = Results()
+    ray.tune.run(
         proxy, config={"n": tune.grid_search(list(range(6))), "rest_s": 0.5}, verbose=0, max_failures=3,
-        storage_path=str(tmp_path), callbacks=[LoseNode()],
-    ).trials  # fmt: skip
+        storage_path=str(tmp_path), callbacks=[LoseNode(), results],
+    )  # fmt: skip
     assert lost
-    histories = [
-        [json.loads(line) for line in Path(trial.local_path, "result.json").read_text().splitlines()] for trial in ended
-    ]
+    histories = list(results.of.values())
+    assert len(histories) == 6
     assert len({result["node"] for history in histories for result in history}) >= 3
     for history in histories:
         steps = [result["step"] for result in history]

@@ -28,7 +28,7 @@ from ray.tune.schedulers.pb2 import PB2
 
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
-from ray_local import empty_pool, local_ray
+from ray_local import Results, empty_pool, local_ray
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
 EXECUTOR = HydraExecutor("256KiB", devices=["cpu"], concurrency=4)
@@ -146,18 +146,6 @@ def train_without_checkpoints(config: dict[str, Any]) -> None:
         now = {"step": step + 1, "has": digest(model, optimizer), "used_lr": group["lr"]}
         tune.report({"loss": loss.item(), "start": start, "began": began, **now})
         time.sleep(0.2)  # they go on side by side
-
-
-class Results(ray.tune.Callback):
-    """Of all trials, in the order in which they came; Tune's own file forgets some when a trial goes on elsewhere."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, list[dict[str, Any]]] = {}
-
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
-        self.of.setdefault(trial.trial_id, []).append(dict(result))
 
 
 @pytest.mark.parametrize(

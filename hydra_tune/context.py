@@ -63,7 +63,7 @@ class Context:
 
 
 @cache
-def _computes_elsewhere() -> bool:
+def computes_elsewhere() -> bool:
     """Whether autograd has threads of its own, one an accelerator, where no trial's mode is."""
     return torch.accelerator.is_available()
 
@@ -106,7 +106,7 @@ class TrialContext:
         assert pool is not None
         self._outer, _local.context = getattr(_local, "context", None), self._context
         torch.set_num_threads(pool.num_threads)
-        self._backward_here = torch.autograd.set_multithreading_enabled(False) if _computes_elsewhere() else None
+        self._backward_here = torch.autograd.set_multithreading_enabled(False) if computes_elsewhere() else None
         self._mode.__enter__()
         return self._context
 

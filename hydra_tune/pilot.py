@@ -38,12 +38,11 @@ from hydra_tune.meter import TrialMeter
 from hydra_tune.probe import (
     OuterGraph,
     TensorHooksOff,
-    draws_of_others,
     hooks_of,
     parametrizations_uncached,
     refuse_changes,
-    refuse_draws_of_others,
     refuse_marks,
+    refuse_shared_draws,
     refuse_side_channel,
     shares_memory,
     user_hooks,
@@ -53,6 +52,7 @@ from hydra_tune.random_state import random_state_kept
 from hydra_tune.residency import Residency
 from hydra_tune.rewind import Rewind
 from hydra_tune.shard import BlockProfile
+from hydra_tune.shared_random import SharedDraws
 from hydra_tune.snapshot import Snapshot
 from hydra_tune.spill import DeviceCopy
 from hydra_tune.transfer import copied_bytes
@@ -108,6 +108,7 @@ class Pilot:
     _start_bytes: int = 0
     _made: list[torch.Tensor] = field(default_factory=list)  # what the block under measurement made at first
     _repeats: bool = True  # did it make the same the second time?
+    _draws: SharedDraws = field(default_factory=SharedDraws)  # of its first forward
 
     @contextmanager
     def limited(self) -> Iterator[None]:
@@ -193,18 +194,20 @@ class Pilot:
         rewind = Rewind(self.model, (args, kwargs), meter, self.residency.device.generators())
         journal = meter.journal = self._journal = Journal(self.model.parameters(), rewind.tensors)
         is_of_model = False
-        try:
-            yield journal
-        except Exception as error:
-            is_of_model = last and not self.findings and not _is_of_pilots(error)
-            raise
-        finally:
-            meter.journal = None
-            self._drop_copy()
-            self.written = journal.written
-            if not is_of_model:
-                journal.undo()
-                rewind.restore()
+        with SharedDraws() as draws:
+            try:
+                yield journal
+            except Exception as error:
+                is_of_model = last and not self.findings and not _is_of_pilots(error)
+                raise
+            finally:
+                meter.journal = None
+                self._drop_copy()
+                self.written = journal.written
+                if not is_of_model:
+                    journal.undo()
+                    draws.take_back()
+                    rewind.restore()
 
     @property
     def _has_hooks(self) -> bool:
@@ -356,6 +359,7 @@ class Pilot:
                 copy.swap_buffers(block, now)
                 copy.renew_leaves()
                 given.restore()
+        refuse_shared_draws(block, self._draws, repeats=self._repeats)
         refuse_changes(block, (*changes, *attributes.changes()), repeats=self._repeats)
         refuse_side_channel(block, leaves, self.findings.uncuttable)
         uses_home = kept or call.shares_memory or block.held or block.borrowed or self._journal.looked_around
@@ -373,16 +377,17 @@ class Pilot:
             weight_versions = versions_of(visit.leaves)
             self.residency.device.synchronize()  # others' tasks may be under way
             versions, start = versions_of(call.tensors), time.perf_counter()
-            given, draws, hooks = detached(call.tensors), draws_of_others(), hooks_of(call.block.modules)
+            given, hooks = detached(call.tensors), hooks_of(call.block.modules)
             arguments = call.arguments(given)
             try:
-                outputs = call.forward_unsaved(arguments)
+                with SharedDraws() as self._draws:
+                    outputs = call.forward_unsaved(arguments)
             except ForgottenError as error:
                 call.block.differentiates = True
                 raise UncuttableError(
                     f"a block's forward keeps nothing for a backward, but {call.block.name} runs one within its forward"
                 ) from error
-            refuse_draws_of_others(call.block, draws)
+            refuse_shared_draws(call.block, self._draws)
             refuse_marks(call.block, visit.leaves, hooks, self._hooks_off.hooked)
             call.block.refuse_changed_weights(visit.leaves, weight_versions)
             with self.residency.meter.paused():

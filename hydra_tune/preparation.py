@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hydra_tune.context import current_context
+from hydra_tune.context import computes_elsewhere, current_context
 from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.node import end_orphans
@@ -104,7 +104,8 @@ def prepare(
         _bound[id(model)] = model
     trial.resumption = resumption
     context.register(trial)
-    torch.autograd.set_multithreading_enabled(False)
+    if computes_elsewhere():
+        torch.autograd.set_multithreading_enabled(False)
     each = zip_longest(plain, progress)
     wrapped = [PreparedLoader.standing_for(loader, trial, its_progress) for loader, its_progress in each]
     return (model, optimizer, *wrapped) if optimizer is not None or loaders else model

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -23,6 +21,7 @@ from hydra_tune.garbage import collect_until
 from hydra_tune.graph import leaf_of, nodes_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.shard import Edges
+from hydra_tune.shared_random import SharedDraws
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
@@ -102,21 +101,13 @@ class TensorHooksOff(TorchFunctionMode):
 # ---- one block's own graph ---------------------------------------------------------------------------
 
 
-def draws_of_others() -> tuple[object, ...]:
-    """The state of Python's and NumPy's random numbers; equal to another one if nothing was drawn between."""
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return (random.getstate(),)
-    name, keys, *rest = numpy_random.get_state()
-    return random.getstate(), name, keys.tobytes(), *rest
+def refuse_shared_draws(block: Block, draws: SharedDraws, *, repeats: bool = True) -> None:
+    """After a forward of the block, or two: `repeats` says whether both have made the same.
 
-
-def refuse_draws_of_others(block: Block, before: tuple[object, ...]) -> None:
-    """
     Raises:
         UncuttableError: the block has drawn from Python's or NumPy's random numbers, and would draw others again.
     """
-    if before != draws_of_others():
+    if draws.are_some or (draws.may_be and not repeats):
         raise UncuttableError(
             f"a block's forward may be repeated, but {block.name} draws from Python's or NumPy's random numbers, and "
             "would draw others then. Draw from torch's."

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 import os
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+
+from hydra_tune.shared_random import SharedDraws
 
 T = TypeVar("T")
 _swap_lock = threading.RLock()
@@ -202,26 +202,13 @@ def set_generator_states(generators: Sequence[torch.Generator], states: Sequence
         (generator if state is None else state.stand_in(generator)).set_state(value)
 
 
-def random_state_now(generators: Sequence[torch.Generator]) -> Callable[[], None]:
-    """Puts back what it is now when called: torch's state, Python's and NumPy's."""
-    states, python_state = generator_states(generators), random.getstate()
-    numpy_random = sys.modules.get("numpy.random")
-    numpy_state = numpy_random.get_state() if numpy_random else None
-
-    def put_back() -> None:
-        set_generator_states(generators, states)
-        random.setstate(python_state)
-        if numpy_random:
-            numpy_random.set_state(numpy_state)
-
-    return put_back
-
-
 @contextmanager
 def random_state_kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Whatever is drawn inside is as if it had not been."""
-    put_back = random_state_now(generators)
-    try:
-        yield
-    finally:
-        put_back()
+    """Whatever the thread draws inside is as if it had not: torch's numbers, Python's and NumPy's."""
+    states = generator_states(generators)
+    with SharedDraws() as shared:
+        try:
+            yield
+        finally:
+            set_generator_states(generators, states)
+            shared.take_back()

@@ -13,7 +13,7 @@ from torch import nn
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.host_buffer import same_bits, version_of
 from hydra_tune.meter import TrialMeter
-from hydra_tune.random_state import random_state_now
+from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.snapshot import Snapshot
 from hydra_tune.tree import tensors_in
 
@@ -42,7 +42,7 @@ class Rewind:
         gradients = [grad for *_, grad, _ in self._weights if grad is not None]  # a forward may run a backward
         self.tensors = (*found, *gradients)
         self._values: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._put_random_state_back = random_state_now(generators)
+        self._generators, self._states = generators, generator_states(generators)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """The values of these, too."""
@@ -56,7 +56,7 @@ class Rewind:
             UncuttableError: an argument has become part of the forward's graph.
             PrepareError: the forward has made weights or modules. They are gone again.
         """
-        self._put_random_state_back()
+        set_generator_states(self._generators, self._states)
         self._arguments.restore()
         self._attributes.restore()
         for weight, data, _, grad, marks in self._weights:

@@ -40,6 +40,7 @@ from hydra_tune.resumption import Resumption
 from hydra_tune.rewind import Rewind
 from hydra_tune.root import RootApply, RootForward, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
+from hydra_tune.shared_random import SharedDraws
 from hydra_tune.spill import DeviceCopy
 from hydra_tune.stop import Stop
 from hydra_tune.tree import tensors_in
@@ -332,10 +333,12 @@ class Trial:
                 rewind = Rewind(self.model, (args, kwargs), self.meter, self.device.generators())
                 rewind.keep((*rewind.tensors, *map(self.model.get_parameter, plan.written)))
                 try:
-                    return self._run_step(root, plan, args, kwargs)
+                    with SharedDraws() as draws:
+                        return self._run_step(root, plan, args, kwargs)
                 except UnmeasuredBlock:
                     self.leave()
                     self.leave_step()
+                    draws.take_back()
                     rewind.restore()
                     rewind.refuse_other_writes()
                     plan = self.planner.extend_plan(root, args, kwargs)

@@ -164,13 +164,14 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def refuse_global_hooks() -> None:
-    """Hooks on all modules of the process fire in a pilot and in recomputed forwards too."""
+    """Hooks on all modules of the process fire in a pilot and in repeated forwards too, whichever thread's they are."""
     for kind in ("forward", "forward_pre", "backward", "backward_pre"):
-        if getattr(torch.nn.modules.module, f"_global_{kind}_hooks"):
+        for hook in list(getattr(torch.nn.modules.module, f"_global_{kind}_hooks").values()):
             raise PrepareError(
-                f"hooks are on modules, but a {kind} hook is on all modules of the process "
-                "(torch.nn.modules.module.register_module_..._hook), and would fire in repeated forwards too. "
-                "Register it on the modules that it is for."
+                f"hooks are on modules, but the {kind} hook {getattr(hook, '__qualname__', hook)} is on all modules of "
+                "the process (torch.nn.modules.module.register_module_..._hook), and would fire in repeated forwards "
+                "too. Register it on the modules that it is for. FlopCounterMode has such a hook while it counts, in "
+                "any thread: count in a process of its own, or before the search."
             )
 
 

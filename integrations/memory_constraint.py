@@ -21,10 +21,12 @@ def memory_constraint(trial: FrozenTrial | optuna.Trial) -> tuple[float]:
     ``constraints_func=hydra_tune.memory_constraint``.
 
     Raises:
-        ConfigError: a trial of Optuna 4 that still runs.
+        ConfigError: no trial, or one of Optuna 4 that still runs.
     """
     if isinstance(trial, FrozenTrial):
         return (float(trial.user_attrs.get(LACK, 0.0)),)
+    if not isinstance(trial, optuna.trial.BaseTrial):
+        raise ConfigError(f"memory_constraint takes the trial that the objective is given, got {trial!r}.")
     if not hasattr(trial, "set_constraint"):
         raise ConfigError(
             f"trials have constraints from Optuna 5 on, this is {optuna.__version__}. Give the sampler "

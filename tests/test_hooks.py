@@ -5,6 +5,7 @@ import torch
 from torch import optim
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from compared import BUDGETS, Net, batch, compare, compare_or_refuse, left_by, loss_on, made, train
 
@@ -201,6 +202,19 @@ def test_hooks_on_all_modules(kind, when, budget):
             handle.remove()
 
     compare_or_refuse(scenario, budget, words="on all modules of the process")
+
+
+@both_budgets
+def test_flops_are_not_counted_meanwhile(budget):
+    """Its hooks are on all modules of the process, and on activations: a local backward would fail on them."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare, Net())
+        with FlopCounterMode(display=False):
+            return train(model, optimizer, 1)
+
+    compare_or_refuse(scenario, budget, words="FlopCounterMode has such a hook")
 
 
 # ---- on activations ----

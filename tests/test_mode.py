@@ -3,6 +3,7 @@
 import os
 import threading
 
+import optuna
 import pytest
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -61,6 +62,19 @@ def test_between_trials_of_a_search_it_stays_but_no_operator_is_a_trials():
                 torch.rand(1)
                 assert not torch.equal(torch.get_rng_state(), before), "the process's own generator"
         assert not is_set()
+
+
+def test_a_search_in_this_thread_leaves_its_settings():
+    def objective(trial):
+        hydra_tune.prepare(torch.nn.Linear(2, 2))
+        return 0.0
+
+    before = torch._C._is_multithreading_enabled(), torch.get_num_threads(), torch.get_rng_state()
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, 1).optimize(optuna.create_study(), objective, n_trials=1)
+    after = torch._C._is_multithreading_enabled(), torch.get_num_threads(), torch.get_rng_state()
+    assert before[:2] == after[:2] and torch.equal(before[2], after[2])
+    assert not is_set()
 
 
 def test_a_mode_may_be_entered_within_itself():

@@ -53,7 +53,9 @@ class HydraExecutor(PlacementGroupFactory):
     ) -> None:
         whole = isinstance(concurrency, int) and not isinstance(concurrency, bool)
         if concurrency is not None and (not whole or concurrency < 1):
-            raise ConfigError(f"concurrency is how many trials live at a time on a node, at least 1; {concurrency!r}.")
+            raise ConfigError(
+                f"concurrency is how many trials live at a time on a node, a whole number from 1; got {concurrency!r}."
+            )
         if pool is not None and (not isinstance(pool, str) or not pool):
             raise ConfigError(f"pool is the name of a pool that jobs share, or None; got {pool!r}.")
         for key, value, kinds in (("memory", memory, (int, str)), ("devices", devices, (str,))):

@@ -66,7 +66,8 @@ def _kept_by_its_pool(kind: Any, attempt: Attempt) -> Any:
             except ResumeError as error:
                 raise ResumeError(
                     f"{kind.__name__} has no save_checkpoint, so that its pool saves what it gives to "
-                    f"hydra_tune.prepare, but {error}. Write save_checkpoint and load_checkpoint."
+                    f"hydra_tune.prepare, but {error}. Write save_checkpoint and load_checkpoint, or have Tune save "
+                    "none: tune.Tuner does at the end, unless CheckpointConfig(checkpoint_at_end=False) says otherwise."
                 ) from None
 
         def load_checkpoint(self, checkpoint_dir: str) -> None:

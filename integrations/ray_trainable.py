@@ -36,12 +36,12 @@ def trainable(train: Callable[..., Any] | type, executor: HydraExecutor | None =
     executor = executor or HydraExecutor()
     if not isinstance(executor, HydraExecutor):
         raise ConfigError(f"executor is a HydraExecutor, got {type(executor).__name__}.")
-    if getattr(train, "_resources", None) is not None:
-        raise ConfigError("a trial of a pool has no resources of its own. Leave tune.with_resources out.")
     if hasattr(train, "its_pools"):
         raise ConfigError(
             f"a trial has one pool, but {train.__name__} was given its HydraExecutor before. Give it once."
         )
+    if getattr(train, "_resources", None) is not None:
+        raise ConfigError("a trial of a pool has no resources of its own. Leave tune.with_resources out.")
     if inspect.isclass(train):
         if not issubclass(train, Trainable):
             raise ConfigError(f"what Tune runs is a function or a ray.tune.Trainable, got the class {train.__name__}.")

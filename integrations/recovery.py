@@ -202,7 +202,9 @@ class StudyFolder:
         before, times = note.read_text().split() if note.exists() else (place, "0")
         deaths = int(times) + 1 if before == place else 1
         note.parent.mkdir(exist_ok=True)
-        note.write_text(f"{place} {deaths}")
+        unfinished = note.with_name("deaths-unfinished")  # this process may be killed, too
+        unfinished.write_text(f"{place} {deaths}")
+        unfinished.replace(note)
         return deaths >= MOST_DEATHS
 
     def _remove_what_is_over(self, study: Study) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import optuna
 import pytest
@@ -273,6 +274,28 @@ def test_a_trial_that_takes_its_process_with_it_is_given_up(tmp_path, caplog):
     assert study.trials[0].state is TrialState.FAIL
     assert "died 10 times at the same place" in caplog.text
     assert not StudyFolder(tmp_path, study).of(0).path.is_dir()
+
+
+def test_who_counts_deaths_may_be_killed_meanwhile(tmp_path, monkeypatch):
+    """Halfway through what it writes."""
+    study, write = optuna.create_study(), Path.write_text
+    folder = StudyFolder(tmp_path, study)
+    folder.ask(study.ask)
+    folder.close()
+    folder.recover(study)
+    folder.ask(study.ask)
+    folder.close()
+
+    def torn(path, text):
+        write(path, "")
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(Path, "write_text", torn)
+        folder.recover(study)
+    StudyFolder(tmp_path, study).recover(study)
+    assert study.trials[0].state is TrialState.WAITING
+    assert (folder.of(0).path / "deaths").read_text().split()[-1] == "2"
 
 
 def test_checkpoints_of_trials_that_failed_are_removed_at_the_end(tmp_path):

@@ -290,9 +290,10 @@ def test_who_counts_deaths_may_be_killed_meanwhile(tmp_path, monkeypatch):
         write(path, "")
         raise SystemExit("killed")
 
-    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+    with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", torn)
-        folder.recover(study)
+        with pytest.raises(SystemExit):
+            folder.recover(study)
     StudyFolder(tmp_path, study).recover(study)
     assert study.trials[0].state is TrialState.WAITING
     assert (folder.of(0).path / "deaths").read_text().split()[-1] == "2"

@@ -16,6 +16,8 @@ from hydra_tune import HydraExecutor
 from hydra_tune.integrations import ray_trainable
 from hydra_tune.integrations.pool_link import PoolLostError
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of older Rays' own loggers
+
 
 class Plain(Trainable):
     def step(self):

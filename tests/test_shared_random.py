@@ -15,7 +15,7 @@ from torch import nn
 import hydra_tune
 from hydra_tune.shared_random import SharedDraws
 
-captured = random.random
+captured, imported = random.random, np.random.rand
 DRAWS = {
     "random": random.random,
     "a name of its own": captured,
@@ -136,7 +136,11 @@ class Drops(nn.Module):
         return self.layer(x) * float(self.draw())
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["Python's", "NumPy's"])
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: np.random.rand(), imported],
+    ids=["Python's", "NumPy's", "NumPy's by a name that nobody watches: it gives something else when repeated"],
+)
 def test_in_company_of_data_sets_that_draw_only_blocks_that_draw_stay_whole(draw):
     with somebody_draws(), hydra_tune.ShardPool(["cpu"], "48KiB") as pool:
 

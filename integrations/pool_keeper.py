@@ -22,7 +22,8 @@ from hydra_tune.integrations.executor import HydraExecutor
 from hydra_tune.integrations.pool_actor import PoolActor
 from hydra_tune.integrations.pool_spec import PoolSpec
 
-START_S = 60.0  # a pool whose devices are not to be had by then does not start
+START_S = 60.0  # a pool whose GPUs are not to be had by then does not start
+SLOW_START_S = 300.0  # one without any has only the node to wait for, where Ray's workers have the lowest priority
 _keepers: dict[tuple[str, str, str], Any] = {}  # see `_key`; an actor ends with its last handle in its owner
 _runs: list[tuple[str, PoolSpec]] = []  # under way: the trainable's name, and its pools
 _lock = threading.Lock()
@@ -54,14 +55,15 @@ class PoolKeeper:
     async def _made_on(self, node_id: str) -> Any:
         node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
         spec, gpus = self._spec, int(node["Resources"].get("GPU", 0))
-        if spec.num_gpus(gpus) > gpus:
+        wanted = spec.num_gpus(gpus)
+        if wanted > gpus:
             raise ConfigError(
-                f"a pool owns the GPUs that it names, {spec.num_gpus(gpus)}, but Ray knows of {gpus} on this node. "
+                f"a pool owns the GPUs that it names, {wanted}, but Ray knows of {gpus} on this node. "
                 "Name others (HydraExecutor(devices=...)), or start the node with num_gpus=."
             )
         options = {
             "num_cpus": 0,
-            "num_gpus": spec.num_gpus(gpus),
+            "num_gpus": wanted,
             "max_restarts": -1,
             "max_task_retries": -1,  # its methods only tell
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
@@ -71,20 +73,29 @@ class PoolKeeper:
         threads = spec.num_threads(int(node["Resources"].get("CPU", 1)), gpus)
         actor: Any = ray.remote(**options)(PoolActor)
         pool = actor.remote(spec, job, spec.places(gpus), threads)
+        limit_s = START_S if wanted else SLOW_START_S
         try:
-            await asyncio.wait_for(asyncio.shield(pool.line.remote()), START_S)
+            await asyncio.wait_for(asyncio.shield(pool.line.remote()), limit_s)
         except (asyncio.TimeoutError, ActorUnschedulableError):
             ray.kill(pool)
-            raise ConfigError(
-                f"a pool owns its node's devices, {spec.num_gpus(gpus)} GPUs here, but it could not have them within "
-                f"{START_S:.0f} s: of the node's {gpus}, others of this cluster hold some. End those, or name fewer "
-                "(HydraExecutor(devices=...))."
-            ) from None
+            raise ConfigError(_late(wanted, gpus, limit_s)) from None
         return pool
 
     async def report(self) -> dict[str, Any]:
         """Of each pool, by its node."""
         return {node: await pool.report.remote() for node, pool in self._pools.items()}
+
+
+def _late(wanted: int, gpus: int, limit_s: float) -> str:
+    if not wanted:
+        return (
+            f"a pool's process starts within {limit_s:.0f} s, but this one has not. Ray's log of the node says why; if "
+            "the node was busy with other work, start the run again."
+        )
+    return (
+        f"a pool owns its node's devices, {wanted} GPUs here, but it could not have them within {limit_s:.0f} s: of "
+        f"the node's {gpus}, others of this cluster hold some. End those, or name fewer (HydraExecutor(devices=...))."
+    )
 
 
 # ---- in the driver ----

@@ -84,14 +84,14 @@ class Checkpointed(nn.Module):
 
 
 def least_budget() -> int:
-    """Bytes for one block at a time."""
+    """Bytes for one block at a time, and the boundary that a runner's first step may need beside what its pilot saw."""
     with hydra_tune.ShardPool(["cpu"], ROOMY) as pool:
         training = Training(hydra_tune.prepare(build(), pool=pool))
         training.forward_and_backward()
         (plan,) = pool.plans.values()
         hydra_tune.release(training.model)
     work = max(max(b.forward_work_bytes, b.backward_work_bytes) + b.weight_bytes for b in plan.blocks)
-    return plan.held_bytes + plan.step_bytes + work
+    return plan.held_bytes + plan.step_bytes + max(b.boundary_bytes for b in plan.blocks) + work
 
 
 def prepared(pool: hydra_tune.ShardPool) -> Training:

@@ -223,9 +223,10 @@ class Replay:
             device.copying = "move"
             done_s = self._copy("spill", task, number, trial.work.boundary_bytes, "its output")
         if task.direction is Direction.BACKWARD:
-            trial.gradients_s = self._copy("spill", task, number, trial.work.shard_gradient_bytes[task.shard])
+            gradients_s = self._copy("spill", task, number, trial.work.shard_gradient_bytes[task.shard])
+            trial.gradients_s = max(trial.gradients_s, gradients_s)  # others may be on their way from another device
             if not self._double_buffering:
-                device.copying, done_s = "gradients", trial.gradients_s
+                device.copying, done_s = "gradients", gradients_s
         if done_s > self.now_s:
             self._at(done_s, self._done, task, number, seconds)
         else:

@@ -382,7 +382,8 @@ class Machine:
         return [*advanced, *elsewhere]
 
     def _nobody_waits(self, device: DeviceState) -> bool:
-        return not (self.ready.of or device.entries or device.admissions or device.promised)
+        """And no copy is on its way to where the task's shard may have to go."""
+        return not (self.ready.of or device.entries or device.admissions or device.promised or device.in_flight)
 
     def _on_OutOfMemory(self, event: OutOfMemory) -> list[Instruction]:
         trial = self.trials[event.trial]

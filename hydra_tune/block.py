@@ -14,13 +14,28 @@ from hydra_tune.errors import UncuttableError
 from hydra_tune.host_buffer import storage_bytes, version_of
 from hydra_tune.shard import Edges
 
+_HAVE_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+
 
 def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     """What stands for a parameter in a local graph, with the attributes that the user has put on it."""
     leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    if grad_dtype_of(leaf) != grad_dtype_of(parameter):
+        leaf.grad_dtype = grad_dtype_of(parameter)
     if parameter.__dict__:
         leaf.__dict__.update(parameter.__dict__)
     return leaf
+
+
+def grad_dtype_of(leaf: torch.Tensor) -> torch.dtype | None:
+    """In which its gradients are added; None for that of the first. Before torch 2.10 always its own."""
+    return leaf.grad_dtype if _HAVE_GRAD_DTYPE else leaf.dtype
+
+
+def gradient_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of its `.grad`, if it gets one."""
+    dtype = grad_dtype_of(parameter) or parameter.dtype
+    return storage_bytes(parameter) * dtype.itemsize // parameter.dtype.itemsize
 
 
 def has_attributes_of(leaf: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -47,6 +62,8 @@ class Block:
     differentiates: bool = False  # it runs a backward within its forward
     rewritten: bool = False  # something changes its weights during a forward
     draws: bool = False  # random numbers
+    shares_memory: bool = False  # some of its outputs do, with each other or with an input
+    adds_uses: bool = False  # of a weight within one call: plain PyTorch would, unless two forwards share a backward
 
     modules: list[nn.Module] = field(init=False)
     parameter_sites: list[tuple[nn.Module, str]] = field(init=False)

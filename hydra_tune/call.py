@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
@@ -85,6 +86,7 @@ class BlockCall:
     _output_leaves: Sequence[Any] = ()
     _output_structure: Structure | None = None
     made: Sequence[torch.Tensor] = ()  # by a call without gradients
+    _sharing: Sequence[tuple[torch.Tensor, int]] = ()  # outputs that share memory, each with its version
     _gate: Gate | None = None
 
     # what a pilot finds
@@ -168,6 +170,10 @@ class BlockCall:
 
     def outputs_of(self, made: Sequence[torch.Tensor]) -> Any:
         assert self._output_structure is not None
+        if self.block.shares_memory:
+            dense = [x for x in made if x.layout is torch.strided]
+            owners = Counter(x.untyped_storage()._cdata for x in dense)
+            self._sharing = [(x.detach(), version_of(x)) for x in dense if owners[x.untyped_storage()._cdata] > 1]
         known = [*self.tensors, *made]
         self._watch(known)
         leaves = [known[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._output_leaves]
@@ -292,21 +298,28 @@ class BlockCall:
             return forward(*arguments)
         except torch.OutOfMemoryError:
             raise
-        except Exception:
+        except BaseException:
             self._write_back(visit, visit.changed_buffers())
             raise
 
     def _note_buffers(self) -> None:
         self._buffers = [(buffer, version_of(buffer)) for buffer in self.block.buffers()]
 
-    def _write_back(self, visit: Visit, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        """Buffers that the forward has changed, as `Visit.changed_buffers` tells them, to their host masters."""
+    def _found_buffers(self) -> list[tuple[int, int]]:
+        return [(id(buffer), version_of(buffer)) for buffer in self.block.buffers()]
+
+    def _write_back(
+        self, visit: Visit, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]], *, in_backward: bool = False
+    ) -> None:
+        """Buffers that the block has changed, as `Visit.changed_buffers` tells them, to their host masters."""
         if not changed:
             return
-        self._buffers_before = [(i, host.clone()) for i, host, _ in changed]
-        for (i, value), (_, host, _) in zip(self._buffers_before, changed, strict=True):
+        before = [(i, host.clone()) for i, host, _ in changed]
+        for (_, value), (_, host, _) in zip(before, changed, strict=True):
             # a call in a graph that lives may have seen it too
-            self.trial.residency.former_buffers[id(host), self._buffers[i][1]] = value
+            self.trial.residency.former_buffers[id(host), version_of(host)] = value
+        if not in_backward:
+            self._buffers_before = before
         self.trial.residency.write_back(visit.device, changed)
 
     def _watch(self, known: Sequence[torch.Tensor]) -> None:
@@ -333,6 +346,12 @@ class BlockCall:
 
         `needed` says which edges want one; `grad_outputs` has one entry for each output that the block made.
         """
+        if any(version_of(output) != version for output, version in self._sharing):
+            raise RuntimeError(
+                f"a block's outputs that share memory stay as they are until its backward, but one of block "
+                f"{self.block.name} was changed in place after the model's forward, which the others' gradients would "
+                "miss. Change a copy (.clone())."
+            )
         return self.trial.with_room(self.block, lambda: self._run_backward(tensors, needed, grad_outputs), lambda: True)
 
     def _run_backward(
@@ -353,24 +372,36 @@ class BlockCall:
         wanted = [n > 0 and needed[end - 1] for n, end in zip(self.num_edges, ends, strict=True)]
         buffers = self._buffers_then()
         generators = self.trial.residency.device.generators()
-        with self.trial.visit(self.block, Direction.BACKWARD) as visit, self._drawing(drawing_again):
-            drawn = generator_states(generators)
+        with self.trial.visit(self.block, Direction.BACKWARD) as visit:
             now = visit.copy.swap_buffers(self.block, buffers)
-            try:
-                set_generator_states(generators, self._random_states)
-                inputs = visit.brought([alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)])
-                first_node = torch._C._autograd._get_sequence_nr()
-                with torch.enable_grad(), self._surroundings.restored(self.block.name):
-                    made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
-            finally:
-                set_generator_states(generators, drawn)
-                visit.copy.swap_buffers(self.block, now)
+            with self._drawing(drawing_again):
+                drawn = generator_states(generators)
+                try:
+                    set_generator_states(generators, self._random_states)
+                    inputs = visit.brought(
+                        [alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
+                    )
+                    first_node = torch._C._autograd._get_sequence_nr()
+                    with torch.enable_grad(), self._surroundings.restored(self.block.name):
+                        made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
+                finally:
+                    set_generator_states(generators, drawn)
+                    visit.copy.swap_buffers(self.block, now)
             self._refuse_other_outputs(made)
             if self._surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
-            grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit)
-            if now:  # by a checkpoint within the block, which repeats its forward in plain PyTorch too
-                self.trial.residency.write_back(visit.device, visit.changed_buffers())
+            found = self._found_buffers()
+            try:
+                grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit)
+            except torch.OutOfMemoryError:  # it may run again, as if it had not
+                if self.block.draws:
+                    set_generator_states(generators, drawn)
+                raise
+            except BaseException:
+                self._write_back(visit, visit.changed_buffers(), in_backward=True)
+                raise
+            if now or found != self._found_buffers():  # by a hook, a Function, or a checkpoint within the block
+                self._write_back(visit, visit.changed_buffers(), in_backward=True)
             num_tensors, parameters = len(tensors), self.block.parameters
             masters = [*parameters, *(parameters[i] for i in self._recast)]
             residency = self.trial.residency

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from hydra_tune.block import Block
-from hydra_tune.partition import children_of, find_blocks
+from hydra_tune.partition import find_blocks, has_children
 from hydra_tune.pilot import Findings
 from hydra_tune.probe import hooked_inside
 from hydra_tune.shard import BlockProfile, Cut
@@ -40,6 +40,7 @@ def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[B
             profile = known[name]
             block.edges, block.keeps_clones = profile.edges, profile.keeps_clones
             block.reentrant, block.rewritten, block.draws = profile.reentrant, profile.rewritten, profile.draws
+            block.shares_memory, block.adds_uses = profile.shares_memory, profile.adds_uses
         blocks.append(block)
     return blocks
 
@@ -69,11 +70,6 @@ def recut(model: nn.Module, cut: Cut, findings: Findings) -> Cut:
     found = Cut(tuple(opened.items()), tuple(kept.items()), tuple(held.items()), tuple(borrowed.items()))
     assert found != cut, findings
     return found
-
-
-def has_children(module: nn.Module) -> bool:
-    """Whether opening this block makes others."""
-    return any(True for _, child in children_of(module) for _ in child.parameters())
 
 
 def open_too_large(model: nn.Module, cut: Cut, name: str) -> Cut | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hydra_tune.block import Block
+from hydra_tune.block import Block, grad_dtype_of
 from hydra_tune.device import Arrival
 
 
@@ -45,10 +45,14 @@ def gates_for(blocks: Sequence[Block]) -> dict[Block, tuple[Gate, Edges]]:
 
 def _may_be_late(block: Block, weights: Sequence[torch.Tensor], owners: Counter[int]) -> bool:
     """Each weight is used once in the model, nobody looks at its gradient before the others are there, and there is
-    none yet to add it to: the host has room for one of each."""
+    none yet to add it to, nor another dtype to cast it to: the host has room for one of each."""
     single = max(block.edges.parameters, default=0) <= 1 and not any(block.edges.casts)
     return single and all(
-        p.is_leaf and p.grad is None and owners[id(p)] == 1 and not (p._backward_hooks or p._post_accumulate_grad_hooks)
+        p.is_leaf
+        and p.grad is None
+        and owners[id(p)] == 1
+        and not (p._backward_hooks or p._post_accumulate_grad_hooks)
+        and grad_dtype_of(p) == p.dtype
         for p in weights
     )
 

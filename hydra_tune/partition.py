@@ -66,6 +66,11 @@ def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [] if is_parametrized(module) else list(module.named_children())
 
 
+def has_children(module: nn.Module) -> bool:
+    """Whether opening this block makes others."""
+    return any(True for _, child in children_of(module) for _ in child.parameters())
+
+
 def _contains_stack(module: nn.Module) -> bool:
     """A stack of layers, not of parametrizations."""
     return any(isinstance(m, _STACKS) for n, m in module.named_modules() if "parametrizations" not in n.split("."))

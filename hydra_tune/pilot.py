@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_tune.block import Block
+from hydra_tune.block import Block, gradient_bytes
 from hydra_tune.call import BlockCall, edges_for, versions_of
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import HydraTuneError, SecondGradientError, UncuttableError
@@ -35,6 +35,7 @@ from hydra_tune.graph import (
 from hydra_tune.host_buffer import same_values, storage_bytes, versions_kept
 from hydra_tune.journal import Journal
 from hydra_tune.meter import TrialMeter
+from hydra_tune.partition import has_children
 from hydra_tune.probe import (
     OuterGraph,
     TensorHooksOff,
@@ -44,6 +45,7 @@ from hydra_tune.probe import (
     refuse_marks,
     refuse_shared_draws,
     refuse_side_channel,
+    refuse_wrappers,
     shares_memory,
     user_hooks,
     user_hooks_removed,
@@ -66,7 +68,7 @@ class DoesNotFitError(AbandonedForward):
     that it needs more than these."""
 
     def __init__(self, block: Block, work_bytes: int, *, lacking: bool = True) -> None:
-        gradients = sum(storage_bytes(p) for p in block.slot_parameters if p.requires_grad)
+        gradients = sum(gradient_bytes(p) for p in block.slot_parameters if p.requires_grad)
         self.need_bytes = block.weight_bytes + max(work_bytes, gradients)  # at least
         work = f" and {'more than ' if lacking else ''}{format_bytes(work_bytes)} to compute" if work_bytes > 0 else ""
         super().__init__(f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights{work}")
@@ -215,10 +217,16 @@ class Pilot:
 
     def _hold(self, read: Sequence[nn.Parameter]) -> None:
         """Weights of blocks that operators were given as they are: in a visit a block has copies of its own. And those
-        of the same module: an operator that fails has been seen with some of its inputs."""
+        of the same module: an operator that fails has been seen with some of its inputs. A block that was not called
+        itself is opened: perhaps its parts were."""
         spilled = {id(p) for block in self.blocks for p in block.slot_parameters}
         known = {id(p) for borrowed in self.findings.borrowed.values() for p in borrowed}
         found = {id(p) for p in read} & (spilled - known)
+        for block in self.blocks if found else ():
+            uncalled = block not in self.profiles and block not in self.findings.uncuttable
+            if uncalled and has_children(block.module) and any(id(p) in found for p in block.slot_parameters):
+                self.findings.uncuttable[block] = f"its weights are used, but {block.name} itself is not called"
+                found.difference_update(map(id, block.slot_parameters))
         for module in (module for block in self.blocks for module in block.modules) if found else ():
             own = [p for p in module._parameters.values() if p is not None]
             if any(id(p) in found for p in own):
@@ -229,12 +237,13 @@ class Pilot:
     def _read(self, graph: OuterGraph, *, hooked: bool) -> None:
         measured = {block: profile.backward_work_bytes for block, profile in self.profiles.items()}
         self._hold(graph.used_outside)
-        for block, edges, extra_bytes in graph.edges(hooked=hooked):
+        for block, edges, extra_bytes, adds_uses in graph.edges(hooked=hooked):
             profile = self.profiles[block]
             self.profiles[block] = replace(
                 profile,
                 edges=edges_for(profile.edges, edges),
                 backward_work_bytes=max(profile.backward_work_bytes, measured[block] + extra_bytes),
+                adds_uses=profile.adds_uses or adds_uses,
             )
         for block in graph.changed_later:
             self.profiles[block] = replace(self.profiles[block], keeps_clones=True)
@@ -297,8 +306,8 @@ class Pilot:
         except Exception as error:
             if _is_of_pilots(error):
                 raise
-            raised = type(error).__name__
-            self.findings.uncuttable[block] = f"a block is run apart, but the forward of {block.name} raised {raised}."
+            raised = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self.findings.uncuttable[block] = f"a block is run apart, but the forward of {block.name} raised {raised}"
             return False
         finally:
             meter.outside_starts()
@@ -335,6 +344,7 @@ class Pilot:
     def _profile(self, call: BlockCall) -> BlockProfile:
         block = call.block
         call.refuse_hidden_tensors()
+        refuse_wrappers(block, call.tensors)
         copy, self._journal.drew = self.copy_of(block), False
         meter = self.residency.meter
         with random_state_kept(self.residency.device.generators()):
@@ -356,7 +366,9 @@ class Pilot:
             except torch.OutOfMemoryError:
                 raise DoesNotFitError(block, self.free_bytes - block.weight_bytes) from None
             finally:
-                copy.swap_buffers(block, now)
+                copy.swap_buffers(
+                    block, [(i, b) for i, b in now if copy.buffer(*block.buffer_sites[i]).shape == b.shape]
+                )
                 copy.renew_leaves()
                 given.restore()
         refuse_shared_draws(block, self._draws, repeats=self._repeats)
@@ -367,7 +379,7 @@ class Pilot:
             block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, carried,
             bool(uses_home), forward_s, backward_s,
             visits=1 + any(t.requires_grad for t in (*call.tensors, *block.parameters)), reentrant=reentrant,
-            draws=self._journal.drew,
+            draws=self._journal.drew, shares_memory=call.shares_memory,
         )  # fmt: skip
 
     def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int, int]:
@@ -398,6 +410,7 @@ class Pilot:
             self.residency.device.synchronize()
             seconds = time.perf_counter() - start
             made = tensors_in(outputs)
+            refuse_wrappers(call.block, made)
             boundary = sum(map(storage_bytes, made))
             carried = max(copied_bytes(given), copied_bytes(made))
             with self.residency.meter.paused():

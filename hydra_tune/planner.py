@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hydra_tune.block import Block
+from hydra_tune.block import Block, gradient_bytes
 from hydra_tune.call import BlockCall, Executor
 from hydra_tune.config import format_bytes
 from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
@@ -512,7 +512,7 @@ class Planner:
     def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Weights, gradients and optimizer state, and what a step of the optimizer takes beside them."""
         optimizer, foreach = self._trial.optimizer, self._trial.device.foreach_by_default
-        gradients = sum(storage_bytes(p) for p in parameters if p.requires_grad)
+        gradients = sum(gradient_bytes(p) for p in parameters if p.requires_grad)
         state = optimizer_state_bytes(optimizer, parameters)
         scratch = step_scratch_bytes(optimizer, parameters, foreach_by_default=foreach)
         return sum(map(storage_bytes, parameters)) + gradients + state + scratch

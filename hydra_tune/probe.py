@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from hydra_tune.block import Block, has_attributes_of
 from hydra_tune.call import BlockCall
-from hydra_tune.errors import UncuttableError
+from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.garbage import collect_until
 from hydra_tune.graph import leaf_of, nodes_of
 from hydra_tune.host_buffer import storage_bytes
@@ -112,6 +113,20 @@ def refuse_shared_draws(block: Block, draws: SharedDraws, *, repeats: bool = Tru
             f"a block's forward may be repeated, but {block.name} draws from Python's or NumPy's random numbers, and "
             "would draw others then. Draw from torch's."
         )
+
+
+def refuse_wrappers(block: Block, tensors: Iterable[torch.Tensor]) -> None:
+    """Among what the block is given or makes.
+
+    Raises:
+        PrepareError: a tensor that has others inside, as one of `torch.nested` has.
+    """
+    for tensor in tensors:
+        if tensor.is_nested or is_traceable_wrapper_subclass(tensor):
+            raise PrepareError(
+                f"a prepared model's blocks are given and make plain tensors, but block {block.name} has a "
+                f"{type(tensor).__name__}. Pad it (torch.nested.to_padded_tensor), or call hydra_tune.release(model)."
+            )
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[list[int]]:
@@ -215,9 +230,9 @@ class OuterGraph:
             self._casts.update({id(p): n for p, (_, n) in zip(call.block.parameters, call.parameter_uses, strict=True)})
             self._calls.append((call, [users[child] > 1 for child in node.next_functions]))
 
-    def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int]]:
-        """For each call: sources that other operators use too have an edge for each use in the block; and the
-        bytes of the gradients that are apart then.
+    def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int, bool]]:
+        """For each call: sources that other operators use too have an edge for each use in the block; the bytes of the
+        gradients that are apart then; and whether uses of a weight are added within the block.
 
         An activation that still lives, now that the graph does not, is someone's, who may give it to the loss; so
         may the user's hooks, where the model is `hooked`: they do not fire in a pilot.
@@ -241,7 +256,8 @@ class OuterGraph:
             )
             apart = sum(size * n for size, n in sources if n > 1)
             apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, recast, strict=True))
-            yield call.block, Edges(tuple(tensors), tuple(parameters), tuple(recast)), apart
+            adds = any(n < direct for n, (direct, _) in zip(parameters, call.parameter_uses, strict=True))
+            yield call.block, Edges(tuple(tensors), tuple(parameters), tuple(recast)), apart, adds
 
 
 def _changed(node: Any) -> bool:

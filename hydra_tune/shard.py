@@ -103,6 +103,8 @@ class BlockProfile:
     reentrant: bool = False
     rewritten: bool = False
     draws: bool = False
+    shares_memory: bool = False
+    adds_uses: bool = False
 
     @property
     def work_bytes(self) -> int:

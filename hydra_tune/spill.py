@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from hydra_tune.block import Block, has_attributes_of, leaf_like
+from hydra_tune.block import Block, grad_dtype_of, has_attributes_of, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.host_buffer import (
@@ -304,4 +304,5 @@ def _is_new(leaf: nn.Parameter, parameter: nn.Parameter) -> bool:
         and not leaf._backward_hooks
         and not leaf._post_accumulate_grad_hooks
         and has_attributes_of(leaf, parameter)
+        and grad_dtype_of(leaf) == grad_dtype_of(parameter)
     )

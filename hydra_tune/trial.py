@@ -395,8 +395,17 @@ class Trial:
         return outputs
 
     def _warn_of_second_forward(self) -> None:
-        autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", self.device.torch_device.type))
-        if autocast and not self._warned and any(map(_has_graph, self._passes)):
+        if self._warned or not any(map(_has_graph, self._passes)):
+            return
+        if adding := [block.name for block in self.planner.blocks if block.adds_uses]:
+            self._warned = True
+            logger.warning(
+                "%s runs a second forward before the backward of the first: gradients of block %s, which uses a weight "
+                "more than once, may differ in the last bit from plain PyTorch's, which adds them use by use",
+                self.name,
+                adding[0],
+            )
+        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", self.device.torch_device.type)):
             self._warned = True
             logger.warning(
                 "%s runs a second forward under autocast before the backward of the first: in one autocast context "

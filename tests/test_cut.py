@@ -205,7 +205,30 @@ def tied_outside():
     return model
 
 
+class CallsTheParts(Model):
+    """Never a layer as a whole."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer.second(torch.relu(layer.first(x)))
+        return self.head(x)
+
+
+class Resizes(Layer):
+    """In the forward, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(0))
+
+    def forward(self, x):
+        if self.scale.numel() == 0:
+            self.scale.resize_(WIDTH).fill_(0.5)
+        return super().forward(x) * self.scale
+
+
 CASES = {
+    "calls the parts": (CallsTheParts, {"opened": "layers.1"}, "layers.1 itself is not called"),
     "in place": (lambda: Model(InPlace), {"opened": "layers.1"}, "changed one in place"),
     "in place, in a child": (lambda: Model(InPlaceInAChild), {"opened": "layers.1"}, "changed one in place"),
     "in place, without children": (lambda: Model(InPlaceLeaf), {"kept": "layers.1"}, "changed one in place"),
@@ -262,6 +285,19 @@ def test_it_is_cut_otherwise_says_so_and_trains_equally(case):
         assert reason in trial["cut"][kind][name], trial["cut"]
     assert len(plain) == len(spilled)
     assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))
+
+
+def test_a_buffer_that_the_first_forward_resizes_is_the_reason_of_that_step():
+    torch.manual_seed(0)
+    plain = trained(Model(Resizes))
+    torch.manual_seed(0)
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        model = Model(Resizes)
+        one_step = trained(copy.deepcopy(model), pool, steps=1)
+        assert "replaced its buffer 'scale'" in pool.report()["trials"][0]["cut"]["opened"]["layers.1"]
+        spilled = trained(model, pool)
+    assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))
+    assert torch.equal(one_step[2], plain[2])
 
 
 @pytest.mark.parametrize("case", ["borrows", "tied by a function", "frozen"])

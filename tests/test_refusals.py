@@ -271,6 +271,37 @@ def test_a_loss_that_a_block_leaves_aside(where, budget):
     compare_or_refuse(scenario, budget)
 
 
+# ---- outputs that share memory ----
+
+
+class GivesAView(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return x, x[:, 1:]
+
+
+def test_outputs_of_a_block_that_share_memory_are_not_changed_before_backward():
+    """The view's gradient would know, the other's would not."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), GivesAView(64, 64))
+    with hydra_tune.ShardPool(["cpu"], 60_000) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        x, view = model(torch.randn(4, 64))
+        (x.sum() + view.sum()).backward()
+        x, view = model(torch.randn(4, 64))
+        view.mul_(2)
+        with pytest.raises(RuntimeError, match=r"one of block 3 was changed in place after.*clone"):
+            x.sum().backward()
+
+
+def test_nested_tensors_are_refused():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with hydra_tune.ShardPool(["cpu"], 60_000) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        ragged = torch.nested.nested_tensor([torch.randn(3, 64), torch.randn(2, 64)], layout=torch.jagged)
+        with pytest.raises(hydra_tune.PrepareError, match=r"plain tensors, but block 0 has a NestedTensor. Pad it"):
+            model(ragged)
+
+
 # ---- compiled models: refused, before anything is compiled ----
 
 

@@ -4,7 +4,8 @@
     entries      steps, pilots, and steps that have outgrown their estimate
 
 Both are served in the order in which they came, but that pilots and estimated steps, whose bytes nobody knows yet, are
-under way one at a time on a device: those that come after one that waits for another do not.
+under way one at a time on a device: those that come after one that waits for another do not. Steps come and go while
+a trial awaits its bytes for life; but where it awaits nothing else than that they end, only `STEPS_LET_BY` more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from hydra_tune.events import (
 from hydra_tune.shard import TrialPlan
 from hydra_tune.slots import Slots
 from hydra_tune.state import DeviceState, TrialState
+
+STEPS_LET_BY = 16
 
 
 class Admission:
@@ -59,6 +62,7 @@ class Admission:
                     break
                 admitted += self.admit_one(device, request)
             device.admissions.pop(0)
+            device.steps_let_by = 0
         return admitted
 
     def _keeps_empty(self, device: DeviceState) -> bool:
@@ -75,11 +79,21 @@ class Admission:
 
     def admissible(self, device: DeviceState, plan: TrialPlan) -> bool:
         """Would every admitted trial's step still fit alone, and those under way go on? And is there room now?"""
-        plans = [self._trials[trial].its_plan() for trial in device.ledger.held]
-        held = device.ledger.held_bytes + plan.held_bytes
-        most = max(p.step_bytes + p.task_bytes for p in [*plans, plan])
-        fits = held + most <= device.ledger.budget_bytes and self.steps_fit(device, plan.held_bytes, None)
+        fits = self._fits_without_steps(device, plan) and self.steps_fit(device, plan.held_bytes, None)
         return fits and self._slots.has_room(device, plan.held_bytes + self.yet_to_start(device))
+
+    def _fits_without_steps(self, device: DeviceState, plan: TrialPlan) -> bool:
+        """Beside what is held for life, and a step of any one trial."""
+        plans = [self._trials[trial].its_plan() for trial in device.ledger.held]
+        most = max(p.step_bytes + p.task_bytes for p in [*plans, plan])
+        return device.ledger.held_bytes + plan.held_bytes + most <= device.ledger.budget_bytes
+
+    def _awaits_steps(self, device: DeviceState) -> bool:
+        """Whether the first admission awaits that steps end, and nothing else."""
+        if not device.admissions or self._keeps_empty(device):
+            return False
+        first = device.admissions[0]
+        return not isinstance(first, PilotReady) and self._fits_without_steps(device, first.plan)
 
     # ---- for a step ----
 
@@ -105,6 +119,9 @@ class Admission:
             is_estimate = isinstance(request, PilotReady) or (isinstance(request, StepReady) and request.estimated)
             if is_estimate and device.unmeasured is not None:
                 continue  # it awaits the one before it; who is behind it need not
+            overtakes = not isinstance(request, Outgrown) and self._awaits_steps(device)
+            if overtakes and device.steps_let_by >= STEPS_LET_BY:
+                continue
             if isinstance(request, PilotReady):
                 made = self._start_pilot(device, request)
             elif isinstance(request, StepReady):
@@ -114,6 +131,7 @@ class Admission:
             if not made:
                 break
             entered += made
+            device.steps_let_by += overtakes
             if is_estimate:
                 device.unmeasured = request.trial
             device.entries.remove(request)

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from inspect import signature
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,31 +114,37 @@ def _simulated(options: argparse.Namespace) -> str:
     from hydra_tune.timeline import save
 
     cost = None if options.cost is None else CostModel.load(options.cost)
-    trials, link_bytes_per_s = _sweep(options.workload, cost), _rate(options.link, cost)
+    trials, links = _sweep(options.workload, cost), _links(options.link, cost)
     found = simulate(
         trials,
         options.devices,
         options.policy,
         memory=options.memory,
-        link_bytes_per_s=link_bytes_per_s,
+        link_bytes_per_s=links.h2d_bytes_per_s,
+        d2h_bytes_per_s=links.d2h_bytes_per_s,
         double_buffering=options.double_buffering,
         timeline=options.timeline is not None,
     )
     if options.timeline is not None:
         save(found.timeline, [f"device {number}" for number in range(options.devices)], options.timeline)
-    baselines_s = _baselines(trials, options.devices, link_bytes_per_s)
+    baselines_s = _baselines(trials, options.devices, links)
     return json.dumps(_figures(found, baselines_s), indent=1) if options.json else _tables(found, baselines_s)
 
 
-def _rate(text: str | None, cost: CostModel | None) -> float:
+def _links(text: str | None, cost: CostModel | None) -> CostModel:
+    """The link's rates: as written, each way; else as measured."""
     from hydra_tune.config import parse_bytes
+    from hydra_tune.cost import CostModel
 
     if text is None:
-        return inf if cost is None else min(cost.h2d_bytes_per_s, cost.d2h_bytes_per_s)
+        return cost or CostModel()
     try:
-        return float(text)
+        rate = float(text)
     except ValueError:
-        return parse_bytes(text, "--link")
+        rate = parse_bytes(text, "--link")
+    if not rate > 0:
+        raise ConfigError(f"--link is a positive number of bytes a second, got {text!r}. Write 12e9, or leave it out.")
+    return CostModel(h2d_bytes_per_s=rate, d2h_bytes_per_s=rate)
 
 
 def _sweep(name: str, cost: CostModel | None) -> list[TrialWork]:
@@ -157,11 +162,9 @@ def _sweep(name: str, cost: CostModel | None) -> list[TrialWork]:
     return parse(name)
 
 
-def _baselines(trials: list[TrialWork], devices: int, link: float) -> dict[str, float]:
+def _baselines(trials: list[TrialWork], devices: int, cost: CostModel) -> dict[str, float]:
     from hydra_tune.baselines import model_parallelism, one_spilled_at_a_time, task_parallelism
-    from hydra_tune.cost import CostModel
 
-    cost = CostModel(h2d_bytes_per_s=link, d2h_bytes_per_s=link)
     return {
         "model parallelism": model_parallelism(trials, devices),
         "model parallelism, activations kept": model_parallelism(trials, devices, recompute=False),

@@ -13,6 +13,7 @@ _UNIT_BYTES = {
     **{f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")},
     **{f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")},
 }
+MOST_BYTES = 1 << 62  # more than any memory
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 ALIGNMENT_BYTES = 512  # of every tensor in a host buffer or a slot: what CUDA's allocator uses
 CHECKS_VARIABLE = "HYDRA_TUNE_CHECKS"
@@ -22,7 +23,7 @@ def parse_bytes(text: int | str, name: str = "memory") -> int:
     """Bytes from an int or from text such as ``"20GiB"``, ``"1.5 GB"`` or ``"4096"``; `name` is the argument's.
 
     Raises:
-        ConfigError: not a whole positive number of bytes.
+        ConfigError: not a whole positive number of bytes, or more than any memory has.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise _not_bytes(text, name)
@@ -32,8 +33,9 @@ def parse_bytes(text: int | str, name: str = "memory") -> int:
         match = _BYTES.fullmatch(text)
         if match is None or match[2] not in _UNIT_BYTES:
             raise _not_bytes(text, name)
-        amount = int(float(match[1]) * _UNIT_BYTES[match[2]])
-    if amount <= 0:
+        number = float(match[1]) * _UNIT_BYTES[match[2]]
+        amount = int(min(number, 2.0 * MOST_BYTES))
+    if not 0 < amount <= MOST_BYTES:
         raise _not_bytes(text, name)
     return amount
 

@@ -21,31 +21,33 @@ from math import inf
 from typing import Any
 
 from hydra_tune import events as e
-from hydra_tune.config import parse_bytes
+from hydra_tune.config import MOST_BYTES, parse_bytes
 from hydra_tune.errors import ConfigError
 from hydra_tune.policy import Policy
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.workload import TrialWork
 
-UNLIMITED_BYTES = 1 << 62
-
 
 @dataclass(frozen=True)
 class SimulatedDevice:
-    """`speed` divides the workload's seconds; the link is as fast each way, both at a time.
+    """`speed` divides the workload's seconds. The link carries `link_bytes_per_s` from the host and, at the same time,
+    `d2h_bytes_per_s` to it; as many, if that is None.
 
     Raises:
         ConfigError: not positive numbers.
     """
 
-    memory: int = UNLIMITED_BYTES
+    memory: int = MOST_BYTES
     speed: float = 1.0
     link_bytes_per_s: float = inf
+    d2h_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        parse_bytes(self.memory)
-        for key in ("speed", "link_bytes_per_s"):
+        object.__setattr__(self, "memory", parse_bytes(self.memory))
+        if self.d2h_bytes_per_s is None:
+            object.__setattr__(self, "d2h_bytes_per_s", self.link_bytes_per_s)
+        for key in ("speed", "link_bytes_per_s", "d2h_bytes_per_s"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigError(
@@ -53,6 +55,11 @@ class SimulatedDevice:
                 )
         if self.speed == inf:
             raise ConfigError("a device's speed is finite, got inf. Write 1.0 for a usual one.")
+
+    def rate(self, stream: str) -> float:
+        """Bytes a second of `promote` or `spill`."""
+        back = self.d2h_bytes_per_s
+        return self.link_bytes_per_s if back is None or stream == "promote" else back
 
 
 @dataclass
@@ -103,6 +110,7 @@ class Replay:
             policy,
             least_ahead_bytes=0 if double_buffering else None,
             links_bytes_per_s=[spec.link_bytes_per_s for spec in devices],
+            speeds=[spec.speed for spec in devices],
         )
         self.now_s = 0.0
         self.promoted_bytes = 0
@@ -178,8 +186,9 @@ class Replay:
         self._at(max(self.now_s, self.trials[number].gradients_s), self._optimize, number)
 
     def _optimize(self, number: int) -> None:
-        trial = self.trials[number]
-        self._optimizer_free_s = done_s = max(self.now_s, self._optimizer_free_s) + trial.work.optimizer_s
+        trial, done_s = self.trials[number], self.now_s
+        if trial.work.optimizer_s:
+            self._optimizer_free_s = done_s = max(self.now_s, self._optimizer_free_s) + trial.work.optimizer_s
         if trial.step == trial.work.steps_run:
             self._at(done_s, self._end, number)
         else:
@@ -245,7 +254,7 @@ class Replay:
         """When it has arrived."""
         device = self.devices[number]
         start_s = max(self.now_s, device.free_s[stream])
-        end_s = device.free_s[stream] = start_s + num_bytes / device.spec.link_bytes_per_s
+        end_s = device.free_s[stream] = start_s + num_bytes / device.spec.rate(stream)
         if end_s > start_s:
             self._note_span(stream, task, number, start_s, end_s, cause)
         return end_s

@@ -15,8 +15,9 @@ task still fits; a step enters only if, beside all entered steps, the largest ta
 room for that, too; and a device has one step at a time that may outgrow what is reserved for it, for which all others
 then make way. Every slot can be dropped while its device is idle, as soon as its copy is made. So whoever
 holds bytes can always run its next task at home.
-No starvation: admissions, steps and pilots are each served in the order in which they asked; a task goes first,
-whatever the policy, once its home has given `PATIENCE` tasks a trial to others since it was ready.
+No starvation: admissions, steps and pilots are each served in the order in which they asked, an admission that awaits
+only that steps end after `STEPS_LET_BY` more of them; a task goes first, whatever the policy, once its home has given
+`PATIENCE` tasks a trial to others since it was ready.
 
 Known slack: a step's reservation stays at home while its tasks travel; who moves home is decided by how many trials
 are at home where, not by seconds.
@@ -72,7 +73,7 @@ class Machine:
 
     `host_bytes` is what all trials together may have of host memory. A promotion of fewer than `least_ahead_bytes` is
     left to the task's own time, none ahead is made where that is None. `links_bytes_per_s` say how fast bytes get to
-    each device; infinitely fast, if they say nothing.
+    each device, infinitely fast, if they say nothing; and `speeds` how fast each computes, beside the others.
     """
 
     def __init__(
@@ -83,12 +84,14 @@ class Machine:
         host_bytes: int | None = None,
         least_ahead_bytes: int | None = 0,
         links_bytes_per_s: Sequence[float] = (),
+        speeds: Sequence[float] = (),
         alignment_bytes: int = 1,
     ) -> None:
         self.policy = policy or ShardedLRTF()
         links = links_bytes_per_s or [inf] * len(budgets_bytes)
         ledgers = [Ledger(budget, alignment_bytes) for budget in budgets_bytes]
-        self.devices = [DeviceState(i, *of) for i, of in enumerate(zip(ledgers, links, strict=True))]
+        of_each = zip(ledgers, links, speeds or [1.0] * len(budgets_bytes), strict=True)
+        self.devices = [DeviceState(i, *of) for i, of in enumerate(of_each)]
         self.trials: dict[int, TrialState] = {}
         self.slots = Slots(self.trials, self.devices)
         self.ready = ReadyTasks(len(self.devices))
@@ -178,7 +181,7 @@ class Machine:
             event = self.arrivals[0]
             if self.host_bytes is not None and self.host_used_bytes + event.host_bytes > self.host_bytes:
                 break
-            home = min(self.devices, key=lambda device: (len(device.trials), device.index))
+            home = min(self.devices, key=lambda device: (device.load(1), len(device.trials), device.index))
             home.trials.add(event.trial)
             progress = Progress(event.trial, self.neighbours, event.total_steps)
             self.trials[event.trial] = TrialState(home.index, event.travels, event.host_bytes, progress)
@@ -281,14 +284,14 @@ class Machine:
         return [*moved, *self._advance_all(homes)]
 
     def _choose_home(self, number: int) -> DeviceState:
-        """Another one, where that has fewer trials and room for this one now."""
+        """Another one, where that has fewer trials for its speed, with this one, and room for it now."""
         trial, home = self.trials[number], self._home(number)
         plan = trial.plan
         assert plan is not None
         if plan.resident or len(self.devices) == 1:
             return home
-        other = min(self.devices, key=lambda device: (len(device.trials), device.index))
-        if len(home.trials) - len(other.trials) < 2 or other.unmeasured is not None:
+        other = min(self.devices, key=lambda device: (device.load(1), len(device.trials), device.index))
+        if home is other or home.load() <= other.load(1) or other.unmeasured is not None:
             return home
         if other.entries or other.admissions:
             return home
@@ -495,6 +498,8 @@ class Machine:
         ledger, shard = device.ledger, self._shard(task)
         if trial.at_home or shard.at_home:
             return False
+        if device.speed * len(self._home(task.trial).trials) < self._home(task.trial).speed:
+            return False  # its turn at home is sooner over
         there = (task.trial, task.shard) in ledger.slots
         needs = shard.slot_bytes + self.trials[task.trial].work_bytes(task, device.index)
         in_flight = sum(ledger.slots[key][1] for key in device.in_flight if key != (task.trial, task.shard))
@@ -502,7 +507,7 @@ class Machine:
             return False
         moved = 2 * shard.boundary_bytes + (0 if there else shard.slot_bytes)
         task_s = trial.its_plan().shards_s[task.shard][task.direction]
-        return self.policy.leaves_home(task_s, moved, device.link_bytes_per_s)
+        return self.policy.leaves_home(task_s / device.speed, moved, device.link_bytes_per_s)
 
     def _start(self, device: DeviceState, task: Task) -> list[Instruction]:
         trial, key = self.trials[task.trial], (task.trial, task.shard)

@@ -12,11 +12,11 @@ from math import inf
 from os import PathLike
 from typing import Any
 
-from hydra_tune.config import format_bytes, parse_bytes
+from hydra_tune.config import MOST_BYTES, format_bytes
 from hydra_tune.errors import BudgetError, ConfigError
 from hydra_tune.exact import lower_bound
 from hydra_tune.policy import Policy, policy_named
-from hydra_tune.replay import UNLIMITED_BYTES, Replay, SimulatedDevice
+from hydra_tune.replay import Replay, SimulatedDevice
 from hydra_tune.shard import BlockProfile, Shard, TrialPlan
 from hydra_tune.workload import TrialWork, parse
 
@@ -63,6 +63,7 @@ def simulate(
     *,
     memory: int | str | None = None,
     link_bytes_per_s: float = inf,
+    d2h_bytes_per_s: float | None = None,
     double_buffering: bool = True,
     timeline: bool = False,
 ) -> Simulation:
@@ -70,10 +71,11 @@ def simulate(
 
     Args:
         workload: trials as in `hydra_tune.workload`, or a JSON file with them.
-        devices: how many equal ones; or each as a dict of memory, speed (1.0) and link_bytes_per_s.
+        devices: how many equal ones; or each as a dict of memory, speed (1.0), link_bytes_per_s and d2h_bytes_per_s.
         policy: the order in which ready tasks get devices, an object or its name.
         memory: of each device that does not say otherwise, ``"20GiB"`` or bytes; unlimited if None.
         link_bytes_per_s: between the host and each such device, each way; infinitely fast unless said.
+        d2h_bytes_per_s: of the way to the host, where that is another.
         double_buffering: whether shards are promoted, and gradients sent to the host, while the device computes.
             Without, a device does one after another.
         timeline: whether spans of time are kept.
@@ -86,7 +88,11 @@ def simulate(
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is True or False, got {value!r}.")
     works = parse(workload)
-    usual = {"memory": UNLIMITED_BYTES if memory is None else memory, "link_bytes_per_s": link_bytes_per_s}
+    usual = {
+        "memory": MOST_BYTES if memory is None else memory,
+        "link_bytes_per_s": link_bytes_per_s,
+        "d2h_bytes_per_s": d2h_bytes_per_s,
+    }
     specs = _devices(devices, usual)
     plans = [_plan(work) for work in works]
     _check_fit(works, plans, min(spec.memory for spec in specs))
@@ -110,7 +116,7 @@ def _devices(given: Any, usual: Mapping[str, Any]) -> list[SimulatedDevice]:
         raise ConfigError(
             f"devices is how many, at least 1, or a list with an entry for each; got {given!r}. Write devices=8."
         )
-    known = ("memory", "speed", "link_bytes_per_s")
+    known = ("memory", "speed", "link_bytes_per_s", "d2h_bytes_per_s")
     for number, entry in enumerate(given):
         if not isinstance(entry, SimulatedDevice) and not (isinstance(entry, Mapping) and set(entry) <= set(known)):
             raise ConfigError(
@@ -120,8 +126,9 @@ def _devices(given: Any, usual: Mapping[str, Any]) -> list[SimulatedDevice]:
 
 
 def _device(entry: Mapping[str, Any], usual: Mapping[str, Any]) -> SimulatedDevice:
-    options = {**usual, **entry}
-    return SimulatedDevice(**{**options, "memory": parse_bytes(options["memory"])})
+    if "link_bytes_per_s" in entry:  # a link of its own
+        usual = {**usual, "d2h_bytes_per_s": None}
+    return SimulatedDevice(**{**usual, **entry})
 
 
 def _plan(work: TrialWork) -> TrialPlan:

@@ -65,6 +65,7 @@ class DeviceState:
     index: int
     ledger: Ledger
     link_bytes_per_s: float = inf
+    speed: float = 1.0
     admissions: list[PilotReady | PlanReady] = field(default_factory=list)
     entries: list[PilotReady | StepReady | Outgrown] = field(default_factory=list)
     running: Task | None = None
@@ -72,9 +73,14 @@ class DeviceState:
     promised: Task | None = None
     waiting: Waiting | None = None  # the promised task, once it is ready
     in_flight: set[SlotKey] = field(default_factory=set)
+    steps_let_by: int = 0  # since the first of the admissions awaits nothing but that steps end
     unmeasured: int | None = None  # the trial whose pilot or estimated step is under way; one at a time
     exclusive: int | None = None  # that trial, where it has the device to itself
     trials: set[int] = field(default_factory=set)  # at home here
+
+    def load(self, more_trials: int = 0) -> float:
+        """Trials at home here, and so many more, over its speed."""
+        return (len(self.trials) + more_trials) / self.speed
 
     @property
     def is_idle(self) -> bool:

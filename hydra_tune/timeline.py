@@ -220,7 +220,7 @@ def _bars(make: type[Bar], name: str, fill: str, spans: Sequence[Span]) -> Bar:
 
 def _hover(span: Span) -> str:
     lines = [_name(span) if span["kind"] in ("run", "stall") else f"{_name(span)}, {span['kind']}"]
-    if "step" in span:
+    if "step" in span and span["kind"] != "stall":
         lines[0] += f", step {span['step']}"
     if span["kind"] != "stall" and span.get("cause"):
         lines.append(f"cause: {span['cause']}")

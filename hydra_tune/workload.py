@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
-from math import isfinite
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -146,7 +145,7 @@ def _read(path: Path) -> Any:
             f"a workload is a list of trials or a JSON file with one; {path} cannot be read: {error.strerror}. "
             "Check the path."
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}. Write a list of trials, one object each.") from None
 
 
@@ -207,11 +206,16 @@ def _is_tuple_of(value: object, is_entry: Any) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value).bit_length() <= 62
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return abs(float(value)) < 1e18
+    except OverflowError:
+        return False
 
 
 def _refuse(key: str, rule: str, value: object, advice: str) -> ConfigError:

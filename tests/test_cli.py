@@ -73,7 +73,7 @@ def test_a_timeline_is_saved_and_a_sweep_has_a_name(tmp_path, capsys):
         (["random-heterogeneous", "--policy", "lifo"], "policy is a Policy or one of sharded-lrtf, "),
         (["random-heterogeneous", "--devices", "0"], "devices is how many, at least 1, "),
         (["random-heterogeneous", "--link", "fast"], "a positive number of bytes, got 'fast'"),
-        (["random-heterogeneous", "--link", "nan"], "link_bytes_per_s of a device is a positive number, got nan"),
+        (["random-heterogeneous", "--link", "nan"], "--link is a positive number of bytes a second, got 'nan'"),
         (["random-heterogeneous", "--timeline", "run.png"], "saved as .json (for ui.perfetto.dev) or .html"),
         (["random-heterogeneous", "--timeline", "no/such/run.json"], "No such file or directory"),
         (["."], "cannot be read: Is a directory"),

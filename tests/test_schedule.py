@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydra_tune.admission import STEPS_LET_BY
 from hydra_tune.errors import ConfigError
 from hydra_tune.events import (
     Admit,
@@ -740,14 +741,17 @@ class Player:
     """Plays trials against the machine with random timing, and keeps the story. Copies arrive at any time after
     they were ordered; trials arrive late, fail, are interrupted, and run out of memory."""
 
-    def __init__(self, rng, machine, plans, *, steps=2, fails=0.0, interrupted=0.0, lacks=0.0, travels=0.0):
+    def __init__(
+        self, rng, machine, plans, *, steps=2, fails=0.0, interrupted=0.0, lacks=0.0, travels=0.0, arrives=0.4
+    ):
         self.rng, self.machine, self.plans, self.steps = rng, machine, plans, steps
-        self.fails, self.interrupted, self.lacks = fails, interrupted, lacks
+        self.fails, self.interrupted, self.lacks, self.arrives = fails, interrupted, lacks, arrives
         self.travels = [rng.random() < travels for _ in plans]
         self.granted = {t: [] for t in range(len(plans))}
         self.copies = []
         self.story = []
         self.passed_over = {}  # how often the home of a waiting task ran another one
+        self.waiting = {}  # by trial, the answer that it waits for
 
     def script(self, trial, anew=False):
         """What a trial asks and which answer it waits for, as a generator of (event, answer). Even trials
@@ -813,6 +817,9 @@ class Player:
                 self.count_waits(instruction)
                 self.check_place(instruction)
         self.machine.validate()
+        for trial, answer in self.waiting.items():
+            if answer is Run and trial in self.machine.trials and not self.granted[trial]:
+                assert self.machine.task_state(trial) is not None, f"the task of trial {trial} is lost"
 
     def check_place(self, run):
         trial = self.machine.trials[run.task.trial]
@@ -843,17 +850,17 @@ class Player:
 
     def play(self):
         live = {t: self.script(t) for t in self.granted}
-        waiting = {}
+        waiting = self.waiting
         while live:
             known = [t for t in live if t in self.machine.trials]
             if known and self.rng.random() < self.interrupted:
                 trial = self.rng.choice(known)
-                self.interrupt(trial)
                 waiting.pop(trial, None)
+                self.interrupt(trial)
                 live[trial] = self.script(trial, anew=True)
             movable = [t for t in live if t not in waiting or self.granted[t]]
             assert movable or self.copies, f"deadlock: {waiting}"
-            if self.copies and (not movable or self.rng.random() < 0.4):
+            if self.copies and (not movable or self.rng.random() < self.arrives):
                 self.arrive(self.rng.choice(self.copies))
                 continue
             trial = self.rng.choice(movable)
@@ -876,12 +883,14 @@ class Player:
         instruction = self.granted[trial].pop(0)
         if isinstance(instruction, Run) and self.rng.random() < self.lacks:
             self.send(OutOfMemory(trial))
+        answer = waiting.pop(trial)
         if isinstance(instruction, Run) and self.rng.random() < self.lacks:
             self.send(Done(instruction.task, 0.0))
             self.send(Repacked(trial, self.machine.trials[trial].plan))
+            waiting[trial] = answer
             self.send(TaskReady(instruction.task))
         else:
-            assert isinstance(instruction, waiting.pop(trial))
+            assert isinstance(instruction, answer)
 
 
 POLICIES = [
@@ -894,19 +903,20 @@ POLICIES = [
     OldestFirst(),
     Shuffled(3),
 ]
-RATES = ("fails", "interrupted", "lacks", "travels")
+RATES = {"fails": (0.0, 0.02), "interrupted": (0.0, 0.02), "lacks": (0.0, 0.1), "travels": (0.0, 0.7, 1.0)}
+RATES["arrives"] = (0.4, 0.05)  # copies that take long
 
 
 @st.composite
 def workloads(draw):
-    budgets = draw(st.lists(st.integers(100, 200), min_size=1, max_size=3))
+    budgets = draw(st.lists(st.integers(100, 200), min_size=1, max_size=4))
     plans = []
     for _ in range(draw(st.integers(1, 8))):
         held, step, work = draw(st.integers(0, 20)), draw(st.integers(0, 30)), draw(st.integers(0, 45))
         rest = min(budgets) - held - step - work
         slots = draw(st.lists(st.integers(0, rest), min_size=1, max_size=5))
         plans.append(plan(slots, work=work, held=held, step=step, boundary=draw(st.integers(0, 10))))
-    rates = dict(zip(RATES, (draw(st.sampled_from([0.0, rate])) for rate in (0.02, 0.02, 0.1, 0.7)), strict=True))
+    rates = {name: draw(st.sampled_from(values)) for name, values in RATES.items()}
     options = {
         "policy": draw(st.sampled_from(POLICIES)),
         "least_ahead_bytes": draw(st.sampled_from([None, 0, 20])),
@@ -944,6 +954,44 @@ def test_any_mix_of_trials_that_fit_alone_finishes_within_budget(workload):
 @given(workloads())
 def test_any_mix_of_trials_that_fit_alone_finishes_within_budget_at_length(workload):
     check_any_mix(workload)
+
+
+def test_a_task_that_goes_on_where_a_copy_for_another_is_on_its_way_waits_for_it():
+    """It was lost: nobody else was ready, so that it need not stand in the queue, but its shard found no place."""
+    machine = Machine([100, 100], Fifo(), least_ahead_bytes=0)
+    for trial, slots in enumerate([(10, 60), (10,), (60, 60)]):
+        machine.handle(TrialAdded(trial, travels=True))
+        machine.handle(PlanReady(trial, plan(slots, work=0, step=0)))
+        machine.handle(StepReady(trial))
+    a, b, c = (task(trial, 0) for trial in (0, 1, 2))
+    for device, now in enumerate((a, b)):
+        machine.handle(TaskReady(now))
+        assert machine.handle(Promoted(now, device)) == [Run(now, device)]
+    assert machine.handle(TaskReady(c)) == [Promote(c, 0, 40, 60, ahead=True)]
+    assert machine.handle(Done(b, 1.0)) == [Promote(c, 1, 40, 60)], "the other device was free first"
+    after = task(0, 1)
+    assert machine.handle(Done(a, 1.0, TaskReady(after))) == [Drop(0, 0, 0, 0, 10)]
+    assert machine.task_state(0) is TaskState.WAITING
+    assert machine.handle(Promoted(c, 0)) == [Drop(2, 0, 0, 40, 60), Promote(after, 0, 40, 60)]
+    machine.validate()
+
+
+def test_steps_let_an_admission_by_that_awaits_only_their_end():
+    machine = Machine([100])
+    for trial in (0, 1, 2):
+        machine.handle(TrialAdded(trial))
+        machine.handle(PlanReady(trial, plan((10,), work=0, step=20)))
+        assert machine.handle(StepReady(trial)) == [Enter(trial)]
+    machine.handle(TrialAdded(3))
+    assert machine.handle(PlanReady(3, plan((10,), work=0, held=55))) == [], "beside one step it would fit"
+    for number in range(STEPS_LET_BY):
+        trial = number % 3
+        assert machine.handle(StepDone(trial)) == []
+        assert machine.handle(StepReady(trial)) == [Enter(trial)]
+    assert machine.handle(StepDone(0)) == []
+    assert machine.handle(StepReady(0)) == []
+    assert machine.handle(StepDone(1)) == [Admit(3)]
+    machine.validate()
 
 
 def test_slots_are_aligned_where_their_sizes_are_though_the_budget_is_not():

@@ -20,8 +20,8 @@ from hydra_tune.timeline import chrome_trace
 from hydra_tune.workload import TrialWork
 
 
-def trial(forward=(1.0, 1.0), backward=(1.0, 1.0), steps=1, size=0, **options):
-    return TrialWork(steps, tuple(forward), tuple(backward), (size,) * len(forward), **options)
+def trial(forward=(1.0, 1.0), backward=(1.0, 1.0), steps=1, size=0, shard_bytes=None, **options):
+    return TrialWork(steps, tuple(forward), tuple(backward), shard_bytes or (size,) * len(forward), **options)
 
 
 def spans(simulation, kind, device=0):
@@ -111,6 +111,26 @@ def test_speeds_divide_seconds():
     assert spans(found, "run", 1) == [(1, "F0", 0, 2), (1, "B0", 2, 4)]
 
 
+def test_the_way_to_the_host_may_be_slower():
+    one = [trial([1.0], [1.0], size=10)]
+    assert simulate(one, 1, link_bytes_per_s=10).makespan_s == 1.0 + 2.0 + 1.0
+    assert simulate(one, 1, link_bytes_per_s=10, d2h_bytes_per_s=2).makespan_s == 1.0 + 2.0 + 5.0
+    own_link = [{"link_bytes_per_s": 10}]
+    assert simulate(one, own_link, d2h_bytes_per_s=2).makespan_s == 4.0
+    assert simulate(one, [SimulatedDevice("1GiB", link_bytes_per_s=10, d2h_bytes_per_s=2)]).makespan_s == 8.0
+
+
+def test_slow_devices_never_keep_fast_ones_waiting():
+    slow, fast = {"speed": 0.01}, {"speed": 1.0}
+    for devices in ([slow, fast], [fast, slow]):
+        for trials in (1, 2, 3):
+            assert simulate([trial(steps=2)] * trials, devices).makespan_s == pytest.approx(8.0 * trials)
+    work = random_heterogeneous(24, 4)
+    four = simulate(work, MIXED_DEVICES[:4]).makespan_s
+    assert simulate(work, MIXED_DEVICES).makespan_s < 1.01 * four
+    assert simulate(work, MIXED_DEVICES[::-1]).makespan_s < 1.1 * four
+
+
 def test_trials_arrive():
     found = simulate([trial(), trial(arrival_s=10.0)], 1)
     assert found.ended_s == (4, 14)
@@ -183,6 +203,9 @@ def check_consistent(work, found):
         assert [(s["step"], s["shard"], s["direction"]) for s in mine] == asked, "each task once and in order"
         assert all(a["end_s"] <= b["start_s"] + 1e-9 for a, b in pairwise(mine)), "one task of a trial at a time"
         assert one.arrival_s <= mine[0]["start_s"] and mine[-1]["end_s"] <= found.ended_s[number]
+        for copy in (s for s in found.timeline if s["kind"] == "spill" and s["trial"] == number and not s["cause"]):
+            later = [s["start_s"] for s in mine if s["step"] > copy["step"]]
+            assert copy["end_s"] <= min([*later, found.ended_s[number]]) + 1e-9, "gradients arrive within their step"
     assert max(found.ended_s) == found.makespan_s >= found.lower_bound_s * (1 - 1e-9)
 
 
@@ -200,7 +223,7 @@ def sweeps(draw):
                 draw(st.lists(SECONDS, **each)),
                 draw(st.lists(SECONDS, **each)),
                 steps=draw(st.integers(1, 3)),
-                size=draw(st.integers(0, 40)),
+                shard_bytes=tuple(draw(st.lists(st.sampled_from([0, 10, 25, 40]), **each))),
                 work_bytes=tuple(draw(st.lists(st.integers(0, 20), **each))),
                 boundary_bytes=draw(st.integers(0, 10)),
                 held_bytes=draw(st.integers(0, 20)),
@@ -222,13 +245,27 @@ DEVICES = st.fixed_dictionaries(
 POLICIES = st.sampled_from(["sharded-lrtf", "fifo", "fair-share", "rung-synchronous", "shuffled"])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(sweeps(), st.lists(DEVICES, min_size=1, max_size=4), POLICIES, st.booleans())
-def test_the_figures_agree_with_the_timeline_and_come_out_the_same_again(work, devices, policy, double_buffering):
+def check_any_sweep(work, devices, policy, double_buffering):
     options = {"double_buffering": double_buffering, "timeline": True}
     found = simulate(work, devices, policy, **options)
     check_consistent(work, found)
     assert simulate(work, devices, policy, **options) == found
+
+
+ANY_SWEEP = given(sweeps(), st.lists(DEVICES, min_size=1, max_size=4), POLICIES, st.booleans())
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@ANY_SWEEP
+def test_the_figures_agree_with_the_timeline_and_come_out_the_same_again(work, devices, policy, double_buffering):
+    check_any_sweep(work, devices, policy, double_buffering)
+
+
+@pytest.mark.proof
+@settings(max_examples=10_000, deadline=None, derandomize=True)
+@ANY_SWEEP
+def test_the_figures_agree_with_the_timeline_at_length(work, devices, policy, double_buffering):
+    check_any_sweep(work, devices, policy, double_buffering)
 
 
 def test_a_named_sweep_on_unlike_devices_draws_a_timeline():
@@ -247,11 +284,17 @@ def test_a_random_order_is_its_seeds():
 # ---- what is refused ------------------------------------------------------------------------------------
 
 
+PLAIN = {"steps": 1, "forward_s": [1.0], "backward_s": [1.0], "shard_bytes": [1]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"workload": []}, "list of at least one trial"),
         ({"policy": "lifo"}, "policy is a Policy or one of sharded-lrtf, .*got 'lifo'"),
+        ({"workload": [{**PLAIN, "forward_s": [10**400]}]}, "forward_s is positive seconds, one a shard"),
+        ({"workload": [{**PLAIN, "shard_bytes": [10**400]}]}, "shard_bytes is whole bytes of at least 0"),
+        ({"memory": "9" * 400}, "memory is a positive number of bytes"),
         ({"devices": 0}, r"devices is how many, at least 1, .*got 0\. Write devices=8"),
         ({"devices": True}, "devices is how many, .*got True"),
         ({"devices": 2.0}, r"devices is how many, .*got 2\.0"),

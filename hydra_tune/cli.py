@@ -80,10 +80,12 @@ def _calibrate(options: argparse.Namespace) -> int:
     import torch
 
     from hydra_tune.calibration import calibrate
+    from hydra_tune.config import check_folder
 
     try:
         if options.threads is not None and options.threads < 1:
             raise ConfigError(f"--threads is a whole number of at least 1, got {options.threads}.")
+        check_folder(options.out, "a cost model")
         torch.set_num_threads(options.threads or torch.get_num_threads())
         cost = calibrate("auto" if options.devices == "auto" else options.devices.split(","))
         cost.save(options.out)
@@ -111,8 +113,10 @@ def _simulate(options: argparse.Namespace) -> int:
 def _simulated(options: argparse.Namespace) -> str:
     from hydra_tune.cost import CostModel
     from hydra_tune.simulation import simulate
-    from hydra_tune.timeline import save
+    from hydra_tune.timeline import checked_path, save
 
+    if options.timeline is not None:
+        checked_path(options.timeline)
     cost = None if options.cost is None else CostModel.load(options.cost)
     trials, links = _sweep(options.workload, cost), _links(options.link, cost)
     found = simulate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 from hydra_tune.errors import ConfigError
 
@@ -45,6 +46,16 @@ def _not_bytes(text: object, name: str) -> ConfigError:
         f"{name} is a positive number of bytes, got {text!r}. "
         'Write an int, or text with a unit, such as "20GiB" or "512MiB".'
     )
+
+
+def check_folder(path: Path, what: str) -> None:
+    """Before work whose result is to be written there.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"{what} is saved in a folder that there is, got {str(path)!r}. Make {str(path.parent)!r}.")
 
 
 def format_bytes(amount: int) -> str:

@@ -9,7 +9,7 @@
 
 Without double buffering a device does one of these at a time: promotion, task, gradients up.
 Known slack: links of several devices do not share the host's bandwidth; kernels do not slow down beside copies;
-gradients take no room while they go up.
+gradients take no room while they go up; a task that is away moves its input and output over that device's link alone.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hydra_tune.config import check_folder
 from hydra_tune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,19 +101,30 @@ def save(spans: Iterable[Span], device_names: Sequence[str], path: str | PathLik
     A browser slows with the number of bars: of a long run, save a .json.
 
     Raises:
-        ConfigError: another suffix, plotly is not installed, or spans that cannot be drawn.
+        ConfigError: another suffix, no such folder, plotly is not installed, or spans that cannot be drawn.
     """
-    path = Path(path)
+    path = checked_path(path)
     if path.suffix.lower() == ".json":
         path.write_text(json.dumps(chrome_trace(spans, device_names)), encoding="utf-8")
-    elif path.suffix.lower() == ".html":
+    else:
         page = figure(spans, device_names).to_html(include_plotlyjs=True, div_id="timeline")
         path.write_text(page, encoding="utf-8")
-    else:
+    return path
+
+
+def checked_path(path: str | PathLike[str]) -> Path:
+    """Where a timeline can be saved.
+
+    Raises:
+        ConfigError: another suffix, or no such folder.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".json", ".html"):
         raise ConfigError(
             f"a timeline is saved as .json (for ui.perfetto.dev) or .html (a figure), got {path.name!r}. "
             f'Write "{path.stem}.json" or "{path.stem}.html".'
         )
+    check_folder(path, "a timeline")
     return path
 
 

@@ -75,7 +75,10 @@ def test_a_timeline_is_saved_and_a_sweep_has_a_name(tmp_path, capsys):
         (["random-heterogeneous", "--link", "fast"], "a positive number of bytes, got 'fast'"),
         (["random-heterogeneous", "--link", "nan"], "--link is a positive number of bytes a second, got 'nan'"),
         (["random-heterogeneous", "--timeline", "run.png"], "saved as .json (for ui.perfetto.dev) or .html"),
-        (["random-heterogeneous", "--timeline", "no/such/run.json"], "No such file or directory"),
+        (
+            ["random-heterogeneous", "--timeline", "no/such/run.json"],
+            "saved in a folder that there is, got 'no/such/run.json'",
+        ),
         (["."], "cannot be read: Is a directory"),
     ],
 )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from math import inf
+from math import inf, isnan
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.progress import Progress
+from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.shard import Direction, Task
 
 
@@ -125,9 +125,15 @@ def policy_named(policy: Policy | str) -> Policy:
     """The policy itself, or the one of this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it ranks a trial's first task by something else than a number.
     """
     if isinstance(policy, Policy):
+        rank = policy.rank(Task(0, 1, 0, Direction.FORWARD), Progress(0, Neighbours()))
+        if not isinstance(rank, (int, float)) or isnan(rank):
+            raise ConfigError(
+                f"a rank is a number, the smallest goes first; {policy!r} gave {rank!r} for a trial's first task. "
+                "Return a float from rank()."
+            )
         return policy
     if isinstance(policy, type) and issubclass(policy, Policy):
         raise ConfigError(f"policy is a Policy, got the class of one. Write {policy.__name__}().")

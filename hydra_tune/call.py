@@ -17,7 +17,7 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.late_gradients import Gate
-from hydra_tune.mode import drawing_again, drawing_apart
+from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
@@ -392,7 +392,8 @@ class BlockCall:
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
             found = self._found_buffers()
             try:
-                grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit)
+                with self._drawing(drawing_for_nothing):  # which a checkpoint within undoes, and noise does not
+                    grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit)
             except torch.OutOfMemoryError:  # it may run again, as if it had not
                 if self.block.draws:
                     set_generator_states(generators, drawn)

@@ -182,7 +182,8 @@ def drawing_again() -> Iterator[None]:
 @contextmanager
 def drawing_for_nothing() -> Iterator[None]:
     """As `drawing_again`; but where what was drawn has not been undone at the end, it is drawn from the process's
-    generators too: a pilot that the model's own exception ends has run as far as plain PyTorch."""
+    generators too: as by a backward with noise, or a pilot that the model's own exception ends, which has run as far
+    as plain PyTorch."""
     own = RandomState.of_defaults()
     before = own.states()
     try:

@@ -193,16 +193,16 @@ def always(instead):
 
 def one_edge_each(original):
     def edges(graph, **options):
-        for block, found, extra in original(graph, **options):
-            yield block, Edges(casts=found.casts), extra
+        for block, found, *rest in original(graph, **options):
+            yield block, Edges(casts=found.casts), *rest
 
     return edges
 
 
 def uncast(original):
     def edges(graph, **options):
-        for block, found, extra in original(graph, **options):
-            yield block, Edges(found.tensors, found.parameters), extra
+        for block, found, *rest in original(graph, **options):
+            yield block, Edges(found.tensors, found.parameters), *rest
 
     return edges
 

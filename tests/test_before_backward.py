@@ -327,3 +327,21 @@ def test_a_weight_that_is_replaced_between_forward_and_backward_is_refused():
         prune.l1_unstructured(model.layers[2].up, "weight", 0.3)
         with pytest.raises(hydra_tune.PrepareError, match="keeps its Parameter objects"):
             out.sum().backward()
+
+
+def test_two_forwards_of_a_block_that_adds_uses_are_warned_of(caplog):
+    """Plain PyTorch would add the gradients of all uses one by one; here each forward's are added first."""
+
+    class Twice(Layer):
+        def forward(self, x):
+            return super().forward(super().forward(x))
+
+    for kind, warns in ((Layer, False), (Twice, True)):
+        caplog.clear()
+        with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+            model = Net(kind)
+            hydra_tune.prepare(model, pool=pool)
+            for _ in range(2):
+                (model(torch.randn(4, WIDTH)).sum() + model(torch.randn(4, WIDTH)).sum()).backward()
+        told = [r.getMessage() for r in caplog.records if "which uses a weight more than once" in r.getMessage()]
+        assert len(told) == warns, "once"

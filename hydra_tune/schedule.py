@@ -181,7 +181,7 @@ class Machine:
             event = self.arrivals[0]
             if self.host_bytes is not None and self.host_used_bytes + event.host_bytes > self.host_bytes:
                 break
-            home = min(self.devices, key=lambda device: (device.load(1), len(device.trials), device.index))
+            home = self._least_loaded()
             home.trials.add(event.trial)
             progress = Progress(event.trial, self.neighbours, event.total_steps)
             self.trials[event.trial] = TrialState(home.index, event.travels, event.host_bytes, progress)
@@ -283,6 +283,10 @@ class Machine:
         device.entries.append(event)
         return [*moved, *self._advance_all(homes)]
 
+    def _least_loaded(self) -> DeviceState:
+        """With one trial more."""
+        return min(self.devices, key=lambda device: (device.load(1), len(device.trials), device.index))
+
     def _choose_home(self, number: int) -> DeviceState:
         """Another one, where that has fewer trials for its speed, with this one, and room for it now."""
         trial, home = self.trials[number], self._home(number)
@@ -290,7 +294,7 @@ class Machine:
         assert plan is not None
         if plan.resident or len(self.devices) == 1:
             return home
-        other = min(self.devices, key=lambda device: (device.load(1), len(device.trials), device.index))
+        other = self._least_loaded()
         if home is other or home.load() <= other.load(1) or other.unmeasured is not None:
             return home
         if other.entries or other.admissions:
@@ -498,7 +502,7 @@ class Machine:
         ledger, shard = device.ledger, self._shard(task)
         if trial.at_home or shard.at_home:
             return False
-        if device.speed * len(self._home(task.trial).trials) < self._home(task.trial).speed:
+        if self._home(task.trial).load() < 1 / device.speed:
             return False  # its turn at home is sooner over
         there = (task.trial, task.shard) in ledger.slots
         needs = shard.slot_bytes + self.trials[task.trial].work_bytes(task, device.index)

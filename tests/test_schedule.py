@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from math import inf
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -915,12 +916,14 @@ def workloads(draw):
     budgets = draw(st.lists(st.integers(100, 200), min_size=1, max_size=4))
     plans = []
     for _ in range(draw(st.integers(1, 8))):
-        held, step, work = draw(st.integers(0, 20)), draw(st.integers(0, 30)), draw(st.integers(0, 45))
+        held = draw(st.one_of(st.integers(0, 20), st.integers(40, 60)))
+        step, work = draw(st.integers(0, 30)), draw(st.integers(0, 45 if held < 40 else 10))
         rest = min(budgets) - held - step - work
         slots = draw(st.lists(st.integers(0, rest), min_size=1, max_size=5))
         plans.append(plan(slots, work=work, held=held, step=step, boundary=draw(st.integers(0, 10))))
     rates = {name: draw(st.sampled_from(values)) for name, values in RATES.items()}
     options = {
+        "steps_let_by": draw(st.sampled_from([0, STEPS_LET_BY])),
         "policy": draw(st.sampled_from(POLICIES)),
         "least_ahead_bytes": draw(st.sampled_from([None, 0, 20])),
         "host_bytes": draw(st.sampled_from([None, 20])),
@@ -930,7 +933,9 @@ def workloads(draw):
 
 
 def play(budgets, plans, seed, options, rates):
-    return Player(random.Random(seed), Machine(budgets, **options), plans, **rates).play()
+    options = dict(options)
+    with mock.patch("hydra_tune.admission.STEPS_LET_BY", options.pop("steps_let_by")):
+        return Player(random.Random(seed), Machine(budgets, **options), plans, **rates).play()
 
 
 def check_any_mix(workload):

@@ -98,10 +98,6 @@ class AddsGradientsInAnotherType(Script):
     def forward(self, model, x):
         return model(x.bfloat16()).float()
 
-    def between(self, model):
-        for parameter in model.parameters():
-            parameter.grad = None
-
 
 SCRIPTS = [script for script in Script.__subclasses__() if script.__module__ == __name__]
 if not hasattr(torch.Tensor, "grad_dtype"):

@@ -526,13 +526,17 @@ class Machine:
         elif slot_bytes:
             device.ledger.touch(key)
         self.ready.of.pop(task.trial, None)
+        returned = None  # the home of who was promised this device, and may be free
         if device.promised is not None and device.promised.trial != task.trial:
+            returned = None if device.waiting is None else self.devices[device.waiting.home]
             self._take_promise_back(device)
         device.promised = device.waiting = None
         self.ready.queues[trial.home].given += 1
         device.running, trial.on = task, device.index
         trial.visits.make((task.shard, task.direction))
         made += self._continue(device)
+        if returned is not None and returned.running is None:
+            made += self._grant(returned)
         return made
 
     def _continue(self, device: DeviceState) -> list[Instruction]:

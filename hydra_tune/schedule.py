@@ -463,15 +463,14 @@ class Machine:
         return waiting.rank + self.policy.slack(self.trials[waiting.task.trial].progress) < of.rank
 
     def _promised_elsewhere(self, device: DeviceState) -> Waiting | None:
-        """What waits for another device, which is busy, though this one is not; it is free to go now."""
-        others = [d for d in self.devices if d.waiting is not None and d.started] if len(self.devices) > 1 else []
-        others = [d for d in others if d.waiting is not None and self._may_run(device, d.waiting.task)]
-        if not others:
+        """What another device promised to run later, though this one is free now."""
+        others = self.devices if len(self.devices) > 1 else ()
+        waiting = [d.waiting for d in others if d.waiting is not None and self._may_run(device, d.waiting.task)]
+        if not waiting:
             return None
-        other = min(others, key=lambda d: d.waiting.rank if d.waiting is not None else 0)
-        waiting = other.waiting
-        self._take_promise_back(other)
-        return None if waiting is None else self.ready.of[waiting.task.trial]
+        first = min(waiting, key=lambda w: w.rank)
+        self._take_promise_back(next(d for d in others if d.waiting is first))
+        return self.ready.of[first.task.trial]
 
     def _choose(self, device: DeviceState) -> Waiting | None:
         """Whoever waited too long; else the first by rank of those at home here, unless another home's first is
@@ -526,17 +525,13 @@ class Machine:
         elif slot_bytes:
             device.ledger.touch(key)
         self.ready.of.pop(task.trial, None)
-        returned = None  # the home of who was promised this device, and may be free
         if device.promised is not None and device.promised.trial != task.trial:
-            returned = None if device.waiting is None else self.devices[device.waiting.home]
             self._take_promise_back(device)
         device.promised = device.waiting = None
         self.ready.queues[trial.home].given += 1
         device.running, trial.on = task, device.index
         trial.visits.make((task.shard, task.direction))
         made += self._continue(device)
-        if returned is not None and returned.running is None:
-            made += self._grant(returned)
         return made
 
     def _continue(self, device: DeviceState) -> list[Instruction]:

@@ -984,6 +984,26 @@ def test_a_task_that_goes_on_where_a_copy_for_another_is_on_its_way_waits_for_it
     machine.validate()
 
 
+def test_what_another_device_promised_runs_at_home_if_that_is_free_first():
+    """Device 1 gave the promise, has since chosen another task, and waits for the promised one's copy to make way."""
+    machine = Machine([100, 100], OldestFirst(), least_ahead_bytes=0)
+    for trial in range(4):
+        machine.handle(TrialAdded(trial, travels=True))
+        machine.handle(PlanReady(trial, plan((10, 60), work=0, step=0)))
+        machine.handle(StepReady(trial))
+    at_0, older, promised, at_1 = task(0, 0), task(1, 1), task(2, 1), task(3, 0)
+    assert machine.handle(TaskReady(at_1)) == [Promote(at_1, 1, 0, 10)]
+    assert machine.handle(TaskReady(at_0)) == [Promote(at_0, 0, 0, 10)]
+    assert machine.handle(TaskReady(promised)) == []
+    assert machine.handle(Promoted(at_1, 1)) == [Run(at_1, 1), Promote(promised, 1, 10, 60, ahead=True)]
+    assert machine.handle(Promoted(at_0, 0)) == [Run(at_0, 0)]
+    assert machine.handle(TaskReady(older, at_home=True)) == []
+    assert machine.handle(Done(at_1, 1.0)) == [Drop(3, 0, 1, 0, 10)], "60 + 60 > 100"
+    assert machine.handle(Done(at_0, 1.0)) == [Promote(promised, 0, 10, 60)]
+    assert machine.handle(Promoted(promised, 1)) == [Drop(2, 1, 1, 10, 60), Promote(older, 1, 40, 60)]
+    machine.validate()
+
+
 def test_steps_let_an_admission_by_that_awaits_only_their_end():
     machine = Machine([100])
     for trial in (0, 1, 2):

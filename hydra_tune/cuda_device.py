@@ -35,9 +35,8 @@ class CudaDevice(Device):
         self._h2d = torch.cuda.Stream(device)
         self._d2h = torch.cuda.Stream(device)
         self._pinned: set[int] = set()
-        self._slots: dict[
-            int | None, torch.Tensor
-        ] = {}  # by offset, until they are retired; a model may be collected before
+        # by offset, until they are retired; a model may be collected before
+        self._slots: dict[int | None, torch.Tensor] = {}
         self._generators = [torch.default_generator, torch.cuda.default_generators[index]]  # never a trial's proxy
 
     def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:

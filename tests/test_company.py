@@ -15,12 +15,12 @@ import hydra_tune
 from hydra_tune.context import current_context
 from models import gpt
 
-STEPS = 10
+STEPS = 6
 RATES = {0: 1e-3, 1: 3e-3, 2: 5e-4, 3: 2e-3}
 
 
 def objective_with(num_workers, results, prepared=True):
-    """Trains 20 steps with dropout, its own seed and a shuffling loader; leaves losses and weights in `results`."""
+    """Trains with dropout, its own seed and a shuffling loader; leaves losses and weights in `results`."""
 
     def objective(trial):
         torch.manual_seed(100 + trial.number)

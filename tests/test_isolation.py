@@ -10,7 +10,7 @@ from torch import nn
 import hydra_tune
 from models import gpt
 
-STEPS = 8
+STEPS = 6
 FAULTY = 1
 
 

@@ -42,6 +42,9 @@ class Executor(Protocol):
     @property
     def in_forward(self) -> bool: ...
 
+    @property
+    def is_alone(self) -> bool: ...
+
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
 
     def visit(self, block: Block, direction: Direction, *, at_home: bool = False) -> AbstractContextManager[Visit]: ...
@@ -185,7 +188,7 @@ class BlockCall:
     def start_graph(self) -> None:
         """A backward may come: count the edges, and give autocast's copies their places in the outer graph."""
         if not self.measured:
-            refuse_modes(self.block.name)
+            refuse_modes(self.block.name, self.block.modules)
         self._again = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         edges, block = self.block.edges, self.block
         self.num_edges = [
@@ -382,7 +385,8 @@ class BlockCall:
                         [alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
                     )
                     first_node = torch._C._autograd._get_sequence_nr()
-                    with torch.enable_grad(), self._surroundings.restored(self.block.name):
+                    restored = self._surroundings.restored(self.block.name, alone=self.trial.is_alone)
+                    with torch.enable_grad(), restored:
                         made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
                 finally:
                     set_generator_states(generators, drawn)

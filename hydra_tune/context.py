@@ -18,6 +18,7 @@ from hydra_tune.mode import TrialMode, modes
 from hydra_tune.pool import ShardPool
 from hydra_tune.resumption import Resumption
 from hydra_tune.stop import Stop
+from hydra_tune.surroundings import company
 from hydra_tune.trial import Trial
 
 _local = threading.local()
@@ -108,10 +109,12 @@ class TrialContext:
         torch.set_num_threads(pool.num_threads)
         self._backward_here = torch.autograd.set_multithreading_enabled(False) if computes_elsewhere() else None
         self._mode.__enter__()
+        company.join()
         return self._context
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         context = self._context
+        company.part()
         try:
             self._mode.__exit__(kind, error, trace)
             if self._backward_here is not None:

@@ -145,7 +145,7 @@ class Pilot:
             self._put_back(args, kwargs, last=fires_hooks or not hooked) as journal,
             nullcontext() if fires_hooks else user_hooks_removed(self.model),
             self._hooks_off,
-            parametrizations_uncached(),
+            parametrizations_uncached(self.model),
         ):
             before = meter.trial_bytes
             meter.watch_outside()

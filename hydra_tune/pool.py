@@ -508,6 +508,11 @@ class ShardPool:
         if self._handling and len(self._machine.trials) > 1:
             self.close()
 
+    @property
+    def is_shared(self) -> bool:
+        """By several trials, now."""
+        return len(self._trials) > 1
+
     def log_of(self, trial: int) -> TrialLog:
         return TrialLog(self, trial)
 

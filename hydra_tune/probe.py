@@ -71,13 +71,17 @@ def user_hooks_removed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def parametrizations_uncached() -> Iterator[None]:
-    """A pilot computes parametrized weights anew, and leaves none to the forward that follows."""
-    enabled, parametrize._cache_enabled = parametrize._cache_enabled, 0
+def parametrizations_uncached(model: nn.Module) -> Iterator[None]:
+    """A pilot computes parametrized weights anew, and leaves none to the forward that follows. The count of those who
+    have them cached is the process's: others may come and go meanwhile."""
+    enabled = parametrize._cache_enabled if any(map(parametrize.is_parametrized, model.modules())) else 0
+    parametrize._cache_enabled -= enabled
     try:
         yield
     finally:
-        parametrize._cache_enabled = enabled
+        parametrize._cache_enabled += enabled
+        if enabled and not parametrize._cache_enabled:
+            parametrize._cache = {}
 
 
 class TensorHooksOff(TorchFunctionMode):

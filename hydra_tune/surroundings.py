@@ -7,6 +7,7 @@ choose other kernels. Plain PyTorch computes once and does not care; a forward t
 from __future__ import annotations
 
 import copy
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,20 +33,49 @@ _STRUCTURE = frozenset((  # not what a module is set to
     "_parameters", "_buffers", "_modules", "forward", "_apply", "_flat_weights", "_flat_weight_refs",
 ))  # fmt: skip
 _State: TypeAlias = tuple[Any, ...]
+_SHARED = 5  # from here on a state is of all threads: the flags
 _CPU = torch.device("cpu")
 _HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on saved tensors, and change no value
 _top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
-_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (  # of the process; each read, and set
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_default_dtype, torch.set_default_dtype),
+_FLAGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (  # of the process; each read, and set
+    ("backends.mkldnn.enabled", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    ("backends.cuda.math_sdp", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    ("backends.cuda.flash_sdp", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (
+        "backends.cuda.mem_efficient_sdp",
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    ("backends.cuda.cudnn_sdp", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    ("float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    ("backends.cudnn.enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    ("backends.cudnn.deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    ("backends.cudnn.allow_tf32", torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
 )
+_DEFAULT_DTYPE = len(_FLAGS) - 1
+
+
+class Company:
+    """How many objectives run side by side in this process. What is the process's is then nobody's to set: whoever put
+    back what it had found would undo what another has set meanwhile."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def join(self) -> None:
+        with self._lock:
+            self.count += 1
+
+    def part(self) -> None:
+        with self._lock:
+            self.count -= 1
+
+
+company = Company()
 
 
 class Surroundings:
@@ -66,11 +96,13 @@ class Surroundings:
                 else:  # an activation, which would keep its graph
                     del own[name]
 
-    def restored(self, block: str) -> _Restored:
-        """Within, all is as it was; afterwards as it is now.
+    def restored(self, block: str, *, alone: bool) -> _Restored:
+        """Within, all is as it was; afterwards as it is now. What is set for the whole process is left as it is where
+        others run in it, so not `alone`.
 
         Raises:
-            RuntimeError: a tensor among the attributes of this block has other values now.
+            RuntimeError: a tensor among the attributes of this block has other values now; or others run, and it
+                needs a choice of kernels that is another one now.
         """
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
@@ -79,7 +111,21 @@ class Surroundings:
                     f"forward, but {name!r} of block {block} was changed in place in between. Change it after "
                     f"backward, or assign a new tensor."
                 )
-        return _Restored(self._modules, self._process, self._attributes)
+        process = self._process if alone else self._beside_others(block)
+        return _Restored(self._modules, process, self._attributes)
+
+    def _beside_others(self, block: str) -> _State:
+        """What the block's repetition needs of the process, but for what others in it share."""
+        thread, flags = self._process[:_SHARED], self._process[_SHARED:]
+        now = tuple(read() for _, read, _ in _FLAGS)
+        for (name, _, _), value, other in zip(_FLAGS[:_DEFAULT_DTYPE], flags, now, strict=False):
+            if value != other:
+                raise RuntimeError(
+                    f"while other trials run, the process's settings stay as they are from a forward to its backward, "
+                    f"but torch.{name} was {value} in the forward of block {block} and is {other} now: this trial or "
+                    f"another one has set it. Set it once, before the search, or search with concurrency=1."
+                )
+        return (*thread, *now)
 
 
 class _Restored:
@@ -113,24 +159,42 @@ def _process_now() -> _State:
     """What is the same for all modules: autocast for two kinds of device, the default device, the flags."""
     # a mode may have set a device; torch 2.6's get_default_device does not know of `with device`
     device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU
-    return (*autocast_state("cpu"), *autocast_state("cuda"), device, *[read() for read, _ in _FLAGS])
+    return (*autocast_state("cpu"), *autocast_state("cuda"), device, *[read() for _, read, _ in _FLAGS])
 
 
 @contextmanager
 def _process_as(then: _State, now: _State) -> Iterator[None]:
     """As it was then, where it is different now."""
     with ExitStack() as stack:
-        for kind, i in ("cpu", 0), ("cuda", 2):
-            enabled, dtype = then[i : i + 2]
-            if enabled or now[i]:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        if then[:4] != now[:4]:
+            stack.enter_context(_autocast_as(then, now))
         if then[4] != now[4]:
             stack.enter_context(then[4])
-        for (_, write), value, other in zip(_FLAGS, then[5:], now[5:], strict=True):
+        for (_, _, write), value, other in zip(_FLAGS, then[_SHARED:], now[_SHARED:], strict=True):
             if value != other:
                 stack.callback(write, other)
                 write(value)
         yield
+
+
+@contextmanager
+def _autocast_as(then: _State, now: _State) -> Iterator[None]:
+    """Not by `torch.autocast`: who leaves the outermost one of a thread clears the casts of all threads. So would one
+    that the block enters itself, were it the outermost."""
+    caches = torch.is_autocast_cache_enabled()
+    torch.autocast_increment_nesting()
+    try:
+        for kind, i in ("cpu", 0), ("cuda", 2):
+            torch.set_autocast_enabled(kind, then[i])
+            torch.set_autocast_dtype(kind, then[i + 1])
+        torch.set_autocast_cache_enabled(False)
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        for kind, i in ("cpu", 0), ("cuda", 2):
+            torch.set_autocast_enabled(kind, now[i])
+            torch.set_autocast_dtype(kind, now[i + 1])
+        torch.autocast_decrement_nesting()
 
 
 def autocast_state(kind: str) -> tuple[bool, torch.dtype]:
@@ -158,7 +222,7 @@ def _is_activation(value: Any) -> bool:
     return type(value) is torch.Tensor and value.grad_fn is not None
 
 
-def refuse_modes(block: str) -> None:
+def refuse_modes(block: str, modules: Sequence[nn.Module]) -> None:
     """What sees a block's operators, or what they keep, in its forward, but would not in its repetition.
 
     Raises:
@@ -172,8 +236,12 @@ def refuse_modes(block: str) -> None:
     hooks = _top_saved_tensors_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", None) not in _HOOKS_OF_PYTORCH:
         seen.append(torch.autograd.graph.saved_tensors_hooks)
-    if parametrize._cache_enabled:
-        seen.append(parametrize.cached)
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, modules)):
+        raise PrepareError(
+            "a block's forward is repeated in backward, with its parametrized weights, but this trial or another one "
+            f"of the process is in torch.nn.utils.parametrize.cached(), which would keep them (block {block}). Leave "
+            "it out, or enter it within the block's forward."
+        )
     for mode in seen:
         name = getattr(mode, "__name__", type(mode).__name__)
         raise PrepareError(

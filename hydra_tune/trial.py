@@ -43,6 +43,7 @@ from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.spill import DeviceCopy
 from hydra_tune.stop import Stop
+from hydra_tune.surroundings import company
 from hydra_tune.tree import tensors_in
 from hydra_tune.visit import Visit
 
@@ -92,6 +93,11 @@ class Trial:
     @property
     def plan(self) -> TrialPlan | None:
         return self.planner.plan
+
+    @property
+    def is_alone(self) -> bool:
+        """No other objective runs in this process, nor has another thread a model in this pool."""
+        return company.count <= (self.mode is not None) and not self.pool.is_shared
 
     # ---- the model's life in the pool ----
 

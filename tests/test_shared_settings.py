@@ -1,0 +1,135 @@
+"""What PyTorch keeps for the whole process, where trials run side by side in it."""
+
+import threading
+from unittest import mock
+
+import optuna
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+
+import hydra_tune
+from hydra_tune.probe import parametrizations_uncached
+from scripts import BUDGETS, WIDTH, Layer, Net
+
+
+class NotesDtype(Layer):
+    seen = ()
+
+    def forward(self, x):
+        self.seen.append(torch.get_default_dtype())
+        return super().forward(x)
+
+
+class Switched:
+    """A setting that another objective has switched while this one is between its forward and its backward."""
+
+    def __init__(self, switch, back, kind=Layer):
+        self.kind, self.forward_done, self.switched = kind, threading.Event(), threading.Event()
+        self.backward_done, self.switch, self.back = threading.Event(), switch, back
+        self.after = self.error = None
+
+    def __call__(self, trial):
+        if trial.number == 0:
+            return self.train()
+        assert self.forward_done.wait(60)
+        self.switch()
+        try:
+            self.switched.set()
+            assert self.backward_done.wait(60)
+            self.after = torch.get_default_dtype(), torch._C._get_mkldnn_enabled()
+        finally:
+            self.back()
+        return 0.0
+
+    def train(self):
+        model = hydra_tune.prepare(Net(self.kind).float())
+        try:
+            loss = model(torch.randn(4, WIDTH, dtype=torch.float32)).sum()
+            self.forward_done.set()
+            assert self.switched.wait(60)
+            loss.backward()
+        except RuntimeError as error:
+            self.error = error
+            raise
+        finally:
+            self.forward_done.set()
+            self.backward_done.set()
+        return loss.item()
+
+    def search(self):
+        study = optuna.create_study()
+        with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+            hydra_tune.HydraTrialRunner(pool, 2).optimize(study, self, n_trials=2, catch=RuntimeError)
+        return study.trials
+
+
+def test_the_default_dtype_that_another_trial_has_set_is_not_put_back():
+    """As while it loads a model in bfloat16: a backward beside it set what its forward had seen, and then back what
+    it had found, which by then nobody wanted any more."""
+    seen = NotesDtype.seen = []
+    script = Switched(lambda: torch.set_default_dtype(torch.bfloat16), lambda: torch.set_default_dtype(torch.float32),
+                      NotesDtype)  # fmt: skip
+    trials = script.search()
+    assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE"]
+    assert script.after == (torch.bfloat16, True)
+    assert seen[-6:] == [torch.bfloat16] * 6, "the backward's repetitions"
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_backward_that_needs_other_kernels_than_another_trial_has_set_is_refused():
+    script = Switched(lambda: torch._C._set_mkldnn_enabled(False), lambda: torch._C._set_mkldnn_enabled(True))
+    trials = script.search()
+    assert [trial.state.name for trial in trials] == ["FAIL", "COMPLETE"]
+    assert "torch.backends.mkldnn.enabled was True in the forward of block head and is False now" in str(script.error)
+    assert script.after == (torch.float32, False)
+    assert torch._C._get_mkldnn_enabled()
+
+
+def test_a_repetition_under_autocast_clears_no_other_threads_casts():
+    """Who leaves a thread's outermost `torch.autocast` clears the casts of all."""
+
+    class CastsWithin(Layer):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                x = x.float()
+            return super().forward(x)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = hydra_tune.prepare(Net(CastsWithin), pool=pool)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(4, WIDTH)).sum()
+        with mock.patch.object(torch, "clear_autocast_cache", side_effect=AssertionError):
+            loss.backward()
+        assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+        hydra_tune.release(model)
+
+
+@pytest.fixture
+def parametrized():
+    return weight_norm(nn.Linear(2, 2))
+
+
+def test_who_leaves_a_cache_of_parametrizations_during_anothers_pilot_has_left_it(parametrized):
+    theirs, ours = parametrize.cached(), parametrizations_uncached(parametrized)
+    theirs.__enter__()
+    assert parametrized.weight is parametrized.weight
+    with ours:
+        assert parametrized.weight is not parametrized.weight
+        theirs.__exit__(None, None, None)
+    assert parametrize._cache_enabled == 0 and not parametrize._cache
+
+
+def test_a_cache_of_parametrizations_is_left_to_others_by_a_model_without(parametrized):
+    with parametrize.cached(), parametrizations_uncached(nn.Linear(2, 2)):
+        assert parametrized.weight is parametrized.weight
+
+
+def test_another_trials_cache_of_parametrizations_is_no_reason_to_refuse_a_model_without():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool, parametrize.cached():
+        model = hydra_tune.prepare(Net(), pool=pool)
+        model(torch.randn(4, WIDTH)).sum().backward()
+        assert not pool.report()["trials"][0]["resident"]
+        hydra_tune.release(model)

@@ -11,6 +11,8 @@ its optimizer step, whichever comes first: host memory is the truth, and may hav
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -68,6 +70,8 @@ class Trial:
         self._plain = False  # the model, again
         self._running = False  # its root, or a block that is called alone
         self._unfinished = False  # what a script has called; still, after an exception
+        self._caller = 0  # the thread that did, or the last one
+        self._callers = threading.Lock()
         self.optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._warned = False
@@ -169,6 +173,7 @@ class Trial:
 
     def boundary(self) -> None:
         """A place where no task of this trial can be under way: end what lingers."""
+        self._refuse_other_threads()
         unfinished = self._begin()
         self._boundary()
         self._unfinished = unfinished
@@ -248,6 +253,35 @@ class Trial:
             with self.meter.paused():
                 self.resumption.stage(self.model, self.optimizer, states)
 
+    def _refuse_other_threads(self) -> None:
+        """The calling one has the model from here on, as soon as the one before it has come to an end.
+
+        Raises:
+            PrepareError: that is still in a forward or a backward.
+        """
+        with self._callers:
+            caller, self._caller = self._caller, threading.get_ident()
+            if caller == self._caller or not self._is_called_by(caller):
+                return
+            self._caller = caller
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        raise PrepareError(
+            f"one thread at a time calls a prepared model, but {threading.current_thread().name} called that of "
+            f"{self.name} while {names.get(caller)} was in its forward or backward. Let a lock be held around each "
+            "step and each evaluation, or evaluate a copy.deepcopy(model), which is a plain model."
+        )
+
+    def _is_called_by(self, thread: int) -> bool:
+        """By what is on its stack: a call that has raised is over, though nothing may have told so."""
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            if frame.f_code in _FORWARDS and frame.f_locals.get("self") is self:
+                return True
+            if frame.f_code is _BACKWARD and self._unfinished:
+                return True
+            frame = frame.f_back
+        return False
+
     # ---- interruptions ----
 
     def _begin(self) -> bool:
@@ -302,11 +336,12 @@ class Trial:
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
         refuse_transforms()
+        self._refuse_other_threads()
         in_backward = self._backward_passes and torch._C._current_graph_task_id() == self._backward_id
         if in_backward or (self.planner.pilot is not None and self._running):
             raise PrepareError(
                 "a prepared model's backward repeats forwards block by block, but its whole forward was called once "
-                "more, by a checkpoint around the model or by the model itself. Leave that out."
+                "more, by a checkpoint around the model, by a hook or by the model itself. Leave that out."
             )
         self.pool.check_open(self)
         return self._running_it(lambda: self._run_root(root, args, kwargs))
@@ -384,6 +419,7 @@ class Trial:
 
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A block that evaluation calls outside of its root's forward, as `generate` calls an encoder."""
+        self._refuse_other_threads()
         return self._running_it(lambda: self._run_block(block, args, kwargs))
 
     def _run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -470,6 +506,7 @@ class Trial:
             raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
         current = torch._C._current_graph_task_id()
         if current != self._backward_id:
+            self._refuse_other_threads()
             self._begin()
             self._backward_id = current
             self._backward_passes = set()
@@ -680,3 +717,7 @@ def _has_graph(reference: weakref.ref[ForwardPass]) -> bool:
     """Whether the backward of this forward may still come."""
     forward_pass = reference()
     return forward_pass is not None and not forward_pass.done
+
+
+_FORWARDS = (Trial.run_root.__code__, Trial.run_block.__code__)
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

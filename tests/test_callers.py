@@ -1,0 +1,112 @@
+"""One thread at a time calls a prepared model; which one is the script's own affair."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import hydra_tune
+from scripts import BUDGETS, WIDTH, Layer, Net, Script
+
+
+class Stops(Layer):
+    """Once, where it is told to, until it may go on."""
+
+    def set_up(self):
+        self.at, self.reached, self.go_on = None, threading.Event(), threading.Event()
+
+    def stop(self, at):
+        if self.at == at:
+            self.at = None
+            self.reached.set()
+            assert self.go_on.wait(60)
+
+    def forward(self, x):
+        self.stop("forward")
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.stop("backward"))
+        return y
+
+
+def gradients(model, x):
+    model.zero_grad()
+    model(x).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+@pytest.mark.parametrize("at", ["forward", "backward"])
+def test_a_thread_that_calls_a_model_while_another_does_is_refused_and_the_other_goes_on(at, budget):
+    torch.manual_seed(0)
+    model, x = Net(Stops), torch.randn(4, WIDTH)
+    expected, layer = gradients(model, x), model.layers[2]
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool, ThreadPoolExecutor(1) as trainer:
+        hydra_tune.prepare(model, pool=pool)
+        gradients(model, x)
+        layer.at = at
+        training = trainer.submit(gradients, model, x)
+        assert layer.reached.wait(60)
+        with pytest.raises(hydra_tune.PrepareError, match=r"MainThread called that of .* while ThreadPoolExecutor"):
+            model(x)
+        layer.go_on.set()
+        assert all(map(torch.equal, training.result(), expected))
+        assert all(map(torch.equal, gradients(model, x), expected))
+        hydra_tune.release(model)
+
+
+def test_whose_backward_has_raised_does_not_have_the_model_any_more():
+    class Raises(Layer):
+        broken = False
+
+        def forward(self, x):
+            y = super().forward(x)
+            if y.requires_grad and self.broken:
+                y.register_hook(self.fail)
+            return y
+
+        def fail(self, _):
+            raise FloatingPointError
+
+    torch.manual_seed(0)
+    model, x = Net(Raises), torch.randn(4, WIDTH)
+    expected = gradients(model, x)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool, ThreadPoolExecutor(1) as trainer:
+        hydra_tune.prepare(model, pool=pool)
+        trainer.submit(gradients, model, x).result()
+        model.layers[2].broken = True
+        with pytest.raises(FloatingPointError):
+            trainer.submit(gradients, model, x).result()
+        model.layers[2].broken = False
+        assert all(map(torch.equal, gradients(model, x), expected))
+        hydra_tune.release(model)
+
+
+class Validates(Script):
+    """In a thread of its own, which holds a lock that training holds, too."""
+
+    def __init__(self):
+        self.lock, self.scores = threading.Lock(), []
+
+    def forward(self, model, x):
+        self.lock.acquire()
+        return model(x)
+
+    def after(self, model, optimizer):
+        self.lock.release()
+        validation = threading.Thread(target=self.validate, args=(model,))
+        validation.start()
+        validation.join()
+
+    def validate(self, model):
+        with self.lock, torch.no_grad():
+            self.scores.append(model(torch.ones(4, WIDTH)).sum().item())
+
+
+def test_threads_that_take_turns_get_the_numbers_of_plain_pytorch():
+    plain, prepared = Validates(), Validates()
+    expected = plain.run()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(expected, prepared.run(pool), strict=True))
+    assert prepared.scores == plain.scores and len(plain.scores) == 3

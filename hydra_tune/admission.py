@@ -11,6 +11,7 @@ a trial awaits its bytes for life; but where it awaits nothing else than that th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from hydra_tune.events import (
     Admit,
@@ -176,6 +177,18 @@ class Admission:
         self._take_promise_back(device)
         device.exclusive = request.trial
         return [*self._slots.drop(device, list(device.ledger.slots)), Alone(request.trial)]
+
+    def confine(self, device: DeviceState, trial: int, step_bytes: int) -> list[Instruction] | None:
+        """From all of the device to a step of so many bytes; None where what others hold leaves too few for that."""
+        state, ledger = self._trials[trial], device.ledger
+        plan = replace(state.its_plan(), step_bytes=step_bytes)
+        if ledger.held_bytes + plan.step_bytes + plan.task_bytes > ledger.budget_bytes:
+            return None
+        state.plan = plan
+        ledger.leave_step(trial)
+        dropped = self._slots.make_room(device, step_bytes)
+        ledger.enter_step(trial, step_bytes)
+        return dropped
 
     def yet_to_start(self, device: DeviceState) -> int:
         """What the work of who has the lease, and awaits its shard, is to take: it may be away from its reservation."""

@@ -71,10 +71,12 @@ class Outgrown:
 
 @dataclass(slots=True)
 class StepDone:
-    """`trained`: it was a mini-batch, not an evaluation."""
+    """`trained`: it was a mini-batch, not an evaluation. With `keeps_bytes` the script has an activation of it still:
+    another step follows without having to enter, with what this one has, or where that was all, with so much."""
 
     trial: int
     trained: bool = True
+    keeps_bytes: int | None = None
 
 
 @dataclass(slots=True)

@@ -188,6 +188,13 @@ class Planner:
         pool.share(self._key, plan)
         pool.measured.add(self._key)
 
+    def keep_step(self) -> int:
+        """The bytes of a step as it was measured, which a step under way has from here on."""
+        assert self.plan is not None
+        step_bytes = max(self.plan.step_bytes, self._trial.pool.plans[self._key].step_bytes)
+        self.plan = replace(self.plan, step_bytes=step_bytes)
+        return step_bytes
+
     def shard_of(self, block: Block) -> int:
         """Where the block is now; a graph may be older than the plan."""
         if block.name not in self._shard_of:

@@ -387,6 +387,13 @@ class ShardPool:
         self.await_copies(trial)
         self._tell(e.StepDone(trial.id, trained))
 
+    def keep_step(self, trial: Client, num_bytes: int) -> bool:
+        """For the next one; whether the device, if it is the trial's alone, stays so, for this is too much."""
+        self.await_copies(trial)
+        with self._lock:
+            self._handle(e.StepDone(trial.id, keeps_bytes=num_bytes))
+            return self._machine.is_alone(trial.id)
+
     def note_summary(self, trial: Client) -> None:
         """Kept for the report, should the trial be collected with its model."""
         self._summaries[trial.id] = trial.summary()

@@ -15,6 +15,7 @@ from torch import nn
 from hydra_tune.context import computes_elsewhere, current_context
 from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
+from hydra_tune.fork import gate
 from hydra_tune.node import end_orphans
 from hydra_tune.optim import training_bytes
 from hydra_tune.pool import ShardPool, default_pool
@@ -118,6 +119,7 @@ def release(model: nn.Module) -> None:
     Raises:
         PrepareError: the model is not prepared.
     """
+    gate.leave()  # where an interruption has left it inside
     forward = getattr(model, "__dict__", {}).get("forward")
     if not isinstance(forward, RootForward):
         if isinstance(model, nn.Module) and end_orphans(model):

@@ -150,6 +150,10 @@ class Machine:
             return None
         return Standing(state.admitted, trial in home.ledger.steps, running, frozenset(state.slots))
 
+    def is_alone(self, trial: int) -> bool:
+        """Whether its home is all its own."""
+        return self._home(trial).exclusive == trial
+
     def idle_cause(self, device: int) -> str:
         """Why this device computes nothing; empty where it does, or has no trial."""
         state = self.devices[device]
@@ -317,9 +321,15 @@ class Machine:
         trial.lacks_room = False
         assert self.task_state(event.trial) is not TaskState.RUNNING, self._impossible(event)
         self._stop(event.trial)
-        device.ledger.leave_step(event.trial)
+        dropped: list[Instruction] | None = []
+        if event.keeps_bytes is None:
+            device.ledger.leave_step(event.trial)
+        elif device.exclusive == event.trial:
+            dropped = self.admission.confine(device, event.trial, event.keeps_bytes)
+        if dropped is None:
+            return []
         device.end_measuring(event.trial)
-        return self._advance(device)
+        return [*dropped, *self._advance(device)]
 
     def _on_Outgrown(self, event: Outgrown) -> list[Instruction]:
         device = self._home(event.trial)

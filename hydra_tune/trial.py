@@ -50,6 +50,7 @@ from hydra_tune.tree import tensors_in
 from hydra_tune.visit import Visit
 
 logger = logging.getLogger("hydra_tune")
+_MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
 
 
 class Trial:
@@ -75,6 +76,7 @@ class Trial:
         self.optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._warned = False
+        self._keeps = False  # an activation, of which the script was told
         self.residency = Residency(home, self.meter, pool.log_of(number))
         self._task: Task | None = None
         self._task_device = home  # of that task, or the one before
@@ -83,6 +85,7 @@ class Trial:
         self.measures = False  # the step that is under way: its bytes are an estimate
         self._alone = False  # for they were too few
         self._saw_backward = False
+        self._num_backwards = 0  # in this step
         self._passes: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._pass: ForwardPass | None = None
         self._backward_id = -1
@@ -196,10 +199,12 @@ class Trial:
     def open_step(self, plan: TrialPlan) -> None:
         self._boundary()
         if self.in_step:
+            if self._num_backwards >= _MOST_BACKWARDS:
+                self._leave_endless_step()
             return
         self.stop.check_between_steps()
         self.measures = self._may_measure_step(plan)
-        self._saw_backward = False
+        self._saw_backward, self._num_backwards = False, 0
         self.pool.enter_step(self, estimated=self.measures)
         self.in_step = True
         if self.measures:
@@ -236,8 +241,38 @@ class Trial:
         self.pool.leave_step(self, trained=self._saw_backward)
         if self._saw_backward and self.resumption is not None:
             self.resumption.has_trained()
+        self._alone = False
+        self._end_measuring()
+
+    def _leave_unmeasured(self) -> None:
+        """A step that has only just begun."""
+        self.measures = False
+        self.meter.counting = self.meter.always
+        self.meter.outside_peak()
+        self.leave_step()
+
+    def _leave_endless_step(self) -> None:
+        """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes
+        stay reserved; but what is measured is known, for which others may wait."""
+        if not self._keeps:
+            self._keeps = True
+            logger.warning(
+                "%s keeps an output of an earlier forward, on which backward may still be called: its bytes stay on "
+                "the device, and checkpoints and pauses wait until it is gone. Compute what needs no gradient under "
+                "torch.no_grad(), or keep output.detach().",
+                self.name,
+            )
+        self.residency.await_gradients()
+        self._num_backwards -= 1  # the next one ends a step, too
+        step_bytes = 0
         if self.measures:
-            self.measures = self._alone = False
+            self._end_measuring()
+            step_bytes = self.planner.keep_step()
+        self._alone = self.pool.keep_step(self, step_bytes)
+
+    def _end_measuring(self) -> None:
+        if self.measures:
+            self.measures = False
             self.meter.counting = self.meter.always
             step_bytes = self.meter.outside_peak()
             if self._saw_backward:
@@ -393,6 +428,10 @@ class Trial:
 
     def _run_step(self, root: RootForward, plan: TrialPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.open_step(plan)
+        if self.measures and self._num_backwards == 0 and not self._passes and self.planner.step_is_measured:
+            self._leave_unmeasured()  # another trial has made such a step, while this one waited to
+            plan = self.planner.plan_for(root, args, kwargs)
+            self.open_step(plan)
         self.step += 1
         self.pool.invalidate(self)
         if not plan.resident:
@@ -528,6 +567,7 @@ class Trial:
                 forward_pass.done = True
         self._backward_passes = set()
         self._backward_id = -1
+        self._num_backwards += 1
         if not self.ended:
             self._boundary()
         self._note_for_resumption()

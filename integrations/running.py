@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 
 from hydra_tune.context import Context
+from hydra_tune.fork import gate
 
 logger = logging.getLogger("hydra_tune")
 
@@ -28,6 +29,7 @@ class Running:
         self._begun: dict[int, object] = {}
 
     def wait_for(self, optimize: Callable[[], None], stop_asking: Callable[[], None]) -> None:
+        gate.leave()  # this thread only waits from here on; an interruption may have left it inside an operator
         error: list[BaseException] = []
         begins = threading.Lock()  # taken by the search, or by who was interrupted before
         ended = threading.Event()  # a join that is interrupted takes its thread for ended, before Python 3.13

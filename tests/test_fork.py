@@ -4,10 +4,12 @@ import os
 import threading
 import time
 
+import optuna
 import torch
+from torch.utils.data import DataLoader
 
 import hydra_tune
-from hydra_tune.fork import ForkGate
+from hydra_tune.fork import ForkGate, gate
 from hydra_tune.meter import Meter, TrialMeter
 from hydra_tune.mode import TrialMode
 
@@ -110,3 +112,24 @@ def test_loaders_start_their_workers_one_after_another():
     for thread in threads:
         thread.join(30)
     assert Loader.most == 1 and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_thread_that_was_interrupted_on_its_way_out_and_searches_holds_up_no_fork():
+    """By Ctrl-C in `release`, for one. Trials' loaders waited for it for ever."""
+    hung = []
+
+    def objective(trial):
+        def let_go():
+            hung.append(True)
+            gate._inside.clear()
+
+        watch = threading.Timer(20, let_go)
+        watch.start()
+        batches = list(DataLoader([1, 2], num_workers=1))
+        watch.cancel()
+        return len(batches)
+
+    gate.enter()
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=1)
+    assert not hung

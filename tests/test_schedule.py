@@ -313,6 +313,29 @@ def test_a_step_that_outgrows_its_estimate_waits_for_the_others_to_be_done(machi
     machine.validate()
 
 
+def test_a_step_whose_activations_are_kept_is_known_all_the_same(machine):
+    """The next estimated step need not wait until the script has let go of them."""
+    admitted(machine, 0, 1, held=0)
+    assert machine.handle(StepReady(0, estimated=True)) == [Enter(0)]
+    assert machine.handle(StepReady(1, estimated=True)) == []
+    assert machine.handle(StepDone(0, keeps_bytes=10)) == [Enter(1)]
+    assert machine.devices[0].ledger.steps == {0: 10, 1: 10}
+    assert machine.handle(StepDone(0)) == []
+    assert machine.devices[0].ledger.steps == {1: 10}
+
+
+@pytest.mark.parametrize(("keeps_bytes", "confined"), [(60, True), (61, False)])
+def test_a_step_that_had_all_keeps_what_it_needs_if_that_leaves_room_for_its_tasks(machine, keeps_bytes, confined):
+    admitted(machine, 0, 1)
+    assert machine.handle(StepReady(0, estimated=True)) == [Enter(0)]
+    assert machine.handle(Outgrown(0)) == [Alone(0)]
+    assert machine.handle(StepReady(1)) == []
+    assert machine.handle(StepDone(0, keeps_bytes=keeps_bytes)) == [], "its tasks take 40"
+    assert machine.is_alone(0) is not confined
+    assert machine.devices[0].ledger.steps == {0: keeps_bytes if confined else 10}
+    assert machine.handle(StepDone(0)) == [Enter(1)]
+
+
 def test_one_estimated_step_at_a_time(machine):
     """Two that had outgrown theirs would wait for each other."""
     admitted(machine, 0, 1, 2, held=0)
@@ -768,12 +791,15 @@ class Player:
         yield PilotReady(trial, least_bytes=least_bytes), StartPilot
         yield PilotDone(trial, self.rng.randrange(100)), None
         yield PlanReady(trial, replace(final, step_bytes=final.step_bytes // 2) if measures else final), Admit
+        kept = False
         for step in range(1, self.steps + 1):
-            if step == 2 and measures:
+            if step > 1 and measures and not kept:
                 yield PlanReady(trial, final), Admit
+                measures = False
             estimated = step == 1 and measures
             outgrown_at = self.rng.randrange(10) if estimated and self.rng.random() < 0.5 else None
-            yield StepReady(trial, estimated), Enter
+            if not kept:
+                yield StepReady(trial, estimated), Enter
             yield Invalidated(trial), None
             shards = range(len(self.plans[trial].shards))
             visits = [task(trial, s, step=step) for s in shards]
@@ -793,7 +819,8 @@ class Player:
                 else:
                     yield Done(visit, seconds, self.ready(after)), Run
             yield Reported(trial, self.rng.random()), None
-            yield StepDone(trial), None
+            kept = step < self.steps and self.rng.random() < 0.1
+            yield StepDone(trial, keeps_bytes=final.step_bytes if kept else None), None
         yield TrialEnded(trial), None
 
     def check_alone(self, trial):

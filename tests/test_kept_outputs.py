@@ -1,0 +1,66 @@
+"""A script that keeps an output of a forward, with its graph, and calls no backward on it."""
+
+import logging
+import threading
+
+import optuna
+import pytest
+import torch
+from torch import nn
+
+import hydra_tune
+from scripts import BUDGETS, WIDTH, Net
+
+STEPS = 12
+
+
+class Keeps:
+    """As who looks at a shape, or validates without `torch.no_grad()`. Trial 0 goes on when trial 1 has trained."""
+
+    def __init__(self, validates):
+        self.validates, self.trained = validates, threading.Event()
+
+    def __call__(self, trial):
+        losses = list(self.train(trial.number, prepared=True))
+        self.trained.set()
+        return losses
+
+    def train(self, number, prepared):
+        torch.manual_seed(number)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if prepared:
+            model, optimizer = hydra_tune.prepare(model, optimizer)
+        output = model(torch.randn(4, WIDTH))
+        for step in range(STEPS):
+            if self.validates and step % 5 == 0:
+                output = model(torch.randn(4, WIDTH))
+            loss = nn.functional.cross_entropy(model(torch.randn(8, WIDTH)), torch.randint(0, 8, (8,)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if prepared and number == 0 and step == STEPS - 2:
+                assert self.trained.wait(60), "trial 1 has not been let in"
+            yield loss.item()
+        yield output.sum().item()
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_others_train_meanwhile(validates, caplog):
+    script, losses = Keeps(validates), {}
+
+    def objective(trial):
+        losses[trial.number] = script(trial)
+        return 0.0
+
+    with (
+        hydra_tune.ShardPool(["cpu"], 2 * BUDGETS["spilled"]) as pool,
+        caplog.at_level(logging.WARNING, "hydra_tune"),
+    ):
+        hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=2)
+        report = pool.report()
+    assert losses == {number: list(script.train(number, prepared=False)) for number in (0, 1)}
+    assert not any(trial["resident"] for trial in report["trials"])
+    assert [device["used_bytes"] for device in report["devices"]] == [0]
+    told = [r.getMessage() for r in caplog.records if "keeps an output of an earlier forward" in r.getMessage()]
+    assert len(told) == 2, "each trial once"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,10 +21,12 @@ class ForwardPass:
     """Lives as long as the graph of one forward of the root module; done once that graph was used up.
 
     `ended_by` is what a block raised to end it. A model may catch all exceptions, and would go on without the block.
+    `joined_casts` are kept here, and no hook of a node behind the outputs keeps the pass.
     """
 
     done: bool = False
     ended_by: Exception | None = None
+    joined_casts: list[Any] = field(default_factory=list)
     gates: dict[Block, tuple[Gate, Edges]] = field(default_factory=dict)  # of blocks that were not called yet
     _casts: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 

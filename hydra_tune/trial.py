@@ -23,6 +23,7 @@ from torch import nn
 
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, ResultT
+from hydra_tune.casts import CastsOfForward
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError, clear_frames
@@ -439,11 +440,15 @@ class Trial:
         try:
             with self.one_pass() as forward_pass:
                 self._passes.append(weakref.ref(forward_pass))
+                casts = None
                 if plan.resident:
                     self._go_to(0, Direction.FORWARD)
+                    casts = CastsOfForward(self.device.torch_device)
                 elif self.device.spills_behind and torch.is_grad_enabled() and not self.planner.has_hooks:
                     forward_pass.gates = gates_for(self.planner.blocks)
                 outputs = root.original(*args, **kwargs)
+                if casts is not None:
+                    forward_pass.joined_casts = casts.join(tensors_in(outputs))
                 self.leave()
         except BaseException:
             self.leave_after_error()

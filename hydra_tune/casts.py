@@ -1,0 +1,97 @@
+"""Autocast's copies of weights in the forward of a resident trial.
+
+Autocast casts a weight once a context, for all its uses, and adds their gradients in the lower precision. But PyTorch
+keeps the casts of all threads together, and whoever leaves a thread's outermost `torch.autocast` clears them all: a
+weight that is used again is then cast again, and its gradients are added in float32.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hydra_tune.graph import CAST, leaf_of, nodes_of
+from hydra_tune.surroundings import autocast_state
+
+
+class CastsOfForward:
+    """From its making until `join`, one forward in this thread, within whatever autocast is around it."""
+
+    def __init__(self, device: torch.device) -> None:
+        kinds = [kind for kind in ("cpu", device.type) if autocast_state(kind)[0]]
+        if not (kinds and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()):
+            self._probe = None
+            return
+        self._probe = torch.ones(1, 1, device=device if kinds[-1] == device.type else "cpu", requires_grad=True)
+        self._cast = self._cast_of_probe()
+
+    def join(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Where others have cleared the casts meanwhile, let the gradients of each weight be added as those of one, for
+        as long as the caller keeps what this returns: it may not be kept by the graph behind `outputs`."""
+        if self._probe is None or self._cast_of_probe() is self._cast:
+            return []
+        nodes, casts = list(nodes_of(outputs)), dict[int, _Casts]()
+        for node in nodes:
+            if node.name() == CAST and (leaf := leaf_of(node.next_functions[0][0])) is not None:
+                casts.setdefault(id(leaf), _Casts()).append(node)
+        joined = [several for several in casts.values() if len(several) > 1]
+        for several in joined:
+            _OneCast(several, nodes)
+        return joined
+
+    def _cast_of_probe(self) -> Any:
+        assert self._probe is not None
+        with torch._C._DisableTorchDispatch():
+            product = torch.mm(self._probe, self._probe)
+        return product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+class _Casts(list[Any]):
+    """Nodes. Whoever hooks refer to must not keep them, or the graph would keep itself."""
+
+
+class _OneCast:
+    """Adds what the uses of several casts of one weight give, use by use; the last of these casts has the sum."""
+
+    def __init__(self, casts: _Casts, nodes: Sequence[Any]) -> None:
+        self._casts = weakref.ref(casts)
+        self._backward = -1
+        self._sum: torch.Tensor | None = None
+        self._yet_to_come: set[int] = set()
+        among = set(casts)
+        for node in nodes:
+            places = [i for i, (child, _) in enumerate(node.next_functions) if child in among]
+            if places:
+                node.register_hook(self._adding(places))
+        for i, cast in enumerate(casts):
+            cast.register_prehook(partial(self._give, i))
+
+    def _begin(self) -> bool:
+        """False where the graph's outputs are gone."""
+        current, casts = torch._C._current_graph_task_id(), self._casts()
+        if current != self._backward and casts is not None:
+            self._backward, self._sum = current, None
+            self._yet_to_come = {i for i, cast in enumerate(casts) if torch._C._will_engine_execute_node(cast)}
+        return casts is not None
+
+    def _adding(self, places: Sequence[int]) -> Callable[[Any, Any], None]:
+        def add(grad_inputs: Sequence[torch.Tensor | None], _: Any) -> None:
+            if self._begin():
+                for gradient in [grad_inputs[i] for i in places]:
+                    if gradient is not None:
+                        self._sum = gradient if self._sum is None else self._sum + gradient
+
+        return add
+
+    def _give(self, cast: int, _: Any) -> tuple[torch.Tensor | None] | None:
+        if not self._begin():
+            return None
+        self._yet_to_come.discard(cast)
+        if self._yet_to_come:
+            return (None,)
+        total, self._sum = self._sum, None
+        return (total,)

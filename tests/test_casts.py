@@ -1,0 +1,126 @@
+"""Autocast casts a weight once a context; another thread that leaves its own context clears the casts of all."""
+
+import gc
+import threading
+import weakref
+
+import optuna
+import pytest
+import torch
+from torch import nn
+
+import hydra_tune
+from hydra_tune.casts import CastsOfForward
+
+WIDTH = 32
+
+
+class Repeats(nn.Module):
+    """Uses one layer three times; `between` is called after the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+
+    def forward(self, x, between=lambda: None):
+        x = torch.relu(self.layer(x))
+        between()
+        half = torch.relu(self.layer(x))
+        return self.head(torch.relu(self.layer(half))), half
+
+
+def gradients(model, outputs, **options):
+    loss = sum(output.float().square().mean() for output in outputs)
+    return torch.autograd.grad(loss, [*model.parameters()], allow_unused=True, **options)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Repeats()
+
+
+def forward(model, x, *, clears):
+    with torch.autocast("cpu", torch.bfloat16):
+        casts = CastsOfForward(torch.device("cpu"))
+        outputs = model(x, torch.clear_autocast_cache if clears else lambda: None)
+        return outputs, casts.join(outputs)
+
+
+def same(a, b):
+    return len(a) == len(b) and all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_weight_that_is_cast_again_gets_the_gradient_of_one_that_is_not(model):
+    x = torch.randn(16, WIDTH)
+    (plain, none), (cleared, joined) = forward(model, x, clears=False), forward(model, x, clears=True)
+    assert len(none) == 0 and len(joined) == 2, "weight and bias of the layer"
+    expected = gradients(model, plain, retain_graph=True)
+    assert same(gradients(model, cleared, retain_graph=True), expected)
+    assert same(gradients(model, cleared, retain_graph=True), expected), "again"
+    assert same(gradients(model, cleared[1:], retain_graph=True), gradients(model, plain[1:], retain_graph=True))
+    assert same(gradients(model, cleared), gradients(model, plain)), "the whole after a part"
+
+
+def test_gradients_would_differ(model):
+    x = torch.randn(16, WIDTH)
+    (plain, _), (cleared, joined) = forward(model, x, clears=False), forward(model, x, clears=True)
+    joined.clear()
+    assert not same(gradients(model, cleared), gradients(model, plain))
+
+
+def test_the_graph_does_not_keep_itself(model):
+    (outputs, joined), gone = forward(model, torch.randn(16, WIDTH), clears=True), weakref.ref(model.layer.weight)
+    gradients(model, outputs)
+    del outputs, joined, model.layer
+    gc.collect()
+    assert gone() is None
+
+
+def test_no_autocast_and_no_gradients_cost_nothing(model):
+    assert CastsOfForward(torch.device("cpu"))._probe is None
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert CastsOfForward(torch.device("cpu"))._probe is None
+
+
+def train(number, prepared, between):
+    torch.manual_seed(number)
+    model = Repeats()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if prepared:
+        model, optimizer = hydra_tune.prepare(model, optimizer)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(torch.randn(16, WIDTH), between=between)
+        loss = sum(output.float().square().mean() for output in outputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item(), [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_resident_trial_has_the_numbers_of_plain_pytorch_whoever_leaves_autocast_beside_it():
+    asked, left, results = threading.Semaphore(0), threading.Semaphore(0), {}
+
+    def between():
+        asked.release()
+        assert left.acquire(timeout=60)
+
+    def objective(trial):
+        if trial.number == 0:
+            results.update(enumerate(train(0, True, between)))
+            asked.release(1000)
+            return 0.0
+        while len(results) < 3:
+            assert asked.acquire(timeout=60)
+            with torch.autocast("cpu", torch.bfloat16):
+                pass
+            left.release()
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], "8MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=2)
+        (report,) = pool.report()["trials"]
+    assert report["resident"]
+    for step, (loss, weights) in enumerate(train(0, False, lambda: None)):
+        assert results[step][0] == loss and same(results[step][1], weights)

@@ -307,7 +307,7 @@ PITFALLS = {
     ),
     "7 autocast in recompute": (
         lambda: Model(*(Layer() for _ in range(4))),
-        [(surroundings.Surroundings, "restored", always(lambda *_: nullcontext()))],
+        [(surroundings.Surroundings, "restored", always(lambda *_, **__: nullcontext()))],
     ),
     "7 a weight is cast once": (lambda: Recurrent(Layer(), Layer()), [(probe.OuterGraph, "edges", uncast)]),
     "8 clipping before all gradients are there": (
@@ -339,7 +339,7 @@ PITFALLS = {
     "16 groups and schedules": (plain_layers, [(trial.Trial, "bind", one_group)]),
     "29 default device in backward": (
         lambda: OnDefaultDevice(*(Makes() for _ in range(4))),
-        [(surroundings.Surroundings, "restored", always(lambda *_: nullcontext()))],
+        [(surroundings.Surroundings, "restored", always(lambda *_, **__: nullcontext()))],
     ),
     "29 grad mode in backward": (plain_layers, [(torch, "enable_grad", always(torch.no_grad))]),
 }

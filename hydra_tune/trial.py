@@ -481,9 +481,10 @@ class Trial:
         return outputs
 
     def _warn_of_second_forward(self) -> None:
-        if self._warned or not any(map(_has_graph, self._passes)):
+        former = [forward_pass for ref in self._passes if (forward_pass := ref()) is not None and not forward_pass.done]
+        if self._warned or not former:
             return
-        if adding := [block.name for block in self.planner.blocks if block.adds_uses]:
+        if adding := [name for name in (*(forward.adds_uses for forward in former), self._adds_uses()) if name]:
             self._warned = True
             logger.warning(
                 "%s runs a second forward before the backward of the first: gradients of block %s, which uses a weight "
@@ -500,10 +501,14 @@ class Trial:
                 self.name,
             )
 
+    def _adds_uses(self) -> str | None:
+        """The first block that adds the gradients of a weight's uses before it hands them out."""
+        return next((block.name for block in self.planner.blocks if block.adds_uses), None)
+
     @contextmanager
     def one_pass(self) -> Iterator[ForwardPass]:
         """The forward that blocks are called in."""
-        self._pass = forward_pass = ForwardPass()
+        self._pass = forward_pass = ForwardPass(adds_uses=self._adds_uses())
         try:
             yield forward_pass
             if forward_pass.ended_by is not None:

@@ -346,3 +346,28 @@ def test_two_forwards_of_a_block_that_adds_uses_are_warned_of(caplog):
                 (model(torch.randn(4, WIDTH)).sum() + model(torch.randn(4, WIDTH)).sum()).backward()
         told = [r.getMessage() for r in caplog.records if "which uses a weight more than once" in r.getMessage()]
         assert len(told) == warns, "once"
+
+
+def test_a_hidden_state_carried_into_the_second_forward_is_warned_of_as_well(caplog):
+    """The second forward has a plan of its own, where what is used outside of a block is handed out use by use."""
+
+    class Windows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+
+        def forward(self, x, hidden=None):
+            last = []
+            for i, cell in enumerate(self.cells):
+                x, state = cell(x, None if hidden is None else hidden[i])
+                last.append(state)
+            return x, last
+
+    with hydra_tune.ShardPool(["cpu"], 150 << 10) as pool:
+        model = Windows()
+        hydra_tune.prepare(model, pool=pool)
+        first, hidden = model(torch.randn(4, 5, WIDTH))
+        second, _ = model(torch.randn(4, 5, WIDTH), hidden)
+        (first.sum() + second.sum()).backward()
+        assert not pool.report()["trials"][0]["resident"]
+    assert [r for r in caplog.records if "which uses a weight more than once" in r.getMessage()]

@@ -363,7 +363,7 @@ def test_a_hidden_state_carried_into_the_second_forward_is_warned_of_as_well(cap
                 last.append(state)
             return x, last
 
-    with hydra_tune.ShardPool(["cpu"], 150 << 10) as pool:
+    with hydra_tune.ShardPool(["cpu"], 200 << 10) as pool:
         model = Windows()
         hydra_tune.prepare(model, pool=pool)
         first, hidden = model(torch.randn(4, 5, WIDTH))

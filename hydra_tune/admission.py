@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 from hydra_tune.events import (
     Admit,
@@ -29,6 +30,7 @@ from hydra_tune.slots import Slots
 from hydra_tune.state import DeviceState, TrialState
 
 STEPS_LET_BY = 16
+Request: TypeAlias = PilotReady | PlanReady | StepReady | Outgrown
 
 
 class Admission:
@@ -117,8 +119,7 @@ class Admission:
         for request in list(device.entries):
             if device.exclusive is not None:
                 break
-            is_estimate = isinstance(request, PilotReady) or (isinstance(request, StepReady) and request.estimated)
-            if is_estimate and device.unmeasured is not None:
+            if self.awaits_measuring(device, request):
                 continue  # it awaits the one before it; who is behind it need not
             overtakes = not isinstance(request, Outgrown) and self._awaits_steps(device)
             if overtakes and device.steps_let_by >= STEPS_LET_BY:
@@ -133,10 +134,14 @@ class Admission:
                 break
             entered += made
             device.steps_let_by += overtakes
-            if is_estimate:
+            if _is_estimate(request):
                 device.unmeasured = request.trial
             device.entries.remove(request)
         return entered
+
+    def awaits_measuring(self, device: DeviceState, request: Request) -> bool:
+        """Whether another pilot or estimated step must be over before."""
+        return _is_estimate(request) and device.unmeasured is not None
 
     def _start_pilot(self, device: DeviceState, request: PilotReady) -> list[Instruction]:
         """Beside others with what these can spare, if that is enough; or alone. Nothing, where neither can be now."""
@@ -194,3 +199,8 @@ class Admission:
         """What the work of who has the lease, and awaits its shard, is to take: it may be away from its reservation."""
         task = device.running
         return 0 if task is None or device.started else self._trials[task.trial].work_bytes(task, device.index)
+
+
+def _is_estimate(request: Request) -> bool:
+    """Nobody knows its bytes yet."""
+    return isinstance(request, PilotReady) or (isinstance(request, StepReady) and request.estimated)

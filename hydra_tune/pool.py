@@ -219,7 +219,13 @@ class ShardPool:
                 for i, device in enumerate(self.devices)
             ]
             trials = [
-                {"trial": i, **summary, **self._reserved(i), **self._trace.trials[i].to_dict()}
+                {
+                    "trial": i,
+                    **summary,
+                    "state": self._state(i, summary["state"]),
+                    **self._reserved(i),
+                    **self._trace.trials[i].to_dict(),
+                }
                 for i, summary in self._summaries.items()
             ]
             return {"elapsed_s": self._trace.now_s(), "devices": devices, "trials": trials}
@@ -227,6 +233,16 @@ class ShardPool:
     def _settle_clocks(self) -> None:
         for clock in self._clocks:
             clock.settle()
+
+    def _state(self, trial: int, state: str) -> str:
+        """What it says itself; if it is live, what it waits for."""
+        awaited = self._machine.awaits(trial) if state == "live" and trial in self._machine.trials else None
+        if awaited is None:
+            return state
+        device, measured = awaited
+        if measured is not None:
+            return f"waits for the pilot or first step of {self._summaries[measured]['name']}"
+        return f"waits for memory of {self._devices[device].name}"
 
     def _reserved(self, trial: int) -> dict[str, int]:
         placed = trial in self._machine.trials

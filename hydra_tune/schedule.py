@@ -120,6 +120,14 @@ class Machine:
         of_life = sum(ledger.held.get(trial, 0) + ledger.steps.get(trial, 0) for ledger in ledgers)
         return of_life + sum(ledgers[device].slots[trial, shard][1] for device, shard in self.trials[trial].slots)
 
+    def awaits(self, trial: int) -> tuple[int, int | None] | None:
+        """The device whose bytes it waits for, and whose pilot or first step must be over before, if that is why."""
+        home = self._home(trial)
+        for request in (*home.admissions, *home.entries):
+            if request.trial == trial:
+                return home.index, home.unmeasured if self.admission.awaits_measuring(home, request) else None
+        return None
+
     def shard_state(self, trial: int, shard: int, device: int | None = None) -> ShardState:
         """On this device, else at home."""
         state = self.devices[self.trials[trial].home if device is None else device]

@@ -64,3 +64,25 @@ def test_others_train_meanwhile(validates, caplog):
     assert [device["used_bytes"] for device in report["devices"]] == [0]
     told = [r.getMessage() for r in caplog.records if "keeps an output of an earlier forward" in r.getMessage()]
     assert len(told) == 2, "each trial once"
+
+
+def test_the_report_says_who_waits_for_whose_first_step():
+    """Different models, of which each is to be measured."""
+    begun, seen = threading.Event(), []
+
+    def objective(trial):
+        if trial.number == 1:
+            assert begun.wait(60)
+        model = hydra_tune.prepare(Net(depth=6 + trial.number), name=f"net {trial.number}")
+        output = model(torch.randn(4, WIDTH))
+        begun.set()
+        while trial.number == 0 and not seen:
+            states = [t["state"] for t in pool.report()["trials"] if t["name"] == "net 1"]
+            seen.extend(state for state in states if state.startswith("waits"))
+        output.sum().backward()
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], 2 * BUDGETS["spilled"]) as pool:
+        hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=2)
+        assert [trial["state"] for trial in pool.report()["trials"]] == ["ended", "ended"]
+    assert seen == ["waits for the pilot or first step of net 0"]

@@ -26,6 +26,8 @@ class CastsOfForward:
         if not (kinds and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()):
             self._probe = None
             return
+        self._dtype = autocast_state(kinds[-1])[1]
+        self._first_node = torch._C._autograd._get_sequence_nr()
         self._probe = torch.ones(1, 1, device=device if kinds[-1] == device.type else "cpu", requires_grad=True)
         self._cast = self._cast_of_probe()
 
@@ -35,8 +37,10 @@ class CastsOfForward:
         if self._probe is None or self._cast_of_probe() is self._cast:
             return []
         nodes, casts = list(nodes_of(outputs)), dict[int, _Casts]()
-        for node in nodes:
-            if node.name() == CAST and (leaf := leaf_of(node.next_functions[0][0])) is not None:
+        for node in [node for node in nodes if node.name() == CAST]:
+            leaf, made = leaf_of(node.next_functions[0][0]), node._input_metadata[0].dtype
+            is_of_this = node._sequence_nr() >= self._first_node and made is self._dtype
+            if is_of_this and leaf is not None and leaf.dtype is torch.float32:
                 casts.setdefault(id(leaf), _Casts()).append(node)
         joined = [several for several in casts.values() if len(several) > 1]
         for several in joined:
@@ -59,7 +63,7 @@ class _OneCast:
 
     def __init__(self, casts: _Casts, nodes: Sequence[Any]) -> None:
         self._casts = weakref.ref(casts)
-        self._backward = -1
+        self._backward = self._counted = -1
         self._sum: torch.Tensor | None = None
         self._yet_to_come: set[int] = set()
         among = set(casts)
@@ -73,8 +77,10 @@ class _OneCast:
     def _begin(self) -> bool:
         """False where the graph's outputs are gone."""
         current, casts = torch._C._current_graph_task_id(), self._casts()
-        if current != self._backward and casts is not None:
+        if current != self._backward:
             self._backward, self._sum = current, None
+        if current != self._counted and casts is not None:
+            self._counted = current
             self._yet_to_come = {i for i, cast in enumerate(casts) if torch._C._will_engine_execute_node(cast)}
         return casts is not None
 

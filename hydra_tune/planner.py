@@ -188,12 +188,11 @@ class Planner:
         pool.share(self._key, plan)
         pool.measured.add(self._key)
 
-    def keep_step(self) -> int:
-        """The bytes of a step as it was measured, which a step under way has from here on."""
+    @property
+    def known_step_bytes(self) -> int:
+        """Of a step under way: as it was measured, where that is more than the plan that it began with has."""
         assert self.plan is not None
-        step_bytes = max(self.plan.step_bytes, self._trial.pool.plans[self._key].step_bytes)
-        self.plan = replace(self.plan, step_bytes=step_bytes)
-        return step_bytes
+        return max(self.plan.step_bytes, self._trial.pool.plans[self._key].step_bytes)
 
     def shard_of(self, block: Block) -> int:
         """Where the block is now; a graph may be older than the plan."""

@@ -39,6 +39,30 @@ _HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on sav
 _top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
+
+
+def _unless_by_backend(read: Callable[[], Any]) -> Callable[[], Any]:
+    """None where the precision was set by `torch.backends.*.fp32_precision`: then PyTorch refuses to say it so."""
+
+    def read_or_none() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return None
+
+    return read_or_none
+
+
+def _set_matmul_precision(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
+def _set_cudnn_allow_tf32(value: bool | None) -> None:
+    if value is not None:
+        torch._C._set_cudnn_allow_tf32(value)
+
+
 _FLAGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (  # of the process; each read, and set
     ("backends.mkldnn.enabled", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     ("backends.cuda.math_sdp", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
@@ -49,10 +73,10 @@ _FLAGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (  # o
         torch.backends.cuda.enable_mem_efficient_sdp,
     ),
     ("backends.cuda.cudnn_sdp", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    ("float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    ("float32_matmul_precision", _unless_by_backend(torch.get_float32_matmul_precision), _set_matmul_precision),
     ("backends.cudnn.enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     ("backends.cudnn.deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    ("backends.cudnn.allow_tf32", torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    ("backends.cudnn.allow_tf32", _unless_by_backend(torch._C._get_cudnn_allow_tf32), _set_cudnn_allow_tf32),
     ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
 )
 _DEFAULT_DTYPE = len(_FLAGS) - 1

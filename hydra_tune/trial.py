@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -265,11 +266,8 @@ class Trial:
             )
         self.residency.await_gradients()
         self._num_backwards -= 1  # the next one ends a step, too
-        step_bytes = 0
-        if self.measures:
-            self._end_measuring()
-            step_bytes = self.planner.keep_step()
-        self._alone = self.pool.keep_step(self, step_bytes)
+        self._end_measuring()
+        self._alone = self.pool.keep_step(self, self.planner.known_step_bytes)
 
     def _end_measuring(self) -> None:
         if self.measures:
@@ -313,7 +311,7 @@ class Trial:
         while frame is not None:
             if frame.f_code in _FORWARDS and frame.f_locals.get("self") is self:
                 return True
-            if frame.f_code is _BACKWARD and self._unfinished:
+            if frame.f_code is _BACKWARD and self._backward_id != -1:
                 return True
             frame = frame.f_back
         return False
@@ -406,6 +404,10 @@ class Trial:
             if self.resumption is not None and not self.in_step:
                 self._before_step(self.resumption)
             plan = self.planner.plan_for(root, args, kwargs)
+            self.open_step(plan)
+            if self.measures and not self._passes and self.planner.step_is_measured:
+                self._leave_unmeasured()  # another trial has made such a step, while this one waited to
+                plan = self.planner.plan_for(root, args, kwargs)
             while self.planner.unmeasured:  # which this forward may call, or not
                 rewind = Rewind(self.model, (args, kwargs), self.meter, self.device.generators())
                 rewind.keep((*rewind.tensors, *map(self.model.get_parameter, plan.written)))
@@ -429,10 +431,6 @@ class Trial:
 
     def _run_step(self, root: RootForward, plan: TrialPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.open_step(plan)
-        if self.measures and self._num_backwards == 0 and not self._passes and self.planner.step_is_measured:
-            self._leave_unmeasured()  # another trial has made such a step, while this one waited to
-            plan = self.planner.plan_for(root, args, kwargs)
-            self.open_step(plan)
         self.step += 1
         self.pool.invalidate(self)
         if not plan.resident:
@@ -555,7 +553,8 @@ class Trial:
             raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
         current = torch._C._current_graph_task_id()
         if current != self._backward_id:
-            self._refuse_other_threads()
+            if _is_on_stack(sys._getframe()):  # else the thread is autograd's own, of a GPU, and the caller waits
+                self._refuse_other_threads()
             self._begin()
             self._backward_id = current
             self._backward_passes = set()
@@ -767,6 +766,13 @@ def _has_graph(reference: weakref.ref[ForwardPass]) -> bool:
     """Whether the backward of this forward may still come."""
     forward_pass = reference()
     return forward_pass is not None and not forward_pass.done
+
+
+def _is_on_stack(frame: FrameType | None) -> bool:
+    """Whether somebody has called backward there."""
+    while frame is not None and frame.f_code is not _BACKWARD:
+        frame = frame.f_back
+    return frame is not None
 
 
 _FORWARDS = (Trial.run_root.__code__, Trial.run_block.__code__)

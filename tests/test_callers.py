@@ -83,6 +83,33 @@ def test_whose_backward_has_raised_does_not_have_the_model_any_more():
         hydra_tune.release(model)
 
 
+def test_a_thread_in_the_backward_of_something_else_does_not_have_the_model():
+    """Nor where its last call of the model was a forward that raised."""
+    inside, go_on = threading.Event(), threading.Event()
+    model, x = Net(), torch.randn(4, WIDTH)
+
+    def stay(_):
+        inside.set()
+        assert go_on.wait(60)
+
+    def elsewhere():
+        with pytest.raises(RuntimeError):
+            model(torch.randn(4, WIDTH - 1))
+        other = torch.ones(2, requires_grad=True) * 1
+        other.register_hook(stay)
+        other.sum().backward()
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool, ThreadPoolExecutor(1) as thread:
+        hydra_tune.prepare(model, pool=pool)
+        gradients(model, x)
+        done = thread.submit(elsewhere)
+        assert inside.wait(60)
+        gradients(model, x)
+        go_on.set()
+        done.result()
+        hydra_tune.release(model)
+
+
 class Validates(Script):
     """In a thread of its own, which holds a lock that training holds, too."""
 

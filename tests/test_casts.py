@@ -69,6 +69,31 @@ def test_gradients_would_differ(model):
     assert not same(gradients(model, cleared), gradients(model, plain))
 
 
+def test_casts_of_an_earlier_forward_are_left_apart(model):
+    """In a context of its own, whose state this one was given."""
+    x, gathered = torch.randn(16, WIDTH), []
+    for clears in (False, True):
+        (_, state), _ = forward(model, x, clears=False)
+        outputs, joined = forward(model, state.float(), clears=clears)
+        assert [len(casts) for casts in joined] == ([2, 2] if clears else [])
+        gathered.append(gradients(model, outputs))
+    assert same(*gathered)
+
+
+def test_casts_to_other_dtypes_are_left_apart():
+    class Mixed(Repeats):
+        def forward(self, x, between=lambda: None):
+            y, half = super().forward(x, between)
+            with torch.autocast("cpu", enabled=False):
+                return y, half.double() @ self.layer.weight.double()
+
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(16, WIDTH)
+    (plain, _), (cleared, joined) = forward(model, x, clears=False), forward(model, x, clears=True)
+    assert len(joined) == 2
+    assert same(gradients(model, cleared), gradients(model, plain))
+
+
 def test_the_graph_does_not_keep_itself(model):
     (outputs, joined), gone = forward(model, torch.randn(16, WIDTH), clears=True), weakref.ref(model.layer.weight)
     gradients(model, outputs)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune.context import current_context
 from scripts import BUDGETS, WIDTH, Net
 
 STEPS = 12
@@ -64,6 +65,40 @@ def test_others_train_meanwhile(validates, caplog):
     assert [device["used_bytes"] for device in report["devices"]] == [0]
     told = [r.getMessage() for r in caplog.records if "keeps an output of an earlier forward" in r.getMessage()]
     assert len(told) == 2, "each trial once"
+
+
+def test_a_step_that_had_the_device_alone_is_never_left_with_less_than_it_uses():
+    """Another trial holds too much for what the step has proved to need, until it ends. Its second end was once told
+    to need nothing, and a third trial was let in to where its activations were."""
+    held, begun, confined = threading.Event(), threading.Event(), []
+
+    def objective(trial):
+        torch.manual_seed(trial.number)
+        model = Net(depth=1 if trial.number else 6)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if trial.number == 0:
+            assert held.wait(60)
+        model, optimizer = hydra_tune.prepare(model, optimizer)
+        kept = model(torch.randn(4, WIDTH)) if trial.number == 0 else None
+        for step in range(20):
+            loss = model(torch.randn(8, WIDTH)).flatten().repeat(1 if trial.number else 200).exp().sum()
+            if trial.number == 0 and step == 0:
+                begun.set()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            held.set()
+            if trial.number == 1 and step == 2:
+                assert begun.wait(60)
+            if trial.number == 0 and step > 9:
+                confined.append(pool._machine.devices[0].ledger.steps[current_context().trials[0].id])
+        return 0.0 if kept is None else kept.sum().item()
+
+    with hydra_tune.ShardPool(["cpu"], 290 << 10) as pool:
+        study = optuna.create_study()
+        hydra_tune.HydraTrialRunner(pool, 2).optimize(study, objective, n_trials=2)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE"]
+    assert min(confined) > 0
 
 
 def test_the_report_says_who_waits_for_whose_first_step():

@@ -336,6 +336,16 @@ def test_a_step_that_had_all_keeps_what_it_needs_if_that_leaves_room_for_its_tas
     assert machine.handle(StepDone(0)) == [Enter(1)]
 
 
+def test_what_a_kept_step_has_is_no_plans_affair(machine):
+    """The trial repacks under the plan that it began with."""
+    admitted(machine, 0)
+    machine.handle(StepReady(0, estimated=True))
+    machine.handle(Outgrown(0))
+    assert machine.handle(StepDone(0, keeps_bytes=60)) == [] and not machine.is_alone(0)
+    assert machine.handle(Repacked(0, plan())) == []
+    assert machine.trials[0].plan.step_bytes == 60 and machine.devices[0].ledger.steps == {0: 60}
+
+
 def test_one_estimated_step_at_a_time(machine):
     """Two that had outgrown theirs would wait for each other."""
     admitted(machine, 0, 1, 2, held=0)

@@ -107,6 +107,20 @@ def test_a_repetition_under_autocast_clears_no_other_threads_casts():
         hydra_tune.release(model)
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this torch has no precision by operator")
+def test_a_precision_that_was_set_by_operator_is_left_as_it_is():
+    """PyTorch then refuses to say it for all."""
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    try:
+        with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+            model = hydra_tune.prepare(Net(), pool=pool)
+            model(torch.randn(4, WIDTH)).sum().backward()
+            hydra_tune.release(model)
+        assert torch.backends.cudnn.conv.fp32_precision == "ieee"
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = "none"
+
+
 @pytest.fixture
 def parametrized():
     return weight_norm(nn.Linear(2, 2))

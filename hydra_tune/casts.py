@@ -28,7 +28,9 @@ class CastsOfForward:
             return
         self._dtype = autocast_state(kinds[-1])[1]
         self._first_node = torch._C._autograd._get_sequence_nr()
-        self._probe = torch.ones(1, 1, device=device if kinds[-1] == device.type else "cpu", requires_grad=True)
+        where = device if kinds[-1] == device.type else torch.device("cpu")
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # it is nobody's to see
+            self._probe = torch.ones(1, 1, device=where, requires_grad=True)
         self._cast = self._cast_of_probe()
 
     def join(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -49,7 +51,7 @@ class CastsOfForward:
 
     def _cast_of_probe(self) -> Any:
         assert self._probe is not None
-        with torch._C._DisableTorchDispatch():
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             product = torch.mm(self._probe, self._probe)
         return product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 

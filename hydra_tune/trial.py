@@ -430,7 +430,8 @@ class Trial:
             resumption.publish()
 
     def _run_step(self, root: RootForward, plan: TrialPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self.open_step(plan)
+        if not self.in_step:  # it was left for another plan
+            self.open_step(plan)
         self.step += 1
         self.pool.invalidate(self)
         if not plan.resident:

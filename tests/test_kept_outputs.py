@@ -101,6 +101,30 @@ def test_a_step_that_had_the_device_alone_is_never_left_with_less_than_it_uses()
     assert min(confined) > 0
 
 
+def test_who_waited_to_measure_the_same_enters_by_what_was_measured():
+    """It need not have the device alone where the estimate was too small."""
+    begun, measures = threading.Event(), {}
+
+    def waits():
+        return any(trial["state"].startswith("waits") for trial in pool.report()["trials"])
+
+    def objective(trial):
+        if trial.number == 1:
+            assert begun.wait(60)
+        model = hydra_tune.prepare(Net())
+        output = model(torch.randn(4, WIDTH))
+        measures[trial.number] = current_context().trials[0].measures
+        begun.set()
+        while trial.number == 0 and not waits():
+            pass
+        output.sum().backward()
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], 2 * BUDGETS["spilled"]) as pool:
+        hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=2)
+    assert measures == {0: True, 1: False}
+
+
 def test_the_report_says_who_waits_for_whose_first_step():
     """Different models, of which each is to be measured."""
     begun, seen = threading.Event(), []

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch import nn
 
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, ResultT
+from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.casts import CastsOfForward
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
@@ -35,6 +34,7 @@ from hydra_tune.garbage import collect_until
 from hydra_tune.graph import keep_again
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.late_gradients import gates_for
+from hydra_tune.leased_visit import LeasedVisit
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import Counted, TrialMode, drop_modes
 from hydra_tune.planner import Planner, UnmeasuredBlock
@@ -49,7 +49,6 @@ from hydra_tune.spill import DeviceCopy
 from hydra_tune.stop import Stop
 from hydra_tune.surroundings import company
 from hydra_tune.tree import tensors_in
-from hydra_tune.visit import Visit
 
 logger = logging.getLogger("hydra_tune")
 _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
@@ -73,8 +72,7 @@ class Trial:
         self._plain = False  # the model, again
         self._running = False  # its root, or a block that is called alone
         self._unfinished = False  # what a script has called; still, after an exception
-        self._caller = 0  # the thread that did, or the last one
-        self._callers = threading.Lock()
+        self._callers = Callers()
         self.optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._warned = False
@@ -288,33 +286,7 @@ class Trial:
                 self.resumption.stage(self.model, self.optimizer, states)
 
     def _refuse_other_threads(self) -> None:
-        """The calling one has the model from here on, as soon as the one before it has come to an end.
-
-        Raises:
-            PrepareError: that is still in a forward or a backward.
-        """
-        with self._callers:
-            caller, self._caller = self._caller, threading.get_ident()
-            if caller == self._caller or not self._is_called_by(caller):
-                return
-            self._caller = caller
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        raise PrepareError(
-            f"one thread at a time calls a prepared model, but {threading.current_thread().name} called that of "
-            f"{self.name} while {names.get(caller)} was in its forward or backward. Let a lock be held around each "
-            "step and each evaluation, or evaluate a copy.deepcopy(model), which is a plain model."
-        )
-
-    def _is_called_by(self, thread: int) -> bool:
-        """By what is on its stack: a call that has raised is over, though nothing may have told so."""
-        frame = sys._current_frames().get(thread)
-        while frame is not None:
-            if frame.f_code in _FORWARDS and frame.f_locals.get("self") is self:
-                return True
-            if frame.f_code is _BACKWARD and self._backward_id != -1:
-                return True
-            frame = frame.f_back
-        return False
+        self._callers.enter(self, self.name, in_backward=self._backward_id != -1)
 
     # ---- interruptions ----
 
@@ -554,7 +526,7 @@ class Trial:
             raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
         current = torch._C._current_graph_task_id()
         if current != self._backward_id:
-            if _is_on_stack(sys._getframe()):  # else the thread is autograd's own, of a GPU, and the caller waits
+            if calls_backward(sys._getframe()):  # else the thread is autograd's own, of a GPU, and the caller waits
                 self._refuse_other_threads()
             self._begin()
             self._backward_id = current
@@ -703,78 +675,7 @@ class Trial:
         return Counted(self.meter, install=self.mode is None)
 
 
-class LeasedVisit:
-    """A context manager, once: the lease, and the block's device copy under its module's names. The lease lingers
-    after, for the next block of the same shard. No generator: one that is interrupted while it is entered or left
-    cleans up when the exception is forgotten, too late for who saves the model in between."""
-
-    __slots__ = ("_at_home", "_block", "_copy", "_counted", "_direction", "_trial", "_visit")
-
-    def __init__(self, trial: Trial, block: Block, direction: Direction, *, at_home: bool) -> None:
-        self._trial = trial
-        self._block = block
-        self._direction = direction
-        self._at_home = at_home
-
-    def __enter__(self) -> Visit:
-        trial, block = self._trial, self._block
-        if trial.measures:
-            trial.check_room(self._direction)
-        self._copy = copy = trial.take_lease(block, self._direction, at_home=self._at_home)
-        trial.meter.outside_ends()
-        trial.meter.here = copy.device.meter
-        self._counted, self._visit = trial.counted(), trial.residency.inside(block, copy)
-        try:
-            trial.residency.refresh(copy, block, forward=self._direction is Direction.FORWARD)
-            self._counted.__enter__()
-            try:
-                return self._visit.__enter__()
-            except BaseException:
-                self._counted.__exit__(None, None, None)
-                raise
-        except BaseException:
-            self._end_in_error()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._visit.__exit__()
-            self._counted.__exit__(*error)
-        except BaseException:
-            self._end_in_error()
-            raise
-        if isinstance(error[1], torch.OutOfMemoryError):
-            self._trial.residency.close_visits()  # the lease stays: it may run again
-        elif error[0] is not None:
-            self._end_in_error()
-            return
-        self._copy.used = self._copy.device.mark()
-        self._leave_place()
-
-    def _end_in_error(self) -> None:
-        self._copy.used = self._copy.device.mark()  # before the lease goes, and with it perhaps the slot
-        self._trial.residency.close_visits()
-        self._trial.leave_after_error()
-        self._leave_place()
-
-    def _leave_place(self) -> None:
-        meter = self._trial.meter
-        meter.here = meter.meter
-        meter.outside_starts()
-
-
 def _has_graph(reference: weakref.ref[ForwardPass]) -> bool:
     """Whether the backward of this forward may still come."""
     forward_pass = reference()
     return forward_pass is not None and not forward_pass.done
-
-
-def _is_on_stack(frame: FrameType | None) -> bool:
-    """Whether somebody has called backward there."""
-    while frame is not None and frame.f_code is not _BACKWARD:
-        frame = frame.f_back
-    return frame is not None
-
-
-_FORWARDS = (Trial.run_root.__code__, Trial.run_block.__code__)
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

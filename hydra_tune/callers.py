@@ -1,0 +1,59 @@
+"""Which thread calls a prepared model: one at a time, told by what is on the threads' stacks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+import torch
+
+from hydra_tune.errors import PrepareError
+
+_FORWARDS = ("run_root", "run_block")  # of the model's trial
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+class Callers:
+    """Of one trial's model."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def enter(self, trial: object, name: str, *, in_backward: bool) -> None:
+        """The calling thread has the model from here on, as soon as the one before it has come to an end.
+
+        Raises:
+            PrepareError: that is still in a forward of the trial, or in a backward while the trial is in its own.
+        """
+        with self._lock:
+            caller, self._last = self._last, threading.get_ident()
+            if caller == self._last or not _is_called_by(caller, trial, in_backward=in_backward):
+                return
+            self._last = caller
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        raise PrepareError(
+            f"one thread at a time calls a prepared model, but {threading.current_thread().name} called that of "
+            f"{name} while {names.get(caller)} was in its forward or backward. Let a lock be held around each "
+            "step and each evaluation, or evaluate a copy.deepcopy(model), which is a plain model."
+        )
+
+
+def calls_backward(frame: FrameType | None) -> bool:
+    """Whether there, or in what has called that, a backward was asked for."""
+    while frame is not None and frame.f_code is not _BACKWARD:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_called_by(thread: int, trial: object, *, in_backward: bool) -> bool:
+    """By what is on its stack: a call that has raised is over, though nothing may have told so."""
+    frame = sys._current_frames().get(thread)
+    if in_backward and calls_backward(frame):
+        return True
+    while frame is not None:
+        if frame.f_code.co_name in _FORWARDS and frame.f_locals.get("self") is trial:
+            return True
+        frame = frame.f_back
+    return False

@@ -18,10 +18,11 @@ from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gra
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.late_gradients import Gate
 from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
+from hydra_tune.process_state import autocast_state
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
-from hydra_tune.surroundings import Surroundings, autocast_state, kept, refuse_modes
+from hydra_tune.surroundings import Surroundings, kept, refuse_modes
 from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_in_place, map_tensors, tensors_in, unflatten
 from hydra_tune.visit import Visit
 

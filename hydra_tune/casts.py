@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hydra_tune.graph import CAST, leaf_of, nodes_of
-from hydra_tune.surroundings import autocast_state
+from hydra_tune.process_state import autocast_state
 
 
 class CastsOfForward:

@@ -11,6 +11,7 @@ from functools import cache, partial
 
 import torch
 
+from hydra_tune.company import company
 from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.garbage import collect_until
 from hydra_tune.graph import forget_interrupted_backward
@@ -18,7 +19,6 @@ from hydra_tune.mode import TrialMode, modes
 from hydra_tune.pool import ShardPool
 from hydra_tune.resumption import Resumption
 from hydra_tune.stop import Stop
-from hydra_tune.surroundings import company
 from hydra_tune.trial import Trial
 
 _local = threading.local()

@@ -24,6 +24,7 @@ from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, ResultT
 from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.casts import CastsOfForward
+from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError, clear_frames
@@ -47,7 +48,6 @@ from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.spill import DeviceCopy
 from hydra_tune.stop import Stop
-from hydra_tune.surroundings import company
 from hydra_tune.tree import tensors_in
 
 logger = logging.getLogger("hydra_tune")

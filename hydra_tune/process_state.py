@@ -1,0 +1,133 @@
+"""What is the same for all modules: autocast, the default device, the flags of the process.
+
+Autocast and the default device are of a thread. The flags are of all threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+_CPU = torch.device("cpu")
+_KINDS = ("cpu", "cuda")  # of devices, that autocast is on or off for
+
+
+def _unless_by_backend(read: Callable[[], Any]) -> Callable[[], Any]:
+    """None where the precision was set by `torch.backends.*.fp32_precision`: then PyTorch refuses to say it so."""
+
+    def read_or_none() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return None
+
+    return read_or_none
+
+
+def _set_matmul_precision(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
+def _set_cudnn_allow_tf32(value: bool | None) -> None:
+    if value is not None:
+        torch._C._set_cudnn_allow_tf32(value)
+
+
+class Flag(NamedTuple):
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+_DEFAULT_DTYPE = Flag("default dtype", torch.get_default_dtype, torch.set_default_dtype)
+_FLAGS = (
+    Flag("backends.mkldnn.enabled", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    Flag("backends.cuda.math_sdp", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    Flag("backends.cuda.flash_sdp", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    Flag(
+        "backends.cuda.mem_efficient_sdp",
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    Flag("backends.cuda.cudnn_sdp", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    Flag("float32_matmul_precision", _unless_by_backend(torch.get_float32_matmul_precision), _set_matmul_precision),
+    Flag("backends.cudnn.enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    Flag("backends.cudnn.deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    Flag("backends.cudnn.allow_tf32", _unless_by_backend(torch._C._get_cudnn_allow_tf32), _set_cudnn_allow_tf32),
+    _DEFAULT_DTYPE,
+)
+
+
+class ProcessState(NamedTuple):
+    """`autocast` is a pair for each kind of device."""
+
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+    device: torch.device
+    flags: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        # a mode may have set a device; torch 2.6's get_default_device does not know of `with device`
+        device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU
+        return cls(tuple(map(autocast_state, _KINDS)), device, tuple([flag.read() for flag in _FLAGS]))
+
+    def beside_others(self, block: str) -> ProcessState:
+        """What the block's repetition needs of the process, but for what others in it share.
+
+        Raises:
+            RuntimeError: a choice of kernels is another one now.
+        """
+        now = tuple(flag.read() for flag in _FLAGS)
+        for flag, value, other in zip(_FLAGS, self.flags, now, strict=True):
+            if value != other and flag is not _DEFAULT_DTYPE:
+                raise RuntimeError(
+                    f"while other trials run, the process's settings stay as they are from a forward to its backward, "
+                    f"but torch.{flag.name} was {value} in the forward of block {block} and is {other} now: this trial "
+                    f"or another one has set it. Set it once, before the search, or search with concurrency=1."
+                )
+        return self._replace(flags=now)
+
+    @contextmanager
+    def entered(self, now: ProcessState) -> Iterator[None]:
+        """As it was then, where it is different now."""
+        with ExitStack() as stack:
+            if self.autocast != now.autocast:
+                stack.enter_context(_autocast_as(self, now))
+            if self.device != now.device:
+                stack.enter_context(self.device)
+            for flag, value, other in zip(_FLAGS, self.flags, now.flags, strict=True):
+                if value != other:
+                    stack.callback(flag.write, other)
+                    flag.write(value)
+            yield
+
+
+@contextmanager
+def _autocast_as(then: ProcessState, now: ProcessState) -> Iterator[None]:
+    """Not by `torch.autocast`: who leaves the outermost one of a thread clears the casts of all threads. So would one
+    that the block enters itself, were it the outermost."""
+    caches = torch.is_autocast_cache_enabled()
+    torch.autocast_increment_nesting()
+    try:
+        _set_autocast(then)
+        torch.set_autocast_cache_enabled(False)
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        _set_autocast(now)
+        torch.autocast_decrement_nesting()
+
+
+def _set_autocast(state: ProcessState) -> None:
+    for kind, (enabled, dtype) in zip(_KINDS, state.autocast, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def autocast_state(kind: str) -> tuple[bool, torch.dtype]:
+    """Whether it is on for this kind of device, and what it casts to."""
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

@@ -585,6 +585,9 @@ class ShardPool:
             trial = instruction.task.trial if isinstance(instruction, (e.Promote, e.Run)) else instruction.trial
             self._granted[trial].append(instruction)
             self._wake[trial].notify_all()
+        for device, clock in enumerate(self._clocks):
+            if clock.cause and (cause := self._machine.idle_cause(device)) not in ("", clock.cause):
+                clock.idles(self._trace.now_s(), cause)
         self._handling = False
 
     def _drop(self, drop: e.Drop) -> None:

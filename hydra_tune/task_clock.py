@@ -7,6 +7,7 @@ GPU     .....A....................|.....B.....|   stall    |.....C.....
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hydra_tune.device import Device
@@ -31,23 +32,31 @@ class TaskClock:
     def __init__(self, trace: Trace, device: Device) -> None:
         self._trace = trace
         self._device = device
-        self._idle: tuple[float, str] | None = None  # since when, and why
+        self._idle: list[tuple[float, str]] = []  # since when, and why: a cause may give way to another
         self._begun: tuple[Any, str] | None = None
         self._launched: deque[_Launched] = deque()
         self._copies: deque[tuple[str, Task, Any, Any]] = deque()
         self._last: tuple[Any, float] | None = None  # the last task's end, as a mark and in seconds
         self._untold_s: defaultdict[int, float] = defaultdict(float)  # by trial
 
+    @property
+    def cause(self) -> str:
+        """Why it idles; empty where it does not."""
+        return self._idle[-1][1] if self._idle else ""
+
     def idles(self, since_s: float, cause: str) -> None:
-        self._idle = since_s, cause
+        self._idle.append((since_s, cause))
 
     def begin(self, now_s: float) -> None:
-        since_s, cause = self._idle or (now_s, "")
-        self._idle, mark = None, self._device.mark()
-        if mark is not None:
-            self._begun = mark, cause
-        elif now_s > since_s:
-            self._add_stall(since_s, now_s, cause)
+        moments = pairwise([*self._idle, (now_s, "")])
+        stalls = [(start_s, end_s, cause) for (start_s, cause), (end_s, _) in moments]
+        self._idle, mark = [], self._device.mark()
+        if mark is not None:  # its own stall is another one, for most of the same reason
+            self._begun = mark, max(stalls, key=lambda stall: stall[1] - stall[0])[2] if stalls else ""
+            return
+        for start_s, end_s, cause in stalls:
+            if end_s > start_s:
+                self._add_stall(start_s, end_s, cause)
 
     def end(self, task: Task, start_s: float, end_s: float) -> float:
         """Seconds that the task took; on a GPU, what has become known of its trial's tasks since it was last told."""

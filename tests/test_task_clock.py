@@ -60,6 +60,31 @@ def test_on_the_cpu_tasks_take_what_the_host_saw():
     ]
 
 
+def test_a_cause_gives_way_to_another():
+    trace = Trace()
+    clock = TaskClock(trace, CpuDevice(0, 1024))
+    clock.idles(3.0, "no ready task")
+    clock.idles(7.0, "promotion")
+    assert clock.cause == "promotion"
+    clock.begin(8.0)
+    assert clock.cause == ""
+    assert spans(trace) == [
+        ("stall", -1, -1, 3.0, 7.0, "no ready task"),
+        ("stall", -1, -1, 7.0, 8.0, "promotion"),
+    ]
+
+
+def test_of_causes_that_the_host_saw_a_gpu_had_most_of_the_longest(gpu):
+    trace = Trace()
+    clock = TaskClock(trace, gpu)
+    gpu.now, gpu.marks = 200.0, [100.0, 101.0, 106.0, 107.0]
+    launch(clock, F0, 10.0)
+    clock.idles(10.1, "no ready task")
+    clock.idles(15.9, "promotion")
+    launch(clock, F1, 16.0)
+    assert spans(trace)[1] == ("stall", -1, -1, 11.0, 16.0, "no ready task")
+
+
 def test_tasks_run_one_after_another_though_they_were_launched_at_once(gpu):
     trace = Trace()
     clock = TaskClock(trace, gpu)

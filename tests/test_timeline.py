@@ -253,3 +253,8 @@ def test_a_spilled_run_is_saved_in_both_formats(tmp_path):
     assert len(stalled.x) == kinds["stall"] > 0
     assert {s["cause"] for s in spans if s["kind"] == "stall"} <= {"promotion", "no ready task"}
     assert device_s(spans) == pytest.approx((device_report["busy_s"], device_report["stalled_s"]))
+    stalls = [(s["start_s"], s["end_s"], s["cause"]) for s in spans if s["kind"] == "stall"]
+    handed_over = [(one, then) for (_, end, one), (start, _, then) in pairwise(stalls) if end == start]
+    assert set(handed_over) == {("no ready task", "promotion")}, (
+        "between two steps, then for the next one's first shard"
+    )

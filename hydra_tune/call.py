@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
+from itertools import accumulate, zip_longest
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gra
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.late_gradients import Gate
 from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
-from hydra_tune.process_state import autocast_state
+from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
@@ -77,7 +78,7 @@ class BlockCall:
     num_edges: Sequence[int] = ()
     nondifferentiable: Sequence[int] = ()
     _casts: Sequence[torch.Tensor] = ()  # in the outer graph, of the parameters numbered in `_recast`
-    _recast: Sequence[int] = ()
+    _recast: Mapping[int, torch.dtype] = MappingProxyType({})  # to what
     _again: Sequence[Any] = ()  # the leaves as they are given to the repeated forward
     _random_states: Sequence[torch.Tensor] = ()
     _draws_apart = False  # from those that other threads draw from, too
@@ -98,6 +99,7 @@ class BlockCall:
     shares_memory = False
     tensor_uses: Sequence[tuple[int, int]] = ()  # in the block's own graph, direct and by a cast
     parameter_uses: Sequence[tuple[int, int]] = ()
+    casts_to: Sequence[torch.dtype | None] = ()  # each parameter; None where the autocast around the block says it
     sources: Sequence[weakref.ref[torch.Tensor]] = ()  # of each tensor
     source_bytes: Sequence[int] = ()
 
@@ -196,14 +198,15 @@ class BlockCall:
             *_padded(edges.tensors, len(self.tensors), 1),
             *_padded(edges.parameters, len(block.parameters), 1),
         ]
-        dtype = _casts_to() if any(edges.casts) else None
-        if dtype is not None:
-            self._recast = [
-                i
-                for i, (parameter, count) in enumerate(zip(block.parameters, edges.casts, strict=False))
-                if count and parameter.requires_grad and parameter.dtype is torch.float32
-            ]
-            self._casts = [self.forward_pass.cast(block.parameters[i], dtype) for i in self._recast]
+        if any(edges.casts) and remembers_casts():
+            around = casts_to()
+            dtypes = [dtype or around for dtype in edges.casts_to]
+            self._recast = {
+                i: dtype
+                for i, (parameter, count, dtype) in enumerate(zip(block.parameters, edges.casts, dtypes, strict=False))
+                if count and dtype and parameter.requires_grad and parameter.dtype is torch.float32
+            }
+            self._casts = [self.forward_pass.cast(block.parameters[i], dtype) for i, dtype in self._recast.items()]
             self.num_edges += [edges.casts[i] for i in self._recast]
 
     def edges_in(self) -> list[torch.Tensor]:
@@ -455,7 +458,7 @@ class BlockCall:
         """For each source the gradients of its edges; uses up what was `made`."""
         leaves = [*inputs, *visit.leaves]
         num_leaves = len(leaves)
-        recast = [len(inputs) + i for i in self._recast]
+        recast = {len(inputs) + i: dtype for i, dtype in self._recast.items()}
         needed = [  # a weight may have been frozen since
             (w or i in recast) and leaf.requires_grad
             for i, (w, leaf) in enumerate(zip(wanted[:num_leaves], leaves, strict=True))
@@ -505,12 +508,6 @@ def _contents(leaf: object) -> Iterator[object]:
             yield from value.values()
 
 
-def _casts_to() -> torch.dtype | None:
-    """What autocast makes of weights here, if it is on and remembers its casts."""
-    enabled = [dtype for on, dtype in map(autocast_state, ("cpu", "cuda")) if on]
-    return enabled[0] if enabled and torch.is_autocast_cache_enabled() else None
-
-
 def _has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
@@ -546,6 +543,7 @@ def edges_for(counts: Edges, other: Edges) -> Edges:
         larger(counts.tensors, other.tensors),
         larger(counts.parameters, other.parameters),
         larger(counts.casts, other.casts),
+        tuple(a or b for a, b in zip_longest(counts.casts_to, other.casts_to)),
     )
 
 

@@ -6,6 +6,7 @@ Each message says the rule, what arrived, and the next step.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Collection
 from typing import Any
 
 
@@ -31,7 +32,16 @@ class UncuttableError(PrepareError):
 
 
 class SecondGradientError(PrepareError):
-    """A gradient was taken of a gradient, through blocks that repeat their forward."""
+    """A gradient was taken of a gradient, through blocks that repeat their forward: these `blocks`."""
+
+    def __init__(self, message: str, blocks: Collection[Any] = ()) -> None:
+        super().__init__(message)
+        self.blocks = blocks
+
+
+class UntraceableError(PrepareError, AttributeError):
+    """The source of a prepared model's forward, which stands for the model's own, was asked for. Who asks whether
+    there is one hears that there is not."""
 
 
 _LEAST_LACK = 0.01  # of what is known to need more, but not how much

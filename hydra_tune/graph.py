@@ -7,7 +7,7 @@ one, or the last bit may differ: (a + b) + c is not a + (b + c).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hydra_tune.errors import PrepareError, UncuttableError
 
 REENTRANT = "CheckpointFunctionBackward"
+BLOCK = "BlockFunctionBackward"  # a block's call; its `call` is None once it was used up
 CAST = "ToCopyBackward0"  # what autocast makes of a float32 weight
 _top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
@@ -27,7 +28,12 @@ _top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
 
 def nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
     """Every node of the graph behind `outputs`."""
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    return nodes_from(t.grad_fn for t in outputs if t.grad_fn is not None)
+
+
+def nodes_from(nodes: Iterable[Any]) -> Iterator[Any]:
+    """These and every node behind them."""
+    stack = list(nodes)
     seen = set(stack)
     while stack:
         node = stack.pop()
@@ -55,23 +61,28 @@ class Uses:
 
     After a backward `direct[i]` and `cast[i]` are the gradients of leaf `i` by each use of itself and of its
     cast, in the order in which they were made, where `record` was called before. `cast_once` are the leaves of
-    which autocast keeps one copy: weights.
+    which autocast keeps one copy: weights, each with that copy's dtype. Where it is None, `cast_to[i]` tells it.
     """
 
     def __init__(
-        self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], *, cast_once: Collection[int]
+        self,
+        outputs: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        *,
+        cast_once: Mapping[int, torch.dtype | None],
     ) -> None:
         nodes = list(nodes_of(outputs))  # kept: a node's Python object must stay the same one
         self.reentrant = any(node.name() == REENTRANT for node in nodes)
         index = {id(leaf): i for i, leaf in enumerate(leaves)}
         cast_of: dict[Any, int] = {}
+        self.cast_to: dict[int, torch.dtype] = {}
         self._edges: list[tuple[Any, int, int, bool]] = []  # node, position of the edge, leaf, by a cast
         for node in nodes:
             for position, (child, _) in enumerate(node.next_functions):
                 i = index.get(id(leaf_of(child)))
                 if i is None:
                     continue
-                if i in cast_once and node.name() == CAST:
+                if i in cast_once and self._is_once(node, i, cast_once[i]):
                     cast_of[node] = i
                 else:
                     self._edges.append((node, position, i, False))
@@ -82,6 +93,15 @@ class Uses:
                         self._edges.append((node, position, cast_of[child], True))
         self.direct: list[list[torch.Tensor]] = [[] for _ in leaves]
         self.cast: list[list[torch.Tensor]] = [[] for _ in leaves]
+
+    def _is_once(self, node: Any, leaf: int, wanted: torch.dtype | None) -> bool:
+        """Whether the node is a cast to that dtype, or else to the first that autocast knows."""
+        if node.name() != CAST:
+            return False
+        made = node._input_metadata[0].dtype
+        if wanted is None and made in (torch.bfloat16, torch.float16):
+            wanted = self.cast_to.setdefault(leaf, made)
+        return bool(made is wanted)
 
     def count(self, leaf: int, *, cast: bool) -> int:
         return sum(i == leaf and by_cast == cast for _, _, i, by_cast in self._edges)

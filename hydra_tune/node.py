@@ -23,6 +23,7 @@ from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, Executor
 from hydra_tune.errors import HydraTuneError, PrepareError, SecondGradientError, UncuttableError
 from hydra_tune.forward_pass import AbandonedForward
+from hydra_tune.graph import nodes_from
 from hydra_tune.root import transform_around
 from hydra_tune.shard import Direction
 from hydra_tune.tree import map_tensors
@@ -118,7 +119,8 @@ class BlockFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise SecondGradientError(
                 "gradients of gradients are not available in a prepared model: backward was called with "
-                "create_graph=True. Call hydra_tune.release(model) first."
+                "create_graph=True. Call hydra_tune.release(model) first.",
+                [node.call.block for node in nodes_from([ctx]) if isinstance(getattr(node, "call", None), BlockCall)],
             )
         if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grad_outputs):
             raise PrepareError(

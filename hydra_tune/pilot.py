@@ -43,6 +43,7 @@ from hydra_tune.probe import (
     parametrizations_uncached,
     refuse_changes,
     refuse_marks,
+    refuse_own_leaves,
     refuse_shared_draws,
     refuse_side_channel,
     refuse_wrappers,
@@ -50,6 +51,7 @@ from hydra_tune.probe import (
     user_hooks,
     user_hooks_removed,
 )
+from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.random_state import random_state_kept
 from hydra_tune.residency import Residency
 from hydra_tune.rewind import Rewind
@@ -155,7 +157,7 @@ class Pilot:
                     args, kwargs = map_tensors(_apart, (args, kwargs))
                     outputs = tensors_in(forward(*args, **kwargs))
             except SecondGradientError as error:  # within the forward, which no cut would allow
-                for block in self.blocks:
+                for block in error.blocks:
                     block.differentiates = True
                     self.findings.uncuttable[block] = str(error)
                 return
@@ -422,7 +424,7 @@ class Pilot:
     ) -> tuple[float, int, int, list[weakref.ref[torch.Tensor]], bool]:
         block, meter, device = call.block, self.residency.meter, self.residency.device
         inputs = detached(call.tensors)
-        casts = torch.is_autocast_enabled(device.torch_device.type)
+        casts, around = remembers_casts(), casts_to()
         with torch.enable_grad(), saved(), self.residency.inside(block, copy) as visit, self._measured() as used:
             leaves = [*inputs, *visit.leaves]
             device.synchronize()
@@ -439,16 +441,19 @@ class Pilot:
             del outputs
             call.shares_memory = shares_memory(made, inputs)
             differentiable = [x for x in made if x.requires_grad]
+            refuse_own_leaves(block.name, differentiable, leaves)
             del made
             borrowed = borrowed_by(block.name, differentiable, leaves, first_node)
             if borrowed:
                 self.findings.borrowed[block] = borrowed
             weights = range(len(inputs), len(leaves)) if casts else ()
-            uses = Uses(differentiable, leaves, cast_once=weights)
+            uses = Uses(differentiable, leaves, cast_once=dict.fromkeys(weights))
             counts = [(uses.count(i, cast=False), uses.count(i, cast=True)) for i in range(len(leaves))]
             call.sources = list(map(weakref.ref, call.tensors))
             call.source_bytes = list(map(storage_bytes, inputs))
             call.tensor_uses, call.parameter_uses = counts[: len(inputs)], counts[len(inputs) :]
+            dtypes = [uses.cast_to.get(i) for i in range(len(inputs), len(leaves))]
+            call.casts_to = [None if dtype is around else dtype for dtype in dtypes]
             call.measured = True
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]

@@ -47,6 +47,7 @@ from hydra_tune.partition import (
 )
 from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains, larger_of
 from hydra_tune.pool import Client, ShardPool
+from hydra_tune.process_state import autocast_mode
 from hydra_tune.random_state import has_own_state
 from hydra_tune.root import RootForward, refuse_global_hooks, refuse_own_forward, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
@@ -229,10 +230,13 @@ class Planner:
         return True
 
     def plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
-        """The plan for these inputs, from a pilot in this training mode if gradients may follow."""
+        """The plan for these inputs, from a pilot in this training mode and autocast if gradients may follow."""
         glance = glance_at(self._trial.model)
-        plan, mode = self._plan_for_inputs(root, args, kwargs, glance), glance.training
-        while torch.is_grad_enabled() and mode not in plan.modes and len(plan.modes) < MOST_MODES:
+        plan, mode = self._plan_for_inputs(root, args, kwargs, glance), (glance.training, autocast_mode())
+        while torch.is_grad_enabled() and mode not in plan.modes:
+            casts_alike = any(casts == mode[1] for _, casts in plan.modes)
+            if casts_alike and len(plan.modes) >= MOST_MODES:
+                break
             if self._trial.in_step and plan.resident:
                 break  # its weights are not to be moved while a graph may refer to them
             if self._trial.in_step:
@@ -240,8 +244,8 @@ class Planner:
             plan = self.extend_plan(root, args, kwargs)
         return plan
 
-    def _mode(self) -> Hashable:
-        return tuple(module.training for module in self._trial.model.modules())
+    def _mode(self) -> tuple[Hashable, Hashable]:
+        return tuple(module.training for module in self._trial.model.modules()), autocast_mode()
 
     def _plan_for_inputs(
         self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], glance: Glance

@@ -19,7 +19,7 @@ from hydra_tune.block import Block, has_attributes_of
 from hydra_tune.call import BlockCall
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.garbage import collect_until
-from hydra_tune.graph import leaf_of, nodes_of
+from hydra_tune.graph import BLOCK, leaf_of, nodes_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.shard import Edges
 from hydra_tune.shared_random import SharedDraws
@@ -219,8 +219,8 @@ class OuterGraph:
     def __init__(self, outputs: Sequence[torch.Tensor], blocks: Iterable[Block]) -> None:
         """Behind them may also be calls of an earlier forward, which gave the inputs of this one."""
         nodes = list(nodes_of(outputs))
-        called = [node for node in nodes if isinstance(getattr(node, "call", None), BlockCall)]
-        measured = [node for node in called if node.call.measured]
+        called = [node for node in nodes if node.name() == BLOCK and hasattr(node, "call")]
+        measured = [node for node in called if node.call is not None and node.call.measured]  # not used up already
         owned = {id(p): p for block in blocks for p in block.slot_parameters}
         children = [leaf_of(c) for node in set(nodes).difference(called) for c, _ in node.next_functions]
         self.used_outside = list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
@@ -261,7 +261,17 @@ class OuterGraph:
             apart = sum(size * n for size, n in sources if n > 1)
             apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, recast, strict=True))
             adds = any(n < direct for n, (direct, _) in zip(parameters, call.parameter_uses, strict=True))
-            yield call.block, Edges(tuple(tensors), tuple(parameters), tuple(recast)), apart, adds
+            edges = Edges(tuple(tensors), tuple(parameters), tuple(recast), tuple(call.casts_to))
+            yield call.block, edges, apart, adds
+
+
+def refuse_own_leaves(name: str, made: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> None:
+    known = set(map(id, leaves))
+    if any(x.is_leaf and id(x) not in known for x in made):
+        raise UncuttableError(
+            f"a block's outputs that require a gradient come from its operators, but block {name} makes one that is a "
+            "leaf (.requires_grad_()), which would be none outside of the block and have no .grad. Make it outside."
+        )
 
 
 def _changed(node: Any) -> bool:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
 
 _CPU = torch.device("cpu")
 _KINDS = ("cpu", "cuda")  # of devices, that autocast is on or off for
+_NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting  # each says how deep the thread is then
+_CALL = methodcaller("__call__")
 
 
 def _unless_by_backend(read: Callable[[], Any]) -> Callable[[], Any]:
@@ -126,6 +129,23 @@ def _set_autocast(state: ProcessState) -> None:
     for kind, (enabled, dtype) in zip(_KINDS, state.autocast, strict=True):
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
+
+
+def remembers_casts() -> bool:
+    """Whether this thread is in an autocast context, be it one that is switched off, at whose end PyTorch forgets the
+    casts of weights that were made since."""
+    deeper, _ = map(_CALL, _NESTING)  # no line of ours in between, where an interruption would leave it deeper
+    return deeper > 1 and torch.is_autocast_cache_enabled()
+
+
+def casts_to() -> torch.dtype | None:
+    """What autocast makes of weights here, if it is on."""
+    return next((dtype for on, dtype in map(autocast_state, _KINDS) if on), None)
+
+
+def autocast_mode() -> tuple[Any, ...]:
+    """What decides how weights are cast here: the dtype for each kind of device, and whether casts are remembered."""
+    return (*(dtype if on else None for on, dtype in map(autocast_state, _KINDS)), remembers_casts())
 
 
 def autocast_state(kind: str) -> tuple[bool, torch.dtype]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import update_wrapper
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hydra_tune.errors import PrepareError
+from hydra_tune.errors import PrepareError, UntraceableError
 from hydra_tune.host_buffer import is_dense, tensor_bytes
 from hydra_tune.shard import TrialPlan
 
@@ -35,7 +36,15 @@ class RootForward:
         self._model = model
         self.trial = trial
         self.original: Callable[..., Any] = type(model).forward.__get__(model)
-        self.__wrapped__ = self.original
+        update_wrapper(self, self.original, updated=())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__code__", "__globals__"):
+            raise UntraceableError(
+                "a prepared model runs operator by operator, but something reads its forward's code, as torch.export "
+                "and torch.jit.script do. Call hydra_tune.release(model) first."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.trial.run_root(self, args, kwargs)
@@ -112,8 +121,8 @@ def refuse_unsupported(model: nn.Module) -> None:
         if not is_dense(tensor) and tensor.numel() > 0:
             way = "dense (.to_dense())" if tensor.layout is not torch.strided else "fill its memory (.contiguous())"
             raise PrepareError(
-                f"weights are dense and fill their memory, but {name} has layout {tensor.layout} and strides "
-                f"{tensor.stride() if tensor.layout is torch.strided else None}. Make it {way} first."
+                f"weights and buffers are dense and fill their memory, but {name} has layout {tensor.layout} and "
+                f"strides {tensor.stride() if tensor.layout is torch.strided else None}. Make it {way} first."
             )
     for name, buffer in model.named_buffers():
         if buffer.requires_grad and buffer.is_leaf:
@@ -177,6 +186,8 @@ def refuse_global_hooks() -> None:
 
 def transform_around() -> str | None:
     """What changes the meaning of operators here, and reaches neither a block's weights nor its repetition."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func (grad, vmap, jvp)"
     if torch.autograd.forward_ad._current_level >= 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class ShardState(Enum):
@@ -46,11 +46,13 @@ class Task(NamedTuple):
 @dataclass(frozen=True)
 class Edges:
     """How many edges of the outer graph a block takes for each of its tensors, parameters and autocast's copies
-    of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`."""
+    of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`. `casts_to`
+    are the dtypes of the copies; where it is None, that of the autocast around the block."""
 
     tensors: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     casts: tuple[int, ...] = ()
+    casts_to: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class TrialPlan:
                   between blocks, the loss
     `late_bytes`  of these: gradients of one block on their way to the host while the next one computes
     `cut`         where the model is cut otherwise than by size
-    `modes`       which modules were in training mode in the pilots with gradients that it comes from
+    `modes`       which modules were in training mode, and what autocast cast to, in the pilots with gradients that it
+                  comes from
     `written`     names of the weights that the forward itself writes into
     A resident plan has one shard without a slot: the root module, whose weights are all held.
     """
@@ -148,7 +151,7 @@ class TrialPlan:
     step_bytes: int
     cut: Cut = Cut()
     late_bytes: int = 0
-    modes: frozenset[Hashable] = frozenset()
+    modes: frozenset[tuple[Hashable, Hashable]] = frozenset()
     written: frozenset[str] = frozenset()
 
     @cached_property

@@ -145,7 +145,8 @@ def refuse_modes(block: str, modules: Sequence[nn.Module]) -> None:
         name = getattr(mode, "__name__", type(mode).__name__)
         raise PrepareError(
             f"a block's forward is repeated in backward, and {name} around the forward would miss it (block {block}). "
-            "Leave it out, use it inside of the block's forward, or call hydra_tune.release(model) first."
+            "Leave it out, use it inside of the block's forward (a block that the report calls opened is too large for "
+            "the budget, or can't be run apart), or call hydra_tune.release(model) first."
         )
 
 

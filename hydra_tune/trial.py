@@ -40,6 +40,7 @@ from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import Counted, TrialMode, drop_modes
 from hydra_tune.planner import Planner, UnmeasuredBlock
 from hydra_tune.pool import ShardPool
+from hydra_tune.process_state import remembers_casts
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.rewind import Rewind
@@ -453,7 +454,7 @@ class Trial:
 
     def _warn_of_second_forward(self) -> None:
         former = [forward_pass for ref in self._passes if (forward_pass := ref()) is not None and not forward_pass.done]
-        if self._warned or not former:
+        if self._warned or not former or not torch.is_grad_enabled():
             return
         if adding := [name for name in (*(forward.adds_uses for forward in former), self._adds_uses()) if name]:
             self._warned = True
@@ -463,7 +464,7 @@ class Trial:
                 self.name,
                 adding[0],
             )
-        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", self.device.torch_device.type)):
+        if remembers_casts():
             self._warned = True
             logger.warning(
                 "%s runs a second forward under autocast before the backward of the first: in one autocast context "
@@ -544,16 +545,18 @@ class Trial:
         self._backward_passes.add(forward_pass)
 
     def _end_backward(self, keeps_graph: bool) -> None:
+        within_forward = self._pass is not None  # which goes on, and may make more of its graph
         if not keeps_graph:
-            for forward_pass in self._backward_passes:
+            for forward_pass in self._backward_passes - {self._pass}:
                 forward_pass.done = True
         self._backward_passes = set()
         self._backward_id = -1
-        self._num_backwards += 1
-        if not self.ended:
-            self._boundary()
-        self._note_for_resumption()
-        self._unfinished = self._running  # in a pilot
+        if not within_forward:
+            self._num_backwards += 1
+            if not self.ended:
+                self._boundary()
+            self._note_for_resumption()
+        self._unfinished = self._running
 
     # ---- visits ----
 

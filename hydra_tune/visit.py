@@ -12,6 +12,7 @@ from torch import nn
 from hydra_tune.block import Block, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.meter import TrialMeter
+from hydra_tune.process_state import remembers_casts
 from hydra_tune.spill import DeviceCopy
 
 OptionalT = TypeVar("OptionalT", torch.Tensor, torch.Tensor | None)
@@ -78,7 +79,7 @@ class Visit:
         self._buffers = [m._buffers[n] for m, n in block.buffer_sites]
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._residency.visit = self
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if remembers_casts():
             torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
         try:
             held = {id(p): leaf_like(p, p.data) for p in block.held}

@@ -14,6 +14,7 @@ import torch
 from hydra_tune.cuda_device import CudaDevice
 from hydra_tune.device import CpuDevice
 from hydra_tune.pool import ShardPool
+from hydra_tune.process_state import remembers_casts
 from hydra_tune.schedule import Machine
 
 
@@ -42,6 +43,13 @@ def _parametrized(item):
 def fixed_threads():
     """Thread counts change the last bit of LayerNorm's gradients."""
     torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def autocast_left():
+    """Where a test leaves its thread within autocast, no later one forgets its casts."""
+    yield
+    assert not remembers_casts()
 
 
 @pytest.fixture(autouse=True)

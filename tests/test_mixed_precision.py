@@ -1,5 +1,7 @@
 """Autocast, gradient scalers, bfloat16 models and user-level checkpointing: the numbers of plain PyTorch."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -174,6 +176,83 @@ def test_modules_called_several_times(autocast, where, budget):
         return losses, left_by(model, optimizer)
 
     compare(scenario, budget)
+
+
+class TwiceIn(Twice):
+    """In an autocast context of the block's own."""
+
+    def __init__(self, width, dtype):
+        super().__init__(width)
+        self.dtype = dtype
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=self.dtype):
+            return super().forward(x).float().tanh()
+
+
+OUTER = {
+    "none": None,
+    "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
+    "off": {"dtype": torch.bfloat16, "enabled": False},
+    "no cache": {"dtype": torch.bfloat16, "cache_enabled": False},
+}
+
+
+def trained_in(*contexts, blocks, evaluates=False):
+    """A step in each."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare, nn.Sequential(*blocks()))
+        left = []
+        for context in contexts:
+            optimizer.zero_grad()
+            around = OUTER[context]
+            with nullcontext() if around is None else torch.autocast("cpu", **around):
+                if evaluates:
+                    with torch.no_grad():
+                        left.append(model(torch.randn(8, 64)))
+                loss = model(torch.randn(8, 64)).float().square().mean()
+            loss.backward()
+            left += [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+        return left, left_by(model, optimizer)
+
+    return scenario
+
+
+@both_budgets
+@both_dtypes
+@pytest.mark.parametrize("evaluates", [False, True], ids=["", "evaluates"])
+@pytest.mark.parametrize("outer", OUTER)
+def test_blocks_that_cast_to_a_dtype_of_their_own(outer, evaluates, dtype, budget):
+    """A weight's two uses were added in the dtype of the context around the block. And where that was switched off,
+    the casts of all blocks outlived their visits, so that no budget was enough."""
+    if budget == "spilled" and evaluates and outer in ("bf16", "fp16", "off") and torch.__version__ < (2, 11):
+        pytest.skip("in plain PyTorch a cast of the evaluation serves the training")
+    compare(
+        trained_in(outer, outer, blocks=lambda: [TwiceIn(64, dtype) for _ in range(8)], evaluates=evaluates), budget
+    )
+
+
+@both_budgets
+@pytest.mark.parametrize(
+    "contexts", [("none", "bf16"), ("off", "bf16"), ("bf16", "none", "fp16"), ("no cache", "bf16")]
+)
+def test_autocast_that_a_script_switches_on_later(contexts, budget):
+    """The pilot without it counted no casts, and gradients of a weight's two uses were added in float32."""
+    compare(trained_in(*contexts, blocks=lambda: [Twice(64) for _ in range(8)]), budget)
+
+
+def test_casts_by_hand_to_another_dtype_are_not_autocasts():
+    class ByHand(nn.Linear):
+        def forward(self, x):
+            for _ in range(2):
+                x = nn.functional.linear(x.double(), self.weight.double()).tanh()
+            return x.float()
+
+    compare(trained_in("bf16", blocks=lambda: [ByHand(64, 64, bias=False) for _ in range(8)]))
 
 
 @both_budgets

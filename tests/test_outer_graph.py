@@ -281,6 +281,43 @@ def test_a_model_that_is_trained_on_its_gradients_stays_on_the_device():
         script.run(pool)
 
 
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_a_leaf_that_a_block_makes_stays_one(budget):
+    """Spilled, it came out of the block as an activation, without a `.grad`."""
+
+    class Cuts(Layer):
+        def forward(self, x):
+            return super().forward(x).detach().requires_grad_()
+
+    class Latent(Net):
+        def set_up(self):
+            self.layers[2] = Cuts()
+
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if i == 2:
+                    self.latent = x
+            return self.head(x)
+
+    def trained(pool=None):
+        torch.manual_seed(0)
+        model, left = Latent(), []
+        if pool is not None:
+            hydra_tune.prepare(model, pool=pool)
+        for _ in range(2):
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+            left += [model.latent.grad, model.head.weight.grad.clone()]
+        assert model.latent.is_leaf and model.layers[0].up.weight.grad is None
+        return left
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+        found = trained(pool)
+        (trial,) = pool.report()["trials"]
+        assert "a leaf" in trial["cut"]["opened"]["layers.2"] and trial["resident"] == (budget == "resident")
+    assert all(map(torch.equal, trained(), found))
+
+
 def test_a_context_that_nobody_announces_is_refused():
     """Neither a flag nor a name has changed when the layers are first given it."""
     with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:

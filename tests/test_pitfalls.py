@@ -194,7 +194,7 @@ def always(instead):
 def one_edge_each(original):
     def edges(graph, **options):
         for block, found, *rest in original(graph, **options):
-            yield block, Edges(casts=found.casts), *rest
+            yield block, Edges(casts=found.casts, casts_to=found.casts_to), *rest
 
     return edges
 

@@ -338,6 +338,30 @@ def test_compiled_models_are_refused_by_name(what, pool):
         hydra_tune.prepare(model, pool=pool)
 
 
+# ---- what reads a forward, or records one ----
+
+READERS = {
+    "torch.export": lambda model, x: torch.export.export(model, (x,)),
+    "torch.jit.script": lambda model, x: torch.jit.script(model),
+    "torch.jit.trace": lambda model, x: torch.jit.trace(model, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("what", READERS)
+def test_a_prepared_model_is_not_traced(what, pool):
+    model = hydra_tune.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), pool=pool)
+    with pytest.raises(hydra_tune.PrepareError, match=rf"{what}.*release\(model\)"):
+        READERS[what](model, torch.randn(2, 4))
+    assert model(torch.randn(2, 4)).shape == (2, 4)
+
+
+def test_a_prepared_models_forward_has_the_name_of_its_own(pool):
+    model = hydra_tune.prepare(nn.Sequential(nn.Linear(4, 4)), pool=pool)
+    assert (model.forward.__name__, model.forward.__doc__) == ("forward", nn.Sequential.forward.__doc__)
+    assert not hasattr(model.forward, "__code__") and not hasattr(model.forward, "other")
+
+
 # ---- pools ----
 
 

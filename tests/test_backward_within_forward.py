@@ -1,0 +1,140 @@
+"""A model's forward that runs a backward through some blocks, then calls others: guidance, energies, saliency.
+
+A step ended with the first backward in it, in the middle of the forward, and the next block's task was of no step: the
+machine fell over its own assertion, and took the pool's other trials with it."""
+
+import optuna
+import pytest
+import torch
+from torch import nn
+
+import hydra_tune
+import scripts
+from scripts import BUDGETS, WIDTH, Net, Script, trains_as_in_plain_pytorch
+
+
+class Guided(Net):
+    """Six blocks, of which the first two are an energy."""
+
+    def slope(self, x, **options):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.layers[1](self.layers[0](x)).square().mean()
+            return torch.autograd.grad(energy, x, **options)[0]
+
+    def rest(self, x):
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return self.head(x)
+
+
+class Starts(Guided):
+    def forward(self, x):
+        return self.rest(x - self.slope(x))
+
+
+class KeepsTheGraph(Guided):
+    def forward(self, x):
+        return self.rest(x - self.slope(x, retain_graph=True))
+
+
+class Walks(Guided):
+    """More often than a step has backwards."""
+
+    def forward(self, x):
+        for _ in range(10):
+            x = x - 0.1 * self.slope(x) + 0.01 * torch.randn_like(x)
+        return self.rest(x)
+
+
+class Between(Guided):
+    """Blocks before the backward are in the outer graph as well."""
+
+    def forward(self, x):
+        x = self.layers[2](x)
+        x = x - self.slope(x)
+        return self.head(self.layers[4](self.layers[3](x)))
+
+
+class TrainsWithin(Guided):
+    """Some weights get their gradients in the forward."""
+
+    def forward(self, x):
+        y = self.layers[1](self.layers[0](x))
+        if torch.is_grad_enabled():
+            y.square().mean().backward()
+        return self.rest(y.detach())
+
+
+class TrainsOnTheSlope(Guided):
+    """Gradients of gradients: only the blocks behind these stay on the device."""
+
+    def forward(self, x):
+        return self.rest(x.detach() - self.slope(x, create_graph=True))
+
+
+MODELS = [Starts, KeepsTheGraph, Walks, Between, TrainsWithin, TrainsOnTheSlope]
+
+
+def script_of(kind):
+    class WithABackward(Script):
+        def model(self):
+            return kind()
+
+        def after(self, model, optimizer):
+            """In an evaluation too, and what that draws is drawn."""
+            with torch.no_grad():
+                model(torch.randn(4, WIDTH))
+
+    return WithABackward
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_trains_as_in_plain_pytorch(kind, budget):
+    trains_as_in_plain_pytorch(script_of(kind), budget)
+
+
+def test_with_gradients_of_gradients_only_the_blocks_behind_them_are_kept():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        script_of(TrainsOnTheSlope)().run(pool)
+        (trial,) = pool.report()["trials"]
+    assert trial["cut"]["kept"].keys() == {"layers.0", "layers.1"} and not trial["resident"]
+
+
+def test_a_graph_that_the_forward_has_used_up_is_used_up():
+    class Twice(Guided):
+        def forward(self, x):
+            y = self.layers[1](self.layers[0](x))
+            torch.autograd.grad(y.sum(), self.layers[0].up.bias)
+            return self.rest(y)
+
+    model = Twice()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        loss = model(torch.randn(4, WIDTH)).sum()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+        del loss
+        assert not pool.report()["trials"][0]["resident"]
+        hydra_tune.release(model)
+        assert pool.devices[0].used_bytes == 0
+
+
+def test_trials_beside_one_finish():
+    def objective(trial):
+        model = Starts() if trial.number == 1 else Net(scripts.Layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hydra_tune.prepare(model, optimizer)
+        for _ in range(3):
+            loss = nn.functional.mse_loss(model(torch.randn(4, WIDTH)), torch.zeros(4, 8))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    study = optuna.create_study()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"], seed=0) as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=3).optimize(study, objective, n_trials=5)
+        assert pool.devices[0].used_bytes == 0
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 5

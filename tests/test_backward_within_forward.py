@@ -95,6 +95,26 @@ def test_it_trains_as_in_plain_pytorch(kind, budget):
     trains_as_in_plain_pytorch(script_of(kind), budget)
 
 
+def test_the_step_lasts_as_long_as_the_graph_that_the_forward_goes_on_with():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = hydra_tune.prepare(Between(), pool=pool)
+        loss = model(torch.randn(4, WIDTH)).sum()
+        trial = model.forward.trial
+        trial.boundary()  # as at an optimizer's step, or a loader's next batch
+        assert trial.in_step
+        loss.backward()
+        assert not trial.in_step
+
+
+def test_its_backwards_are_none_of_the_steps(caplog):
+    """After eight of these a step is taken for one that never ends."""
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        model = hydra_tune.prepare(Walks(), pool=pool)
+        (model(torch.randn(4, WIDTH)) + model(torch.randn(4, WIDTH))).sum().backward()
+        assert not pool.report()["trials"][0]["resident"]
+    assert "keeps an output" not in caplog.text
+
+
 def test_with_gradients_of_gradients_only_the_blocks_behind_them_are_kept():
     with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
         script_of(TrainsOnTheSlope)().run(pool)

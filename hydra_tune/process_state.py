@@ -113,16 +113,17 @@ class ProcessState(NamedTuple):
 def _autocast_as(then: ProcessState, now: ProcessState) -> Iterator[None]:
     """Not by `torch.autocast`: who leaves the outermost one of a thread clears the casts of all threads. So would one
     that the block enters itself, were it the outermost."""
-    caches = torch.is_autocast_cache_enabled()
-    torch.autocast_increment_nesting()
+    caches, nesting = torch.is_autocast_cache_enabled(), _nesting()
     try:
+        torch.autocast_increment_nesting()
         _set_autocast(then)
         torch.set_autocast_cache_enabled(False)
         yield
     finally:
         torch.set_autocast_cache_enabled(caches)
         _set_autocast(now)
-        torch.autocast_decrement_nesting()
+        if _nesting() > nesting:  # not where it was interrupted before
+            torch.autocast_decrement_nesting()
 
 
 def _set_autocast(state: ProcessState) -> None:
@@ -134,8 +135,14 @@ def _set_autocast(state: ProcessState) -> None:
 def remembers_casts() -> bool:
     """Whether this thread is in an autocast context, be it one that is switched off, at whose end PyTorch forgets the
     casts of weights that were made since."""
-    deeper, _ = map(_CALL, _NESTING)  # no line of ours in between, where an interruption would leave it deeper
-    return deeper > 1 and torch.is_autocast_cache_enabled()
+    return _nesting() > 0 and torch.is_autocast_cache_enabled()
+
+
+def _nesting() -> int:
+    """How many autocast contexts this thread is in."""
+    deeper, same = map(_CALL, _NESTING)  # no line of ours in between, where an interruption would leave it deeper
+    assert deeper == same + 1
+    return int(same)
 
 
 def casts_to() -> torch.dtype | None:

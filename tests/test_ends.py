@@ -1,5 +1,6 @@
 """Whatever ends a trial, its bytes are given back and nothing of it stays reachable."""
 
+import contextlib
 import copy
 import ctypes
 import gc
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hydra_tune
 from hydra_tune.context import TrialContext, current_context
+from hydra_tune.process_state import remembers_casts
 from models import gpt
 
 BUDGET = 400_000
@@ -341,6 +343,15 @@ class Interrupts:
 
     def __exit__(self, *_):
         sys.setprofile(None)
+
+
+def test_a_look_at_autocast_that_is_interrupted_leaves_the_thread_as_it_was():
+    """The only way to know whether a thread is in an autocast context is to enter one more and leave it. Interrupted in
+    between, the thread would never forget its casts again, and train on stale weights."""
+    for place in range(1, 10):
+        with contextlib.suppress(KeyboardInterrupt), Interrupts(place):
+            remembers_casts()
+        assert not remembers_casts()
 
 
 def small_model():

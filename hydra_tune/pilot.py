@@ -184,7 +184,7 @@ class Pilot:
             saved_between = max(0, held - sum(boundaries))
             loss_bytes = max(OUTPUT_COPIES * output_bytes, saved_between)
             self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
-            graph = None if self.findings else OuterGraph(outputs, self.blocks)
+            graph = None if self.findings else OuterGraph(inputs, outputs, self.blocks)
             del outputs
             if graph is not None:
                 self._read(graph, hooked=hooked)

@@ -216,13 +216,17 @@ class OuterGraph:
     changed_later  blocks whose inputs were changed in place after their forward; a backward would repeat it on others
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor], blocks: Iterable[Block]) -> None:
-        """Behind them may also be calls of an earlier forward, which gave the inputs of this one."""
+    def __init__(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], blocks: Iterable[Block]
+    ) -> None:
+        """An earlier forward may have given the inputs of this one, and used weights in its own way."""
         nodes = list(nodes_of(outputs))
         called = [node for node in nodes if node.name() == BLOCK and hasattr(node, "call")]
         measured = [node for node in called if node.call is not None and node.call.measured]  # not used up already
         owned = {id(p): p for block in blocks for p in block.slot_parameters}
-        children = [leaf_of(c) for node in set(nodes).difference(called) for c, _ in node.next_functions]
+        children = [
+            leaf_of(c) for node in set(nodes).difference(called, nodes_of(inputs)) for c, _ in node.next_functions
+        ]
         self.used_outside = list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
         self.changed_later = [node.call.block for node in measured if _changed(node)]
         users = Counter((t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None)  # the loss uses these

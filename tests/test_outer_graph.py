@@ -282,6 +282,18 @@ def test_a_model_that_is_trained_on_its_gradients_stays_on_the_device():
 
 
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_weights_that_an_earlier_forward_has_used_in_its_own_way_are_not_held(budget):
+    """Where that was resident, its graph behind the inputs of the next one has operators on them."""
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+        model = Net()
+        model.head = nn.Linear(WIDTH, WIDTH)
+        x = step(model, pool)
+        model(x).sum().backward()
+        (trial,) = pool.report()["trials"]
+    assert trial["cut"]["held"] == {} and trial["resident"] == (budget == "resident")
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
 def test_a_leaf_that_a_block_makes_stays_one(budget):
     """Spilled, it came out of the block as an activation, without a `.grad`."""
 

@@ -99,6 +99,7 @@ class BlockCall:
     shares_memory = False
     tensor_uses: Sequence[tuple[int, int]] = ()  # in the block's own graph, direct and by a cast
     parameter_uses: Sequence[tuple[int, int]] = ()
+    context = 0  # of autocast, in this forward
     casts_to: Sequence[torch.dtype | None] = ()  # each parameter; None where the autocast around the block says it
     sources: Sequence[weakref.ref[torch.Tensor]] = ()  # of each tensor
     source_bytes: Sequence[int] = ()
@@ -206,7 +207,10 @@ class BlockCall:
                 for i, (parameter, count, dtype) in enumerate(zip(block.parameters, edges.casts, dtypes, strict=False))
                 if count and dtype and parameter.requires_grad and parameter.dtype is torch.float32
             }
-            self._casts = [self.forward_pass.cast(block.parameters[i], dtype) for i, dtype in self._recast.items()]
+            context = self.forward_pass.contexts.current() if self._recast else 0
+            self._casts = [
+                self.forward_pass.cast(block.parameters[i], dtype, context) for i, dtype in self._recast.items()
+            ]
             self.num_edges += [edges.casts[i] for i in self._recast]
 
     def edges_in(self) -> list[torch.Tensor]:

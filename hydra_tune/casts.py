@@ -1,4 +1,4 @@
-"""Autocast's copies of weights in the forward of a resident trial.
+"""Autocast's copies of weights: from which contexts they are, and those in the forward of a resident trial.
 
 Autocast casts a weight once a context, for all its uses, and adds their gradients in the lower precision. But PyTorch
 keeps the casts of all threads together, and whoever leaves a thread's outermost `torch.autocast` clears them all: a
@@ -15,7 +15,32 @@ from typing import Any
 import torch
 
 from hydra_tune.graph import CAST, leaf_of, nodes_of
-from hydra_tune.process_state import autocast_state
+from hydra_tune.process_state import autocast_state, remembers_casts
+
+
+class Contexts:
+    """Tells the autocast contexts of one forward apart, by whether PyTorch still remembers a cast made before."""
+
+    def __init__(self) -> None:
+        self._is_within_one = remembers_casts()  # the script's; another thread may clear its casts all the same
+        self._number = 0
+        self._cast: Any = None
+
+    def current(self) -> int:
+        """In a context."""
+        if not self._is_within_one:
+            if self._cast is None:
+                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                    self._probe = torch.ones(1, 1, requires_grad=True)
+            enabled = torch.is_autocast_enabled("cpu")
+            try:
+                torch.set_autocast_enabled("cpu", True)
+                cast = _cast_of(self._probe)
+            finally:
+                torch.set_autocast_enabled("cpu", enabled)
+            self._number += cast is not self._cast
+            self._cast = cast
+        return self._number
 
 
 class CastsOfForward:
@@ -31,12 +56,12 @@ class CastsOfForward:
         where = device if kinds[-1] == device.type else torch.device("cpu")
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # it is nobody's to see
             self._probe = torch.ones(1, 1, device=where, requires_grad=True)
-        self._cast = self._cast_of_probe()
+        self._cast = _cast_of(self._probe)
 
     def join(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
         """Where others have cleared the casts meanwhile, let the gradients of each weight be added as those of one, for
         as long as the caller keeps what this returns: it may not be kept by the graph behind `outputs`."""
-        if self._probe is None or self._cast_of_probe() is self._cast:
+        if self._probe is None or _cast_of(self._probe) is self._cast:
             return []
         nodes, casts = list(nodes_of(outputs)), dict[int, _Casts]()
         for node in [node for node in nodes if node.name() == CAST]:
@@ -49,11 +74,12 @@ class CastsOfForward:
             _OneCast(several, nodes)
         return joined
 
-    def _cast_of_probe(self) -> Any:
-        assert self._probe is not None
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            product = torch.mm(self._probe, self._probe)
-        return product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+def _cast_of(probe: torch.Tensor) -> Any:
+    """The node of the cast that autocast makes of it, or has made and remembers."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.enable_grad():
+        product = torch.mm(probe, probe)
+    return product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 class _Casts(list[Any]):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hydra_tune.block import Block
+from hydra_tune.casts import Contexts
 from hydra_tune.graph import Cast
 from hydra_tune.late_gradients import Edges, Gate
 
@@ -29,11 +30,12 @@ class ForwardPass:
     ended_by: Exception | None = None
     joined_casts: list[Any] = field(default_factory=list)
     gates: dict[Block, tuple[Gate, Edges]] = field(default_factory=dict)  # of blocks that were not called yet
-    _casts: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    contexts: Contexts = field(default_factory=Contexts)
+    _casts: dict[tuple[int, torch.dtype, int], torch.Tensor] = field(default_factory=dict)
 
-    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What stands for autocast's copy of a weight, one for all its uses in this forward."""
-        key = (id(parameter), dtype)
+    def cast(self, parameter: torch.Tensor, dtype: torch.dtype, context: int) -> torch.Tensor:
+        """What stands for autocast's copy of a weight, one for all its uses in this context."""
+        key = (id(parameter), dtype, context)
         if key not in self._casts:
             with torch.enable_grad():
                 self._casts[key] = Cast.apply(parameter, dtype)  # type: ignore[no-untyped-call]

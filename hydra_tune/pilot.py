@@ -425,6 +425,7 @@ class Pilot:
         block, meter, device = call.block, self.residency.meter, self.residency.device
         inputs = detached(call.tensors)
         casts, around = remembers_casts(), casts_to()
+        call.context = call.forward_pass.contexts.current() if casts else 0
         with torch.enable_grad(), saved(), self.residency.inside(block, copy) as visit, self._measured() as used:
             leaves = [*inputs, *visit.leaves]
             device.synchronize()

@@ -231,11 +231,12 @@ class OuterGraph:
         self.changed_later = [node.call.block for node in measured if _changed(node)]
         users = Counter((t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None)  # the loss uses these
         users.update(child for node in nodes for child in node.next_functions if child[0] is not None)
-        self._casts: Counter[int] = Counter()
+        self._casts: Counter[tuple[int, int]] = Counter()  # of a weight in a context
         self._calls: list[tuple[BlockCall, list[bool]]] = []  # and whether something else uses each of its sources
         for node in measured:
             call = node.call
-            self._casts.update({id(p): n for p, (_, n) in zip(call.block.parameters, call.parameter_uses, strict=True)})
+            uses = zip(call.block.parameters, call.parameter_uses, strict=True)
+            self._casts.update({(id(p), call.context): n for p, (_, n) in uses})
             self._calls.append((call, [users[child] > 1 for child in node.next_functions]))
 
     def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int, bool]]:
@@ -252,7 +253,7 @@ class OuterGraph:
                 for other, source, (direct, _) in zip(shared, call.sources, call.tensor_uses, strict=False)
             ]
             recast = [
-                n if self._casts[id(p)] > 1 else 0
+                n if self._casts[id(p), call.context] > 1 else 0
                 for p, (_, n) in zip(call.block.parameters, call.parameter_uses, strict=True)
             ]
             parameters = [

@@ -245,6 +245,28 @@ def test_autocast_that_a_script_switches_on_later(contexts, budget):
     compare(trained_in(*contexts, blocks=lambda: [Twice(64) for _ in range(8)]), budget)
 
 
+class EntersTwice(nn.Module):
+    """Two contexts, in each of which the same blocks are called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
+
+    def forward(self, x):
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                for layer in [*self.layers, *self.layers]:
+                    x = layer(x).tanh()
+        return x
+
+
+@both_budgets
+@pytest.mark.parametrize("outer", OUTER)
+def test_contexts_that_the_model_enters_one_after_another(outer, budget):
+    """A weight is cast once in each; the gradients of both casts were added in the lower precision."""
+    compare(trained_in(outer, outer, blocks=lambda: [EntersTwice()]), budget)
+
+
 def test_casts_by_hand_to_another_dtype_are_not_autocasts():
     class ByHand(nn.Linear):
         def forward(self, x):

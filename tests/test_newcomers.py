@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune import schedule
 from hydra_tune.meter import TrialMeter
 from hydra_tune.trial import Trial
 from late_arrivals import come_late
@@ -27,6 +28,12 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, CUDA])])
 def device(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def whole_story(monkeypatch):
+    """However many steps the neighbour takes meanwhile."""
+    monkeypatch.setattr(schedule, "_STORY_EVENTS", None)
 
 
 class Neighbour:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, zip_longest
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
-from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of
+from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of, uncached
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.late_gradients import Gate
 from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
@@ -28,6 +28,7 @@ from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_in_p
 from hydra_tune.visit import Visit
 
 ResultT = TypeVar("ResultT")
+_CastsTo: TypeAlias = frozenset[tuple[torch.dtype | None, torch.dtype]]  # see `Edges`
 
 
 class Executor(Protocol):
@@ -60,6 +61,8 @@ class Executor(Protocol):
     def finds(self, block: Block, error: PrepareError) -> bool: ...
 
     def end_forward(self, error: Exception) -> None: ...
+
+    def note_used_up(self, call: BlockCall) -> None: ...
 
     def end(self) -> None: ...
 
@@ -100,7 +103,7 @@ class BlockCall:
     tensor_uses: Sequence[tuple[int, int]] = ()  # in the block's own graph, direct and by a cast
     parameter_uses: Sequence[tuple[int, int]] = ()
     context = 0  # of autocast, in this forward
-    casts_to: Sequence[torch.dtype | None] = ()  # each parameter; None where the autocast around the block says it
+    casts_to: Sequence[_CastsTo] = ()  # of each parameter
     sources: Sequence[weakref.ref[torch.Tensor]] = ()  # of each tensor
     source_bytes: Sequence[int] = ()
 
@@ -201,7 +204,7 @@ class BlockCall:
         ]
         if any(edges.casts) and remembers_casts():
             around = casts_to()
-            dtypes = [dtype or around for dtype in edges.casts_to]
+            dtypes = [dict(others).get(around, around) for others in edges.casts_to]
             self._recast = {
                 i: dtype
                 for i, (parameter, count, dtype) in enumerate(zip(block.parameters, edges.casts, dtypes, strict=False))
@@ -389,9 +392,8 @@ class BlockCall:
                 drawn = generator_states(generators)
                 try:
                     set_generator_states(generators, self._random_states)
-                    inputs = visit.brought(
-                        [alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
-                    )
+                    given = [alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
+                    inputs = list(map(uncached, visit.brought(given)))
                     first_node = torch._C._autograd._get_sequence_nr()
                     restored = self._surroundings.restored(self.block.name, alone=self.trial.is_alone)
                     with torch.enable_grad(), restored:
@@ -547,7 +549,7 @@ def edges_for(counts: Edges, other: Edges) -> Edges:
         larger(counts.tensors, other.tensors),
         larger(counts.parameters, other.parameters),
         larger(counts.casts, other.casts),
-        tuple(a or b for a, b in zip_longest(counts.casts_to, other.casts_to)),
+        tuple(a | b for a, b in zip_longest(counts.casts_to, other.casts_to, fillvalue=_CastsTo())),
     )
 
 

@@ -61,7 +61,8 @@ class CastsOfForward:
     def join(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
         """Where others have cleared the casts meanwhile, let the gradients of each weight be added as those of one, for
         as long as the caller keeps what this returns: it may not be kept by the graph behind `outputs`."""
-        if self._probe is None or _cast_of(self._probe) is self._cast:
+        remembers = torch.is_autocast_cache_enabled()  # the model may have switched it off
+        if self._probe is None or not remembers or _cast_of(self._probe) is self._cast:
             return []
         nodes, casts = list(nodes_of(outputs)), dict[int, _Casts]()
         for node in [node for node in nodes if node.name() == CAST]:

@@ -262,6 +262,17 @@ def detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [alias_of(t).requires_grad_(t.requires_grad) for t in tensors]
 
 
+def uncached(leaf: torch.Tensor) -> torch.Tensor:
+    """The same leaf, but as a view, of which autocast remembers no cast: an activation, for which it stands, has one
+    for each use."""
+    if not leaf.requires_grad or leaf.dtype is not torch.float32 or leaf.layout is not torch.strided:
+        return leaf
+    with torch.no_grad():
+        view = leaf.view_as(leaf)
+    view.__dict__.update(leaf.__dict__)
+    return view.requires_grad_()
+
+
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Without its graph, but with the attributes that the user has put on it."""
     alias = tensor.detach()

@@ -31,6 +31,7 @@ from hydra_tune.graph import (
     forget_interrupted_backward,
     gradients_of,
     saved,
+    uncached,
 )
 from hydra_tune.host_buffer import same_values, storage_bytes, versions_kept
 from hydra_tune.journal import Journal
@@ -51,7 +52,7 @@ from hydra_tune.probe import (
     user_hooks,
     user_hooks_removed,
 )
-from hydra_tune.process_state import casts_to, remembers_casts
+from hydra_tune.process_state import autocast_kept, casts_to, remembers_casts
 from hydra_tune.random_state import random_state_kept
 from hydra_tune.residency import Residency
 from hydra_tune.rewind import Rewind
@@ -106,6 +107,7 @@ class Pilot:
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
     peak_bytes: int = 0
     written: Sequence[nn.Parameter] = ()  # weights that the forward itself writes into
+    used_up: list[BlockCall] = field(default_factory=list)  # by a backward within the forward
     _journal: Journal = field(default_factory=lambda: Journal(()))
     _copy: tuple[Block, DeviceCopy] | None = None
     _hooks_off: TensorHooksOff = field(default_factory=TensorHooksOff)
@@ -148,6 +150,7 @@ class Pilot:
             nullcontext() if fires_hooks else user_hooks_removed(self.model),
             self._hooks_off,
             parametrizations_uncached(self.model),
+            autocast_kept(),
         ):
             before = meter.trial_bytes
             meter.watch_outside()
@@ -157,7 +160,7 @@ class Pilot:
                     args, kwargs = map_tensors(_apart, (args, kwargs))
                     outputs = tensors_in(forward(*args, **kwargs))
             except SecondGradientError as error:  # within the forward, which no cut would allow
-                for block in error.blocks:
+                for block in set(self.blocks).intersection(error.blocks):  # another model's may be behind them, too
                     block.differentiates = True
                     self.findings.uncuttable[block] = str(error)
                 return
@@ -184,7 +187,7 @@ class Pilot:
             saved_between = max(0, held - sum(boundaries))
             loss_bytes = max(OUTPUT_COPIES * output_bytes, saved_between)
             self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
-            graph = None if self.findings else OuterGraph(inputs, outputs, self.blocks)
+            graph = None if self.findings else OuterGraph(inputs, outputs, self.blocks, self.used_up)
             del outputs
             if graph is not None:
                 self._read(graph, hooked=hooked)
@@ -423,7 +426,7 @@ class Pilot:
         self, call: BlockCall, copy: DeviceCopy
     ) -> tuple[float, int, int, list[weakref.ref[torch.Tensor]], bool]:
         block, meter, device = call.block, self.residency.meter, self.residency.device
-        inputs = detached(call.tensors)
+        inputs = list(map(uncached, detached(call.tensors)))
         casts, around = remembers_casts(), casts_to()
         call.context = call.forward_pass.contexts.current() if casts else 0
         with torch.enable_grad(), saved(), self.residency.inside(block, copy) as visit, self._measured() as used:
@@ -431,6 +434,7 @@ class Pilot:
             device.synchronize()
             before, start = meter.trial_bytes, time.perf_counter()
             first_node = torch._C._autograd._get_sequence_nr()
+            self._hooks_off.cast_by_hand.clear()
             outputs = block.forward(*call.arguments(inputs))
             saved_bytes = meter.trial_bytes - before
             with meter.paused():
@@ -447,14 +451,15 @@ class Pilot:
             borrowed = borrowed_by(block.name, differentiable, leaves, first_node)
             if borrowed:
                 self.findings.borrowed[block] = borrowed
-            weights = range(len(inputs), len(leaves)) if casts else ()
+            by_hand = self._hooks_off.cast_by_hand
+            weights = [i for i in range(len(inputs), len(leaves)) if casts and id(leaves[i]) not in by_hand]
             uses = Uses(differentiable, leaves, cast_once=dict.fromkeys(weights))
             counts = [(uses.count(i, cast=False), uses.count(i, cast=True)) for i in range(len(leaves))]
             call.sources = list(map(weakref.ref, call.tensors))
             call.source_bytes = list(map(storage_bytes, inputs))
             call.tensor_uses, call.parameter_uses = counts[: len(inputs)], counts[len(inputs) :]
             dtypes = [uses.cast_to.get(i) for i in range(len(inputs), len(leaves))]
-            call.casts_to = [None if dtype is around else dtype for dtype in dtypes]
+            call.casts_to = [frozenset({(around, dtype)} if dtype not in (None, around) else ()) for dtype in dtypes]
             call.measured = True
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]

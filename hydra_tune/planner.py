@@ -244,9 +244,6 @@ class Planner:
             plan = self.extend_plan(root, args, kwargs)
         return plan
 
-    def _mode(self) -> tuple[Hashable, Hashable]:
-        return tuple(module.training for module in self._trial.model.modules()), autocast_mode()
-
     def _plan_for_inputs(
         self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], glance: Glance
     ) -> TrialPlan:
@@ -439,6 +436,7 @@ class Planner:
         """Make the plan that all trials with this key share; one that covers `former` too."""
         trial, pool = self._trial, self._trial.pool
         empty, first_lack, least_bytes = False, None, self._least_pilot_bytes
+        mode = glance_at(trial.model).training, autocast_mode()  # before the forward, which may change either
         while True:
             room = pool.start_pilot(trial, empty=empty, least_bytes=least_bytes)
             if pool.plans.get(self._key) is not former:  # another trial's pilot came first
@@ -446,7 +444,7 @@ class Planner:
                 return
             try:
                 pilot = self._try_pilot(room, root, args, kwargs, forward_only)
-                pool.share(self._key, self._make_plan(pilot, former))
+                pool.share(self._key, self._make_plan(pilot, former, mode))
                 return
             except BudgetError as error:
                 if room.beside:
@@ -479,7 +477,7 @@ class Planner:
         in_slots = {id(p) for block in self.blocks for p in block.slot_parameters}
         return [p for p in self._trial.model.parameters() if id(p) not in in_slots]
 
-    def _make_plan(self, pilot: Pilot, former: TrialPlan | None) -> TrialPlan:
+    def _make_plan(self, pilot: Pilot, former: TrialPlan | None, mode: tuple[Hashable, Hashable]) -> TrialPlan:
         trial = self._trial
         every = list(trial.model.parameters())
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
@@ -507,7 +505,7 @@ class Planner:
         written = {name for name, p in trial.model.named_parameters() if id(p) in in_forward}
         return replace(
             plan,
-            modes=modes if pilot.forward_only else modes | {self._mode()},
+            modes=modes if pilot.forward_only else modes | {mode},
             written=(former.written if former else frozenset()).union(written),
         )
 

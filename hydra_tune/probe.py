@@ -19,7 +19,7 @@ from hydra_tune.block import Block, has_attributes_of
 from hydra_tune.call import BlockCall
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.garbage import collect_until
-from hydra_tune.graph import BLOCK, leaf_of, nodes_of
+from hydra_tune.graph import BLOCK, CAST, leaf_of, nodes_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.shard import Edges
 from hydra_tune.shared_random import SharedDraws
@@ -86,11 +86,12 @@ def parametrizations_uncached(model: nn.Module) -> Iterator[None]:
 
 class TensorHooksOff(TorchFunctionMode):
     """Hooks that a forward puts on its activations would see a pilot's gradients. `hooked` are the weights that it
-    would have put one on."""
+    would have put one on, `cast_by_hand` the ids of the leaves that its own code has cast, not autocast."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hooked: list[nn.Parameter] = []
+        self.cast_by_hand: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -100,7 +101,10 @@ class TensorHooksOff(TorchFunctionMode):
             return RemovableHandle(OrderedDict())
         if func is torch.Tensor.retain_grad:
             return None
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.grad_fn is not None and result.grad_fn.name() == CAST:
+            self.cast_by_hand.update(id(x) for x in args if isinstance(x, torch.Tensor) and x.is_leaf)
+        return result
 
 
 # ---- one block's own graph ---------------------------------------------------------------------------
@@ -217,9 +221,14 @@ class OuterGraph:
     """
 
     def __init__(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], blocks: Iterable[Block]
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        blocks: Iterable[Block],
+        used_up: Iterable[BlockCall],
     ) -> None:
-        """An earlier forward may have given the inputs of this one, and used weights in its own way."""
+        """An earlier forward may have given the inputs of this one, and used weights in its own way. Who else used the
+        sources of calls that a backward within the forward has used up, nobody knows any more."""
         nodes = list(nodes_of(outputs))
         called = [node for node in nodes if node.name() == BLOCK and hasattr(node, "call")]
         measured = [node for node in called if node.call is not None and node.call.measured]  # not used up already
@@ -233,11 +242,11 @@ class OuterGraph:
         users.update(child for node in nodes for child in node.next_functions if child[0] is not None)
         self._casts: Counter[tuple[int, int]] = Counter()  # of a weight in a context
         self._calls: list[tuple[BlockCall, list[bool]]] = []  # and whether something else uses each of its sources
-        for node in measured:
-            call = node.call
+        calls = [(node.call, [users[child] > 1 for child in node.next_functions]) for node in measured]
+        for call, shared in [*calls, *((c, [True] * sum(c.num_edges)) for c in used_up if c.measured)]:
             uses = zip(call.block.parameters, call.parameter_uses, strict=True)
             self._casts.update({(id(p), call.context): n for p, (_, n) in uses})
-            self._calls.append((call, [users[child] > 1 for child in node.next_functions]))
+            self._calls.append((call, shared))
 
     def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int, bool]]:
         """For each call: sources that other operators use too have an edge for each use in the block; the bytes of the

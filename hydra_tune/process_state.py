@@ -66,9 +66,11 @@ _FLAGS = (
 
 
 class ProcessState(NamedTuple):
-    """`autocast` is a pair for each kind of device."""
+    """`autocast` is a pair for each kind of device, `context` whether the thread is in an autocast context, and whether
+    casts are remembered in one."""
 
     autocast: tuple[tuple[bool, torch.dtype], ...]
+    context: tuple[bool, bool]
     device: torch.device
     flags: tuple[Any, ...]
 
@@ -76,7 +78,8 @@ class ProcessState(NamedTuple):
     def now(cls) -> ProcessState:
         # a mode may have set a device; torch 2.6's get_default_device does not know of `with device`
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU
-        return cls(tuple(map(autocast_state, _KINDS)), device, tuple([flag.read() for flag in _FLAGS]))
+        context = _nesting() > 0, torch.is_autocast_cache_enabled()
+        return cls(tuple(map(autocast_state, _KINDS)), context, device, tuple([flag.read() for flag in _FLAGS]))
 
     def beside_others(self, block: str) -> ProcessState:
         """What the block's repetition needs of the process, but for what others in it share.
@@ -98,7 +101,7 @@ class ProcessState(NamedTuple):
     def entered(self, now: ProcessState) -> Iterator[None]:
         """As it was then, where it is different now."""
         with ExitStack() as stack:
-            if self.autocast != now.autocast:
+            if (self.autocast, self.context) != (now.autocast, now.context):
                 stack.enter_context(_autocast_as(self, now))
             if self.device != now.device:
                 stack.enter_context(self.device)
@@ -112,18 +115,35 @@ class ProcessState(NamedTuple):
 @contextmanager
 def _autocast_as(then: ProcessState, now: ProcessState) -> Iterator[None]:
     """Not by `torch.autocast`: who leaves the outermost one of a thread clears the casts of all threads. So would one
-    that the block enters itself, were it the outermost."""
-    caches, nesting = torch.is_autocast_cache_enabled(), _nesting()
+    that the block enters itself, were it the outermost. Where that was the outermost one, it is so again."""
+    (inside, caches), (_, caches_now), nesting = then.context, now.context, _nesting()
     try:
-        torch.autocast_increment_nesting()
+        _nest(nesting + 1 if inside else 0)
         _set_autocast(then)
-        torch.set_autocast_cache_enabled(False)
+        torch.set_autocast_cache_enabled(caches and not inside)
         yield
     finally:
-        torch.set_autocast_cache_enabled(caches)
+        torch.set_autocast_cache_enabled(caches_now)
         _set_autocast(now)
-        if _nesting() > nesting:  # not where it was interrupted before
-            torch.autocast_decrement_nesting()
+        _nest(nesting)
+
+
+@contextmanager
+def autocast_kept() -> Iterator[None]:
+    """Afterwards it is as it was, whatever was set without a context of its own."""
+    now = ProcessState.now()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(now.context[1])
+        _set_autocast(now)
+
+
+def _nest(deep: int) -> None:
+    while _nesting() < deep:
+        torch.autocast_increment_nesting()
+    while _nesting() > deep:
+        torch.autocast_decrement_nesting()
 
 
 def _set_autocast(state: ProcessState) -> None:

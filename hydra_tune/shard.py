@@ -47,12 +47,12 @@ class Task(NamedTuple):
 class Edges:
     """How many edges of the outer graph a block takes for each of its tensors, parameters and autocast's copies
     of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`. `casts_to`
-    are the dtypes of the copies; where it is None, that of the autocast around the block."""
+    are the dtypes of the copies, by that of the autocast around the block, where it is another one."""
 
     tensors: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     casts: tuple[int, ...] = ()
-    casts_to: tuple[Any, ...] = ()
+    casts_to: tuple[frozenset[tuple[Any, Any]], ...] = ()
 
 
 @dataclass(frozen=True)

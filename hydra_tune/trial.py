@@ -87,6 +87,7 @@ class Trial:
         self._alone = False  # for they were too few
         self._saw_backward = False
         self._num_backwards = 0  # in this step
+        self._backward_within = False  # of the forward under way
         self._passes: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._pass: ForwardPass | None = None
         self._backward_id = -1
@@ -418,7 +419,9 @@ class Trial:
                     casts = CastsOfForward(self.device.torch_device)
                 elif self.device.spills_behind and torch.is_grad_enabled() and not self.planner.has_hooks:
                     forward_pass.gates = gates_for(self.planner.blocks)
+                self._backward_within = False
                 outputs = root.original(*args, **kwargs)
+                self._num_backwards += self._backward_within  # once, however many
                 if casts is not None:
                     forward_pass.joined_casts = casts.join(tensors_in(outputs))
                 self.leave()
@@ -496,6 +499,8 @@ class Trial:
 
     def _lease_backward(self, outputs: Any, forward_pass: ForwardPass) -> None:
         def take_lease(grad: torch.Tensor) -> None:
+            if self.planner.pilot is not None:  # whose forward runs a backward through these outputs
+                return
             self.enter_backward(forward_pass)
             self._go_to(0, Direction.BACKWARD)
 
@@ -551,6 +556,7 @@ class Trial:
                 forward_pass.done = True
         self._backward_passes = set()
         self._backward_id = -1
+        self._backward_within |= within_forward
         if not within_forward:
             self._num_backwards += 1
             if not self.ended:
@@ -565,6 +571,10 @@ class Trial:
 
     def measuring(self, call: BlockCall) -> AbstractContextManager[None]:
         return self.planner.measuring(call)
+
+    def note_used_up(self, call: BlockCall) -> None:
+        if self.planner.pilot is not None:
+            self.planner.pilot.used_up.append(call)
 
     def finds(self, block: Block, error: PrepareError) -> bool:
         return self.planner.finds(block, error)

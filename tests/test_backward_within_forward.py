@@ -66,6 +66,18 @@ class TrainsWithin(Guided):
         return self.rest(y.detach())
 
 
+class UsesUp(Guided):
+    """The graph in which something beside each block uses its input, too."""
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        for layer in self.layers[1:3]:
+            x = x + layer(x) + 0.5 * x
+        if torch.is_grad_enabled():
+            x.square().mean().backward()
+        return self.rest(x.detach())
+
+
 class TrainsOnTheSlope(Guided):
     """Gradients of gradients: only the blocks behind these stay on the device."""
 
@@ -73,7 +85,7 @@ class TrainsOnTheSlope(Guided):
         return self.rest(x.detach() - self.slope(x, create_graph=True))
 
 
-MODELS = [Starts, KeepsTheGraph, Walks, Between, TrainsWithin, TrainsOnTheSlope]
+MODELS = [Starts, KeepsTheGraph, Walks, Between, TrainsWithin, UsesUp, TrainsOnTheSlope]
 
 
 def script_of(kind):
@@ -113,6 +125,44 @@ def test_its_backwards_are_none_of_the_steps(caplog):
         (model(torch.randn(4, WIDTH)) + model(torch.randn(4, WIDTH))).sum().backward()
         assert not pool.report()["trials"][0]["resident"]
     assert "keeps an output" not in caplog.text
+
+
+def test_but_one_of_those_in_a_forward_is(caplog):
+    """Where the script has none of its own, and keeps the output."""
+
+    class Keeps(Guided):
+        def forward(self, x):
+            x = self.layers[1](self.layers[0](x))
+            x.square().mean().backward(retain_graph=True)
+            return self.rest(x)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        model = hydra_tune.prepare(Keeps(), pool=pool)
+        for _ in range(10):
+            kept = model(torch.randn(4, WIDTH))
+        assert kept.requires_grad and not pool.report()["trials"][0]["resident"]
+    assert "keeps an output" in caplog.text
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_a_gradient_by_what_an_earlier_forward_has_given(budget):
+    """A resident trial took its lease for that backward, in a pilot, where there is none."""
+
+    class Fed(Guided):
+        def forward(self, x):
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            y = self.rest(x)
+            (slope,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+            return y.sum() + 0.1 * slope
+
+    class Feeds(Script):
+        def model(self):
+            return Fed()
+
+        def forward(self, model, x):
+            return model(model(x))[:, :8]
+
+    trains_as_in_plain_pytorch(Feeds, budget)
 
 
 def test_with_gradients_of_gradients_only_the_blocks_behind_them_are_kept():

@@ -267,6 +267,96 @@ def test_contexts_that_the_model_enters_one_after_another(outer, budget):
     compare(trained_in(outer, outer, blocks=lambda: [EntersTwice()]), budget)
 
 
+class OwnContext(nn.Module):
+    """A block with an autocast context of its own, whose dtype follows the one around, in which it uses its input and
+    a weight twice; and settings that others may be."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.query, self.key, self.options = nn.Linear(64, 64), nn.Linear(64, 64), options
+
+    def forward(self, x):
+        with torch.autocast("cpu", **self.options):
+            return x + (self.query(x).tanh() * self.key(x) + self.query(x)).float()
+
+
+@both_budgets
+@pytest.mark.parametrize("contexts", [("none",), ("off",), ("bf16",), ("off", "fp16"), ("fp16", "bf16")], ids="-".join)
+def test_inputs_and_weights_that_a_block_uses_in_a_context_of_its_own(contexts, budget):
+    """An activation is cast for each use, but autocast remembered the cast of the leaf that stands for it where the
+    forward is repeated. And a dtype that the first step had shown was taken for the later ones'."""
+    compare(trained_in(*contexts, *contexts, blocks=lambda: [OwnContext() for _ in range(8)]), budget)
+
+
+@both_budgets
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_backward_in_a_context_that_its_forward_was_not_in(enabled, budget):
+    """Its weights were cast for each use there."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare, nn.Sequential(*(TwiceIn(64, torch.bfloat16) for _ in range(8))))
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 64)).square().mean()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                loss.backward()
+            optimizer.step()
+        return left_by(model, optimizer)
+
+    compare(scenario, budget)
+
+
+@both_budgets
+@pytest.mark.parametrize("outer", OUTER)
+def test_casts_by_hand_are_not_autocasts(outer, budget):
+    """A block that casts its weight itself, to the same dtype, has a cast for each use."""
+
+    class ByHand(nn.Linear):
+        def forward(self, x):
+            for _ in range(2):
+                x = nn.functional.linear(x.bfloat16(), self.weight.to(torch.bfloat16)).tanh()
+            return x.float()
+
+    compare(trained_in(outer, outer, blocks=lambda: [ByHand(64, 64, bias=False) for _ in range(8)]), budget)
+
+
+class Sets(nn.Sequential):
+    """Something of its thread's autocast, and leaves it so."""
+
+    def __init__(self, setting, *blocks):
+        super().__init__(*blocks)
+        self.setting = setting
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.setting()
+        return x
+
+
+SETTINGS = {
+    "no cache": lambda: torch.set_autocast_cache_enabled(False),
+    "dtype": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+}
+
+
+@both_budgets
+@pytest.mark.parametrize("what", SETTINGS)
+def test_a_forward_that_changes_autocast_for_good_has_one_pilot(what, budget):
+    """Which was taken for one of the mode that it had left behind, so that there was always another one to make."""
+
+    def scenario(prepare):
+        try:
+            return trained_in("bf16", "bf16", blocks=lambda: [Sets(SETTINGS[what], *(Twice(64) for _ in range(8)))])(
+                prepare
+            )
+        finally:
+            torch.set_autocast_cache_enabled(True)
+            torch.set_autocast_dtype("cpu", torch.bfloat16)
+
+    compare(scenario, budget)
+
+
 def test_casts_by_hand_to_another_dtype_are_not_autocasts():
     class ByHand(nn.Linear):
         def forward(self, x):

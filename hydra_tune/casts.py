@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hydra_tune.graph import CAST, leaf_of, nodes_of
+from hydra_tune.graph import CAST, leaf_of, nodes_of, saved
 from hydra_tune.process_state import autocast_state, remembers_casts
 
 
@@ -77,8 +77,9 @@ class CastsOfForward:
 
 
 def _cast_of(probe: torch.Tensor) -> Any:
-    """The node of the cast that autocast makes of it, or has made and remembers."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.enable_grad():
+    """The node of the cast that autocast makes of it, or has made and remembers. What that keeps is not for the hooks
+    of a checkpoint around it, which counts what it has seen kept."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.enable_grad(), saved():
         product = torch.mm(probe, probe)
     return product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 

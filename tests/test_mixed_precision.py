@@ -8,6 +8,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
+import hydra_tune
 from compared import (
     BUDGETS,
     VOCABULARY,
@@ -558,6 +559,18 @@ def test_checkpointing_of_blocks(reentrant, budget):
         return trained_with_checkpoints(prepare, model)
 
     compare_or_refuse(scenario, budget, words="checkpoint")
+
+
+def test_blocks_within_checkpoints_are_spilled():
+    """A look at autocast's casts within a checkpoint was taken for a part of what it repeats: all blocks were kept."""
+    torch.manual_seed(0)
+    model = CheckpointsItsBlocks()
+    model.use_reentrant = False
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        loss_on(model, *batch()).backward()
+        (trial,) = pool.report()["trials"]
+    assert trial["cut"]["kept"] == {} and not trial["resident"]
 
 
 @both_budgets

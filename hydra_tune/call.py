@@ -19,7 +19,6 @@ from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gra
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.late_gradients import Gate
 from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
-from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
@@ -80,8 +79,7 @@ class BlockCall:
     # what a backward must restore, or compare with
     num_edges: Sequence[int] = ()
     nondifferentiable: Sequence[int] = ()
-    _casts: Sequence[torch.Tensor] = ()  # in the outer graph, of the parameters numbered in `_recast`
-    _recast: Mapping[int, torch.dtype] = MappingProxyType({})  # to what
+    _casts: Mapping[int, torch.Tensor] = MappingProxyType({})  # in the outer graph, by their parameters' numbers
     _again: Sequence[Any] = ()  # the leaves as they are given to the repeated forward
     _random_states: Sequence[torch.Tensor] = ()
     _draws_apart = False  # from those that other threads draw from, too
@@ -202,24 +200,13 @@ class BlockCall:
             *_padded(edges.tensors, len(self.tensors), 1),
             *_padded(edges.parameters, len(block.parameters), 1),
         ]
-        if any(edges.casts) and remembers_casts():
-            around = casts_to()
-            dtypes = [dict(others).get(around, around) for others in edges.casts_to]
-            self._recast = {
-                i: dtype
-                for i, (parameter, count, dtype) in enumerate(zip(block.parameters, edges.casts, dtypes, strict=False))
-                if count and dtype and parameter.requires_grad and parameter.dtype is torch.float32
-            }
-            context = self.forward_pass.contexts.current() if self._recast else 0
-            self._casts = [
-                self.forward_pass.cast(block.parameters[i], dtype, context) for i, dtype in self._recast.items()
-            ]
-            self.num_edges += [edges.casts[i] for i in self._recast]
+        self._casts = self.forward_pass.casts_of(block)
+        self.num_edges += [edges.casts[i] for i in self._casts]
 
     def edges_in(self) -> list[torch.Tensor]:
         """Every source as many times as it has edges."""
         self._gate, late = self.forward_pass.gates.pop(self.block, (None, {}))
-        sources = [*self.tensors, *(late.get(id(p), p) for p in self.block.parameters), *self._casts]
+        sources = [*self.tensors, *(late.get(id(p), p) for p in self.block.parameters), *self._casts.values()]
         return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
 
     def forward_unsaved(self, arguments: tuple[Sequence[Any], dict[str, Any]]) -> Any:
@@ -345,7 +332,7 @@ class BlockCall:
         """A weight that this call does not use has no edge: its hooks would fire, without a gradient."""
         used = {id(leaf_of(node)) for node in nodes_of(made)}
         unused = {i for i, leaf in enumerate(leaves) if id(leaf) not in used}
-        has_edge = [True] * len(self.tensors) + [i not in unused for i in (*range(len(leaves)), *self._recast)]
+        has_edge = [True] * len(self.tensors) + [i not in unused for i in (*range(len(leaves)), *self._casts)]
         self.num_edges = [n if has else 0 for n, has in zip(self.num_edges, has_edge, strict=True)]
 
     # ---- backward ----
@@ -418,7 +405,7 @@ class BlockCall:
             if now or found != self._found_buffers():  # by a hook, a Function, or a checkpoint within the block
                 self._write_back(visit, visit.changed_buffers(), in_backward=True)
             num_tensors, parameters = len(tensors), self.block.parameters
-            masters = [*parameters, *(parameters[i] for i in self._recast)]
+            masters = [*parameters, *(parameters[i] for i in self._casts)]
             residency = self.trial.residency
             spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], self._gate)
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
@@ -464,7 +451,7 @@ class BlockCall:
         """For each source the gradients of its edges; uses up what was `made`."""
         leaves = [*inputs, *visit.leaves]
         num_leaves = len(leaves)
-        recast = {len(inputs) + i: dtype for i, dtype in self._recast.items()}
+        recast = {len(inputs) + i: cast.dtype for i, cast in self._casts.items()}
         needed = [  # a weight may have been frozen since
             (w or i in recast) and leaf.requires_grad
             for i, (w, leaf) in enumerate(zip(wanted[:num_leaves], leaves, strict=True))

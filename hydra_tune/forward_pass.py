@@ -11,6 +11,7 @@ from hydra_tune.block import Block
 from hydra_tune.casts import Contexts
 from hydra_tune.graph import Cast
 from hydra_tune.late_gradients import Edges, Gate
+from hydra_tune.process_state import casts_to, remembers_casts
 
 
 class AbandonedForward(Exception):
@@ -30,11 +31,23 @@ class ForwardPass:
     ended_by: Exception | None = None
     joined_casts: list[Any] = field(default_factory=list)
     gates: dict[Block, tuple[Gate, Edges]] = field(default_factory=dict)  # of blocks that were not called yet
-    contexts: Contexts = field(default_factory=Contexts)
+    contexts: Contexts = field(default_factory=Contexts)  # of autocast
     _casts: dict[tuple[int, torch.dtype, int], torch.Tensor] = field(default_factory=dict)
 
-    def cast(self, parameter: torch.Tensor, dtype: torch.dtype, context: int) -> torch.Tensor:
-        """What stands for autocast's copy of a weight, one for all its uses in this context."""
+    def casts_of(self, block: Block) -> dict[int, torch.Tensor]:
+        """What stands for autocast's copies of the block's weights, one for all uses in a context, by their numbers."""
+        edges = block.edges
+        if not any(edges.casts) or not remembers_casts():
+            return {}
+        around, context, casts = casts_to(), self.contexts.current(), {}
+        weights = zip(block.parameters, edges.casts, edges.casts_to, strict=False)
+        for i, (parameter, count, others) in enumerate(weights):
+            dtype = dict(others).get(around, around)
+            if count and dtype and parameter.requires_grad and parameter.dtype is torch.float32:
+                casts[i] = self._cast(parameter, dtype, context)
+        return casts
+
+    def _cast(self, parameter: torch.Tensor, dtype: torch.dtype, context: int) -> torch.Tensor:
         key = (id(parameter), dtype, context)
         if key not in self._casts:
             with torch.enable_grad():

@@ -137,7 +137,7 @@ class Pilot:
                 if _is_of_pilots(error) or self.findings or not self._has_hooks:
                     raise
             free_remains(self.residency.meter, before)
-            self.profiles, self.findings = {}, Findings()
+            self.profiles, self.findings, self.used_up = {}, Findings(), []
             self._run(forward, args, kwargs, fires_hooks=True)
 
     def _run(

@@ -280,6 +280,11 @@ class OuterGraph:
 
 
 def refuse_own_leaves(name: str, made: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> None:
+    """Among the outputs that a block has `made` of its inputs and weights, the `leaves`.
+
+    Raises:
+        UncuttableError: one is a leaf itself.
+    """
     known = set(map(id, leaves))
     if any(x.is_leaf and id(x) not in known for x in made):
         raise UncuttableError(

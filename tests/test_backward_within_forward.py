@@ -172,6 +172,43 @@ def test_with_gradients_of_gradients_only_the_blocks_behind_them_are_kept():
     assert trial["cut"]["kept"].keys() == {"layers.0", "layers.1"} and not trial["resident"]
 
 
+def test_another_models_blocks_that_gave_the_input_are_not_kept(monkeypatch):
+    """Kept were the blocks of the same names, which was all that another batch size left to spill."""
+    monkeypatch.setenv("HYDRA_TUNE_CHECKS", "0")  # devices of two pools are no neighbours
+
+    class Judges(Net):
+        def forward(self, x):
+            h = x + self.layers[0](x)
+            (slope,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
+            for layer in self.layers[1:]:
+                h = layer(h)
+            return h.square().mean() + slope.square().mean()
+
+    class Gives(Net):
+        def set_up(self):
+            self.head = nn.Linear(WIDTH, WIDTH)
+
+    def trained(*pools):
+        torch.manual_seed(0)
+        models, left = (Gives(), Judges()), []
+        for model, pool in zip(models, pools, strict=False):
+            hydra_tune.prepare(model, pool=pool)
+        for batch in 4, 6:
+            models[1](models[0](torch.randn(batch, WIDTH))).backward()
+            left += [p.grad.clone() for model in models for p in model.parameters() if p.grad is not None]
+            for model in models:
+                model.zero_grad()
+        return left
+
+    budget = BUDGETS["three shards"]
+    with hydra_tune.ShardPool(["cpu"], budget) as one, hydra_tune.ShardPool(["cpu"], budget) as other:
+        found = trained(one, other)
+        (gives,), (judges,) = one.report()["trials"], other.report()["trials"]
+    assert not gives["resident"] and not judges["resident"]
+    assert judges["cut"]["kept"].keys() == {"layers.0"} and gives["cut"]["kept"] == {}
+    assert all(map(torch.equal, trained(), found))
+
+
 def test_a_graph_that_the_forward_has_used_up_is_used_up():
     class Twice(Guided):
         def forward(self, x):

@@ -51,6 +51,14 @@ def same(a, b):
     return len(a) == len(b) and all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def test_where_the_model_switches_the_cache_off_each_use_has_a_cast_of_its_own(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        casts = CastsOfForward(torch.device("cpu"))
+        outputs = model(torch.randn(16, WIDTH), lambda: torch.set_autocast_cache_enabled(False))
+        assert casts.join(outputs) == []
+    assert torch.is_autocast_cache_enabled(), "as the context had found it"
+
+
 def test_a_weight_that_is_cast_again_gets_the_gradient_of_one_that_is_not(model):
     x = torch.randn(16, WIDTH)
     (plain, none), (cleared, joined) = forward(model, x, clears=False), forward(model, x, clears=True)

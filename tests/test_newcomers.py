@@ -4,6 +4,7 @@ import functools
 import math
 import re
 import threading
+import time
 
 import optuna
 import pytest
@@ -39,9 +40,10 @@ def whole_story(monkeypatch):
 class Neighbour:
     """The trial that is there already, and trains until the newcomer has ended."""
 
-    def __init__(self, device):
-        self.device = device
+    def __init__(self, pool, device):
+        self.pool, self.device = pool, device
         self.losses = []
+        self.is_to_hold, self.holds = threading.Event(), threading.Event()
         self.newcomer_has_ended = False
         self._stepped = threading.Condition()
 
@@ -52,12 +54,26 @@ class Neighbour:
         while not self.newcomer_has_ended or len(self.losses) < STEPS:
             x = torch.randint(0, 128, (2, 16)).to(self.device)
             loss = model(x).square().mean()
+            self.hold()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             with self._stepped:
                 self.losses.append(loss.item())
                 self._stepped.notify_all()
+
+    def hold(self):
+        """Once, within a step, until the newcomer has asked for its pilot: between two steps it would be alone."""
+        if self.is_to_hold.is_set() and not self.holds.is_set():
+            self.holds.set()
+            end = time.monotonic() + PATIENCE_S
+            while not self._newcomer_asks():
+                assert time.monotonic() < end, "nobody came"
+                time.sleep(0.001)
+
+    def _newcomer_asks(self):
+        with self.pool._lock:
+            return "PilotReady(trial=1" in self.pool._machine.story(1)
 
     def wait_for(self, steps):
         """More of its steps."""
@@ -100,7 +116,7 @@ def newcomer(device, in_forward=lambda: None, in_step=lambda: None, batch=8, kee
 
 def run_together(device, waits_in=(), memory="4MiB", **options):
     """Both in one pool, the newcomer after two steps of the other: what it gave, and its story."""
-    neighbour, found = Neighbour(device), {}
+    found = {}
     started = threading.Event()
 
     def objective(trial):
@@ -111,6 +127,8 @@ def run_together(device, waits_in=(), memory="4MiB", **options):
         started.wait()
         try:
             neighbour.wait_for(2)
+            neighbour.is_to_hold.set()
+            assert neighbour.holds.wait(PATIENCE_S)
             # once: in the first forward, which is the pilot's; and so that no pilot puts it back
             calls = {name: functools.cache(lambda: neighbour.wait_for(3)) for name in waits_in}
             found["results"] = newcomer(device, **calls, **options)
@@ -119,6 +137,7 @@ def run_together(device, waits_in=(), memory="4MiB", **options):
         return 0.0
 
     with hydra_tune.ShardPool([device], memory) as pool:
+        neighbour = Neighbour(pool, device)
         runner = hydra_tune.HydraTrialRunner(pool, concurrency=2)
         runner.optimize(optuna.create_study(), objective, n_trials=2)
         assert [device["used_bytes"] for device in pool.report()["devices"]] == [0]

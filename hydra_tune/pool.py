@@ -468,9 +468,7 @@ class ShardPool:
     def _end_task(self, task: Task, start_s: float, end_s: float, then: e.TaskReady | None) -> None:
         device = self._device_of(task)
         clock = self._clocks[device]
-        self._handle(e.Done(task, clock.end(task, start_s, end_s), then))
-        if cause := self._machine.idle_cause(device):
-            clock.idles(end_s, cause)
+        self._handle(e.Done(task, clock.end(task, start_s, end_s), then), end_s)
 
     def _device_of(self, task: Task) -> int:
         """That it runs on."""
@@ -570,7 +568,8 @@ class ShardPool:
             instruction: InstructionT = self._await(event.trial, (answer,))
             return instruction
 
-    def _handle(self, event: e.Event) -> None:
+    def _handle(self, event: e.Event, at_s: float | None = None) -> None:
+        """It has happened then, or now."""
         self._handling = True
         for instruction in self._machine.handle(event):
             if isinstance(instruction, e.Drop):
@@ -586,8 +585,9 @@ class ShardPool:
             self._granted[trial].append(instruction)
             self._wake[trial].notify_all()
         for device, clock in enumerate(self._clocks):
-            if clock.cause and (cause := self._machine.idle_cause(device)) not in ("", clock.cause):
-                clock.idles(self._trace.now_s(), cause)
+            cause = self._machine.idle_cause(device)
+            if cause not in ("", clock.cause):
+                clock.idles(self._trace.now_s() if at_s is None else at_s, cause)
         self._handling = False
 
     def _drop(self, drop: e.Drop) -> None:

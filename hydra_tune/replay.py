@@ -26,6 +26,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.policy import Policy
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Direction, Task, TrialPlan
+from hydra_tune.state import NO_TRIAL
 from hydra_tune.workload import TrialWork
 
 
@@ -266,7 +267,7 @@ class Replay:
         for number in self._idle:
             device = self.devices[number]
             cause = device.copying or self.machine.idle_cause(number)
-            if cause in ("", "no ready task"):
+            if cause in (NO_TRIAL, "no ready task"):
                 cause = "too few trials" if len(self.machine.trials) < len(self.devices) else "no ready task"
             if cause != device.cause:
                 self._note_stall(number)

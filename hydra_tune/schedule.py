@@ -63,7 +63,7 @@ from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.ready import ReadyTasks, Waiting
 from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
 from hydra_tune.slots import Slots
-from hydra_tune.state import DeviceState, Standing, TaskState, TrialState
+from hydra_tune.state import NO_TRIAL, DeviceState, Standing, TaskState, TrialState
 
 PATIENCE = 16
 _STORY_EVENTS = 1_000
@@ -164,13 +164,15 @@ class Machine:
         return self._home(trial).exclusive == trial
 
     def idle_cause(self, device: int) -> str:
-        """Why this device computes nothing; empty where it does, or has no trial."""
+        """Why this device runs no task; empty where it does."""
         state = self.devices[device]
         if state.running is not None:
             return "" if state.started else "promotion"
+        if state.ledger.pilot is not None:
+            return "pilot"
         if state.entries or state.admissions:
             return "memory"
-        return "no ready task" if state.trials else ""
+        return "no ready task" if state.trials else NO_TRIAL
 
     def story(self, trial: int, shard: int | None = None) -> str:
         """What happened to a trial, or to one shard of it, line by line: events, and what they led to."""

@@ -64,17 +64,17 @@ class Slots:
         at, to_end = self._reserved_offset(device, task), self.trials[task.trial].its_plan().bytes_to_end
         if at is None:
             return None, []
-        there = device.ledger.slots_at(at, size)
-        arena_bytes = device.ledger.budget_bytes
+        ledger = device.ledger
+        there, arena_bytes = ledger.slots_at(at, size), ledger.budget_bytes
         if any(trial != task.trial or to_end[shard] <= arena_bytes for trial, shard in there):
             return None, []
         dropped: list[Instruction] = []
-        own = [key for key in self.evictable(device) if key[0] == task.trial]
-        while device.ledger.slots_at(at, size):
-            if not own:
-                return None, dropped
-            dropped += self.drop(device, [own.pop(0)])
-        return at, dropped
+        for key in self.evictable(device) if there else ():
+            if ledger.slots.keys().isdisjoint(there):
+                break
+            if key[0] == task.trial:
+                dropped += self.drop(device, (key,))
+        return at if ledger.slots.keys().isdisjoint(there) else None, dropped
 
     def _reserved_offset(self, device: DeviceState, task: Task) -> int | None:
         """None for a shard that does not belong to the last ones which fit the arena together."""

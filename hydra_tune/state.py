@@ -12,6 +12,8 @@ from hydra_tune.progress import Progress, Visits
 from hydra_tune.ready import Waiting
 from hydra_tune.shard import Shard, Task, TrialPlan
 
+NO_TRIAL = "no trial"  # why a device idles: then it does not stall
+
 
 class TaskState(Enum):
     """WAITING   ready; holds nothing but what its trial and step do.

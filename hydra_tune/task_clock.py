@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from hydra_tune.device import Device
 from hydra_tune.shard import Task
+from hydra_tune.state import NO_TRIAL
 from hydra_tune.trace import Span, Trace
 
 LATE_HOST = "launch"  # the cause of a stall that the scheduler has not seen: nothing was launched yet
@@ -55,8 +56,7 @@ class TaskClock:
             self._begun = mark, max(stalls, key=lambda stall: stall[1] - stall[0])[2] if stalls else ""
             return
         for start_s, end_s, cause in stalls:
-            if end_s > start_s:
-                self._add_stall(start_s, end_s, cause)
+            self._add_stall(start_s, end_s, cause)
 
     def end(self, task: Task, start_s: float, end_s: float) -> float:
         """Seconds that the task took; on a GPU, what has become known of its trial's tasks since it was last told."""
@@ -99,4 +99,5 @@ class TaskClock:
         self._trace.add(Span(kind, self._device.number, *whose, start_s, end_s, step=task.step))
 
     def _add_stall(self, start_s: float, end_s: float, cause: str) -> None:
-        self._trace.add(Span("stall", self._device.number, -1, -1, "", start_s, end_s, cause))
+        if end_s > start_s and cause != NO_TRIAL:
+            self._trace.add(Span("stall", self._device.number, -1, -1, "", start_s, end_s, cause))

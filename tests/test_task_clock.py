@@ -4,6 +4,7 @@ import pytest
 
 from hydra_tune.device import CpuDevice
 from hydra_tune.shard import Direction, Task
+from hydra_tune.state import NO_TRIAL
 from hydra_tune.task_clock import LATE_HOST, TaskClock
 from hydra_tune.trace import Trace
 
@@ -72,6 +73,15 @@ def test_a_cause_gives_way_to_another():
         ("stall", -1, -1, 3.0, 7.0, "no ready task"),
         ("stall", -1, -1, 7.0, 8.0, "promotion"),
     ]
+
+
+def test_without_a_trial_it_does_not_stall():
+    trace = Trace()
+    clock = TaskClock(trace, CpuDevice(0, 1024))
+    clock.idles(3.0, NO_TRIAL)
+    clock.idles(7.0, "pilot")
+    clock.begin(8.0)
+    assert spans(trace) == [("stall", -1, -1, 7.0, 8.0, "pilot")]
 
 
 def test_of_causes_that_the_host_saw_a_gpu_had_most_of_the_longest(gpu):

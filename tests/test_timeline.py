@@ -251,10 +251,21 @@ def test_a_spilled_run_is_saved_in_both_formats(tmp_path):
     assert (bars.name, stalled.name) == ("trial 0", "stalled")
     assert Counter(bars.marker.pattern.shape) == {"": kinds["run"], "/": kinds["promote"], "\\": kinds["spill"]}
     assert len(stalled.x) == kinds["stall"] > 0
-    assert {s["cause"] for s in spans if s["kind"] == "stall"} <= {"promotion", "no ready task"}
+    assert {s["cause"] for s in spans if s["kind"] == "stall"} == {"pilot", "promotion", "no ready task"}
     assert device_s(spans) == pytest.approx((device_report["busy_s"], device_report["stalled_s"]))
     stalls = [(s["start_s"], s["end_s"], s["cause"]) for s in spans if s["kind"] == "stall"]
     handed_over = [(one, then) for (_, end, one), (start, _, then) in pairwise(stalls) if end == start]
-    assert set(handed_over) == {("no ready task", "promotion")}, (
-        "between two steps, then for the next one's first shard"
-    )
+    between_steps = ("no ready task", "promotion")  # then for the next one's first shard
+    assert handed_over[:2] == [("no ready task", "pilot"), ("pilot", "no ready task")]
+    assert set(handed_over[2:]) == {between_steps}
+
+
+def test_between_trials_a_device_does_not_stall():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        Script().run(pool)
+        between_s = pool.report()["elapsed_s"]
+        Script().run(pool)
+        stalls = [s for s in pool.timeline() if s["kind"] == "stall"]
+    before, after = ([s for s in stalls if (s["end_s"] <= between_s) is ended] for ended in (True, False))
+    assert before and after and all(s["start_s"] >= between_s for s in after)
+    assert (before[0]["cause"], after[0]["cause"]) == ("no ready task", "no ready task"), "until the first batch"

@@ -15,7 +15,18 @@ import torch
 from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
-from hydra_tune.graph import Unsaved, Uses, alias_of, borrowed_by, detached, gradients_of, leaf_of, nodes_of, uncached
+from hydra_tune.graph import (
+    Unsaved,
+    Uses,
+    alias_of,
+    borrowed_by,
+    detached,
+    gradients_of,
+    leaf_of,
+    nodes_of,
+    saved_as_it_is,
+    uncached,
+)
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.late_gradients import Gate
 from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
@@ -281,7 +292,7 @@ class BlockCall:
             weight_versions = versions_of(visit.leaves)
             outputs = self._computed(visit, self.block.forward, args, kwargs)
             self.block.refuse_changed_weights(visit.leaves, weight_versions)
-            self.block.refuse_gradients(visit.leaves)
+            self.block.refuse_gradients(visit.leaves[: len(self.block.own_parameters)])  # beside borrowed ones
             self.made = made = tensors_in(outputs)
             if any(visit.copy.kept(x) is not x for x in made):
                 outputs = map_tensors(visit.copy.kept, outputs)
@@ -383,7 +394,7 @@ class BlockCall:
                     inputs = list(map(uncached, visit.brought(given)))
                     first_node = torch._C._autograd._get_sequence_nr()
                     restored = self._surroundings.restored(self.block.name, alone=self.trial.is_alone)
-                    with torch.enable_grad(), restored:
+                    with torch.enable_grad(), saved_as_it_is(), restored:
                         made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
                 finally:
                     set_generator_states(generators, drawn)

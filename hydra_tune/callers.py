@@ -40,11 +40,14 @@ class Callers:
         )
 
 
-def calls_backward(frame: FrameType | None) -> bool:
-    """Whether there, or in what has called that, a backward was asked for."""
-    while frame is not None and frame.f_code is not _BACKWARD:
+def calls_backward(frame: FrameType | None, times: int = 1) -> bool:
+    """Whether there, or in what has called that, a backward was asked for, and so often."""
+    while frame is not None:
+        times -= frame.f_code is _BACKWARD
+        if times == 0:
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def _is_called_by(thread: int, trial: object, *, in_backward: bool) -> bool:

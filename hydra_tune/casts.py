@@ -1,87 +1,90 @@
-"""Autocast's copies of weights: from which contexts they are, and those in the forward of a resident trial.
+"""Autocast's copies of weights: in which contexts they are made, and those of one forward, joined.
 
 Autocast casts a weight once a context, for all its uses, and adds their gradients in the lower precision. But PyTorch
 keeps the casts of all threads together, and whoever leaves a thread's outermost `torch.autocast` clears them all: a
-weight that is used again is then cast again, and its gradients are added in float32.
+weight that is used again is then cast again, and its gradients are added in float32. So contexts are told apart by
+what a thread has cleared itself, and casts that others have parted are joined.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
-from hydra_tune.graph import CAST, leaf_of, nodes_of, saved
-from hydra_tune.process_state import autocast_state, remembers_casts
+from hydra_tune.graph import CAST, leaf_of, nodes_of
 
 
-class Contexts:
-    """Tells the autocast contexts of one forward apart, by whether PyTorch still remembers a cast made before."""
+class _Cleared(threading.local):
+    """By this thread: how often, and at which of autograd's sequence numbers of late."""
 
     def __init__(self) -> None:
-        self._is_within_one = remembers_casts()  # the script's; another thread may clear its casts all the same
-        self._number = 0
-        self._cast: Any = None
+        self.count = 0
+        self.at: deque[int] = deque(maxlen=1_000)
 
-    def current(self) -> int:
-        """In a context."""
-        if not self._is_within_one:
-            if self._cast is None:
-                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                    self._probe = torch.ones(1, 1, requires_grad=True)
-            enabled = torch.is_autocast_enabled("cpu")
-            try:
-                torch.set_autocast_enabled("cpu", True)
-                cast = _cast_of(self._probe)
-            finally:
-                torch.set_autocast_enabled("cpu", enabled)
-            self._number += cast is not self._cast
-            self._cast = cast
-        return self._number
+
+_here = _Cleared()
+_by_all = 0
+_lock = threading.Lock()
+
+
+def watch_clearings() -> None:
+    """Count who clears autocast's casts, from here on. `torch.autocast` looks the function up each time."""
+    with _lock:
+        clear = torch.clear_autocast_cache
+        if getattr(clear, "is_counted", False):
+            return
+
+        @wraps(clear)
+        def counted() -> None:
+            global _by_all
+            with _lock:
+                _by_all += 1
+            _here.count += 1
+            _here.at.append(torch._C._autograd._get_sequence_nr())
+            clear()
+
+        counted.is_counted = True  # type: ignore[attr-defined]
+        torch.clear_autocast_cache = counted
+
+
+def context_number() -> int:
+    """One for each autocast context of this thread, where it is in one."""
+    return _here.count
 
 
 class CastsOfForward:
-    """From its making until `join`, one forward in this thread, within whatever autocast is around it."""
+    """From its making until `join`, one forward in this thread."""
 
-    def __init__(self, device: torch.device) -> None:
-        kinds = [kind for kind in ("cpu", device.type) if autocast_state(kind)[0]]
-        if not (kinds and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()):
-            self._probe = None
-            return
-        self._dtype = autocast_state(kinds[-1])[1]
+    def __init__(self) -> None:
         self._first_node = torch._C._autograd._get_sequence_nr()
-        where = device if kinds[-1] == device.type else torch.device("cpu")
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # it is nobody's to see
-            self._probe = torch.ones(1, 1, device=where, requires_grad=True)
-        self._cast = _cast_of(self._probe)
+        self._own, self._all = _here.count, _by_all
 
     def join(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
         """Where others have cleared the casts meanwhile, let the gradients of each weight be added as those of one, for
         as long as the caller keeps what this returns: it may not be kept by the graph behind `outputs`."""
         remembers = torch.is_autocast_cache_enabled()  # the model may have switched it off
-        if self._probe is None or not remembers or _cast_of(self._probe) is self._cast:
+        if not remembers or _by_all - self._all == _here.count - self._own:
             return []
-        nodes, casts = list(nodes_of(outputs)), dict[int, _Casts]()
+        nodes, casts = list(nodes_of(outputs)), dict[tuple[int, torch.dtype, int], _Casts]()
         for node in [node for node in nodes if node.name() == CAST]:
             leaf, made = leaf_of(node.next_functions[0][0]), node._input_metadata[0].dtype
-            is_of_this = node._sequence_nr() >= self._first_node and made is self._dtype
-            if is_of_this and leaf is not None and leaf.dtype is torch.float32:
-                casts.setdefault(id(leaf), _Casts()).append(node)
+            number = node._sequence_nr()
+            if leaf is None or number < self._first_node or leaf.dtype is not torch.float32:
+                continue
+            if made in (torch.bfloat16, torch.float16):
+                context = bisect_right(_here.at, number)
+                casts.setdefault((id(leaf), made, context), _Casts()).append(node)
         joined = [several for several in casts.values() if len(several) > 1]
         for several in joined:
             _OneCast(several, nodes)
         return joined
-
-
-def _cast_of(probe: torch.Tensor) -> Any:
-    """The node of the cast that autocast makes of it, or has made and remembers. What that keeps is not for the hooks
-    of a checkpoint around it, which counts what it has seen kept."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.enable_grad(), saved():
-        product = torch.mm(probe, probe)
-    return product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 class _Casts(list[Any]):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hydra_tune.block import Block
-from hydra_tune.casts import Contexts
+from hydra_tune.casts import context_number
 from hydra_tune.graph import Cast
 from hydra_tune.late_gradients import Edges, Gate
 from hydra_tune.process_state import casts_to, remembers_casts
@@ -31,7 +31,6 @@ class ForwardPass:
     ended_by: Exception | None = None
     joined_casts: list[Any] = field(default_factory=list)
     gates: dict[Block, tuple[Gate, Edges]] = field(default_factory=dict)  # of blocks that were not called yet
-    contexts: Contexts = field(default_factory=Contexts)  # of autocast
     _casts: dict[tuple[int, torch.dtype, int], torch.Tensor] = field(default_factory=dict)
 
     def casts_of(self, block: Block) -> dict[int, torch.Tensor]:
@@ -39,7 +38,7 @@ class ForwardPass:
         edges = block.edges
         if not any(edges.casts) or not remembers_casts():
             return {}
-        around, context, casts = casts_to(), self.contexts.current(), {}
+        around, context, casts = casts_to(), context_number(), {}
         weights = zip(block.parameters, edges.casts, edges.casts_to, strict=False)
         for i, (parameter, count, others) in enumerate(weights):
             dtype = dict(others).get(around, around)

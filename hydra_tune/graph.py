@@ -8,7 +8,7 @@ one, or the last bit may differ: (a + b) + c is not a + (b + c).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from hydra_tune.errors import PrepareError, UncuttableError
 REENTRANT = "CheckpointFunctionBackward"
 BLOCK = "BlockFunctionBackward"  # a block's call; its `call` is None once it was used up
 CAST = "ToCopyBackward0"  # what autocast makes of a float32 weight
+_backward = torch.autograd.graph._engine_run_backward  # torch.autograd.grad looks at each gradient's shape before
 _top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
@@ -140,9 +141,10 @@ def gradients_of(
 
     A graph with `reentrant` checkpoints refuses `torch.autograd.grad`.
     """
-    wanted = [leaf for leaf, n in zip(leaves, needed, strict=True) if n]
     if not reentrant:
-        found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else ())
+        wanted = tuple([leaf for leaf, n in zip(leaves, needed, strict=True) if n])
+        ends = tuple(outputs), tuple(grad_outputs)
+        found = iter(_backward(*ends, False, False, wanted, True, accumulate_grad=False) if wanted else ())
         return [next(found) if n else None for n in needed]
     sums: dict[int, torch.Tensor] = {}
     before = [leaf.grad for leaf in leaves]
@@ -232,6 +234,11 @@ def saved() -> AbstractContextManager[None]:
     """
     hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is)
     return hooks
+
+
+def saved_as_it_is() -> AbstractContextManager[None]:
+    """As `saved`, but free of cost where no hooks are around."""
+    return saved() if _top_saved_tensors_hooks(True) is not None else nullcontext()
 
 
 class ForgottenError(PrepareError):

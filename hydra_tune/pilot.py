@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 
 from hydra_tune.block import Block, gradient_bytes
 from hydra_tune.call import BlockCall, edges_for, versions_of
+from hydra_tune.casts import context_number
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import HydraTuneError, SecondGradientError, UncuttableError
 from hydra_tune.forward_pass import AbandonedForward
@@ -51,6 +54,7 @@ from hydra_tune.probe import (
     shares_memory,
     user_hooks,
     user_hooks_removed,
+    weight_hooks_removed,
 )
 from hydra_tune.process_state import autocast_kept, casts_to, remembers_casts
 from hydra_tune.random_state import random_state_kept
@@ -127,27 +131,39 @@ class Pilot:
             self.residency.meter.limit(None)
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Users' hooks do not fire, unless the model can't do without them."""
+        """Users' hooks do not fire, nor does a backward within the forward go on into what its inputs were made from,
+        unless the model can't do without that."""
         before = self.residency.meter.trial_bytes
+        grown = torch.is_grad_enabled() and any(t.grad_fn is not None for t in tensors_in((args, kwargs)))
+        ways = list(product([False, True][: 1 + self._has_hooks], [False, True][: 1 + grown]))
         with versions_kept(self.model.buffers()):  # a graph may wait for its backward
-            try:
-                self._run(forward, args, kwargs, fires_hooks=False)
-                return
-            except Exception as error:
-                if _is_of_pilots(error) or self.findings or not self._has_hooks:
-                    raise
-            free_remains(self.residency.meter, before)
-            self.profiles, self.findings, self.used_up = {}, Findings(), []
-            self._run(forward, args, kwargs, fires_hooks=True)
+            for fires_hooks, goes_on in ways:
+                last = (fires_hooks, goes_on) == ways[-1]
+                try:
+                    self._run(forward, args, kwargs, fires_hooks=fires_hooks, goes_on=goes_on, last=last)
+                    return
+                except Exception as error:
+                    if _is_of_pilots(error) or self.findings or last:
+                        raise
+                free_remains(self.residency.meter, before)
+                self.profiles, self.findings, self.used_up = {}, Findings(), []
 
     def _run(
-        self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, fires_hooks: bool
+        self,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        fires_hooks: bool,
+        goes_on: bool,
+        last: bool,
     ) -> None:
         meter = self.residency.meter
         inputs, hooked = tensors_in((args, kwargs)), self._has_hooks
         with (
-            self._put_back(args, kwargs, last=fires_hooks or not hooked) as journal,
+            self._put_back(args, kwargs, last=last) as journal,
             nullcontext() if fires_hooks else user_hooks_removed(self.model),
+            weight_hooks_removed(self.model),
             self._hooks_off,
             parametrizations_uncached(self.model),
             autocast_kept(),
@@ -157,12 +173,14 @@ class Pilot:
             try:
                 inference = self.forward_only and torch.is_inference_mode_enabled()
                 with torch.inference_mode(inference), torch.set_grad_enabled(not self.forward_only):
-                    args, kwargs = map_tensors(_apart, (args, kwargs))
+                    args, kwargs = map_tensors(cache(partial(_apart, goes_on=goes_on)), (args, kwargs))
                     outputs = tensors_in(forward(*args, **kwargs))
             except SecondGradientError as error:  # within the forward, which no cut would allow
                 for block in set(self.blocks).intersection(error.blocks):  # another model's may be behind them, too
                     block.differentiates = True
                     self.findings.uncuttable[block] = str(error)
+                if not self.findings:
+                    raise
                 return
             except RuntimeError as error:  # as a GPU's of weights in host memory
                 self._hold(journal.read(on_device=True))
@@ -428,7 +446,7 @@ class Pilot:
         block, meter, device = call.block, self.residency.meter, self.residency.device
         inputs = list(map(uncached, detached(call.tensors)))
         casts, around = remembers_casts(), casts_to()
-        call.context = call.forward_pass.contexts.current() if casts else 0
+        call.context = context_number() if casts else 0
         with torch.enable_grad(), saved(), self.residency.inside(block, copy) as visit, self._measured() as used:
             leaves = [*inputs, *visit.leaves]
             device.synchronize()
@@ -487,12 +505,19 @@ def _is_of_pilots(error: Exception) -> bool:
     return isinstance(error, (HydraTuneError, AbandonedForward, torch.OutOfMemoryError))
 
 
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory; what a pilot writes there does not become part of the tensor's history. An inference tensor
-    can't be in one."""
+def _apart(tensor: torch.Tensor, *, goes_on: bool) -> torch.Tensor:
+    """The same memory; what a pilot writes there does not become part of the tensor's history, and no backward within
+    it `goes_on` into that, unless told so. An inference tensor can't be in one."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return tensor.clone()
-    return tensor if tensor.requires_grad else tensor.detach()
+    if not tensor.requires_grad:
+        return tensor.detach()
+    if tensor.is_leaf or goes_on or not torch.is_grad_enabled() or tensor.layout is not torch.strided:
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    apart: torch.Tensor = torch.ops.aten._unsafe_view(leaf, leaf.shape)  # neither a leaf nor one's view
+    apart.__dict__.update(tensor.__dict__)
+    return apart
 
 
 def free_remains(meter: TrialMeter, num_bytes: int) -> None:

@@ -32,14 +32,16 @@ class Rewind:
     ) -> None:
         self._meter = meter
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._weights = [(p, p.data, version_of(p), p.grad, dict(p.__dict__)) for p in model.parameters()]
+        self._weights = [(p, p.data, version_of(p), dict(p.__dict__)) for p in model.parameters()]
         self._parts = [(m, kind, dict(kind)) for m in model.modules() for kind in (m._parameters, m._modules)]
         with meter.paused():
             self._arguments = Snapshot({"its arguments": arguments}, model)
             self._attributes = Snapshot.of_modules(model.named_modules(), model)
         found = (*self._arguments.tensors, *self._attributes.tensors)
         self._nodes = [(t, t.grad_fn) for t in (*tensors_in(arguments), *found)]
-        gradients = [grad for *_, grad, _ in self._weights if grad is not None]  # a forward may run a backward
+        leaves = [t for t in self._arguments.tensors if t.is_leaf and t.requires_grad]
+        self._gradients = [(t, t.grad) for t in (*model.parameters(), *leaves)]  # a forward may run a backward
+        gradients = [grad for _, grad in self._gradients if grad is not None]
         self.tensors = (*found, *gradients)
         self._values: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._generators, self._states = generators, generator_states(generators)
@@ -59,9 +61,10 @@ class Rewind:
         set_generator_states(self._generators, self._states)
         self._arguments.restore()
         self._attributes.restore()
-        for weight, data, _, grad, marks in self._weights:
-            if weight.grad is not grad:
-                weight.grad = grad
+        for tensor, grad in self._gradients:
+            if tensor.grad is not grad:
+                tensor.grad = grad
+        for weight, data, _, marks in self._weights:
             if weight.data_ptr() != data.data_ptr():
                 weight.data = data
             if weight.__dict__ or marks:
@@ -85,7 +88,7 @@ class Rewind:
             PrepareError: one was written.
         """
         kept = {id(tensor) for tensor, *_ in self._values}
-        if any(version_of(weight) != version for weight, _, version, _, _ in self._weights if id(weight) not in kept):
+        if any(version_of(weight) != version for weight, _, version, _ in self._weights if id(weight) not in kept):
             raise PrepareError(
                 "a forward that first calls a block in a later step runs twice then, but this one has written into "
                 "weights before, which it did not in the first step. Call all blocks in the first step, or change "

@@ -23,7 +23,7 @@ from torch import nn
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, ResultT
 from hydra_tune.callers import Callers, calls_backward
-from hydra_tune.casts import CastsOfForward
+from hydra_tune.casts import CastsOfForward, watch_clearings
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
@@ -115,6 +115,7 @@ class Trial:
         self._model = weakref.ref(model)
         self.optimizer = optimizer
         self.planner.start()
+        watch_clearings()
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         self._configs = use_no_cache(model)
@@ -377,6 +378,7 @@ class Trial:
             self._boundary()
             if self.resumption is not None and not self.in_step:
                 self._before_step(self.resumption)
+            casts = CastsOfForward()  # a pilot may leave some for the forward
             plan = self.planner.plan_for(root, args, kwargs)
             self.open_step(plan)
             if self.measures and not self._passes and self.planner.step_is_measured:
@@ -387,7 +389,7 @@ class Trial:
                 rewind.keep((*rewind.tensors, *map(self.model.get_parameter, plan.written)))
                 try:
                     with SharedDraws() as draws:
-                        return self._run_step(root, plan, args, kwargs)
+                        return self._run_step(root, plan, casts, args, kwargs)
                 except UnmeasuredBlock:
                     self.leave()
                     self.leave_step()
@@ -395,7 +397,7 @@ class Trial:
                     rewind.restore()
                     rewind.refuse_other_writes()
                     plan = self.planner.extend_plan(root, args, kwargs)
-            return self._run_step(root, plan, args, kwargs)
+            return self._run_step(root, plan, casts, args, kwargs)
 
     def _before_step(self, resumption: Resumption) -> None:
         states = resumption.before_forward() if torch.is_grad_enabled() else None
@@ -403,7 +405,9 @@ class Trial:
             self.checkpoint(states)
             resumption.publish()
 
-    def _run_step(self, root: RootForward, plan: TrialPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_step(
+        self, root: RootForward, plan: TrialPlan, casts: CastsOfForward, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         if not self.in_step:  # it was left for another plan
             self.open_step(plan)
         self.step += 1
@@ -413,17 +417,16 @@ class Trial:
         try:
             with self.one_pass() as forward_pass:
                 self._passes.append(weakref.ref(forward_pass))
-                casts = None
                 if plan.resident:
                     self._go_to(0, Direction.FORWARD)
-                    casts = CastsOfForward(self.device.torch_device)
                 elif self.device.spills_behind and torch.is_grad_enabled() and not self.planner.has_hooks:
                     forward_pass.gates = gates_for(self.planner.blocks)
-                self._backward_within = False
+                self._backward_within, with_gradients = False, torch.is_grad_enabled()
                 outputs = root.original(*args, **kwargs)
                 self._num_backwards += self._backward_within  # once, however many
-                if casts is not None:
-                    forward_pass.joined_casts = casts.join(tensors_in(outputs))
+                made = tensors_in(outputs)
+                forward_pass.joined_casts = casts.join(made)
+                self._saw_backward |= self._backward_within and with_gradients and not _want_backward(made)
                 self.leave()
         except BaseException:
             self.leave_after_error()
@@ -534,11 +537,15 @@ class Trial:
         if current != self._backward_id:
             if calls_backward(sys._getframe()):  # else the thread is autograd's own, of a GPU, and the caller waits
                 self._refuse_other_threads()
-            self._begin()
+            outer = -1, set[ForwardPass]()
+            if self._backward_id != -1 and calls_backward(sys._getframe(), 2):  # a checkpoint repeats what runs one
+                outer = self._backward_id, self._backward_passes
+            else:
+                self._begin()
             self._backward_id = current
             self._backward_passes = set()
             keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph, *outer))
             if not self.in_step and self.planner.pilot is None:
                 if self.plan is None:
                     raise PrepareError(
@@ -546,23 +553,23 @@ class Trial:
                         "model has no plan now. Call backward before the next forward, or repeat the forward."
                     )
                 self.open_step(self.plan)
-        self._saw_backward = True
+        self._saw_backward |= self._pass is None
         self._backward_passes.add(forward_pass)
 
-    def _end_backward(self, keeps_graph: bool) -> None:
-        within_forward = self._pass is not None  # which goes on, and may make more of its graph
+    def _end_backward(self, keeps_graph: bool, outer: int, outer_passes: set[ForwardPass]) -> None:
+        """Of one within a forward, or within the `outer` backward, what is around it goes on."""
+        within_forward, within_backward = self._pass is not None, outer != -1
         if not keeps_graph:
-            for forward_pass in self._backward_passes - {self._pass}:
+            for forward_pass in self._backward_passes - outer_passes - {self._pass}:
                 forward_pass.done = True
-        self._backward_passes = set()
-        self._backward_id = -1
+        self._backward_id, self._backward_passes = outer, outer_passes
         self._backward_within |= within_forward
-        if not within_forward:
+        if not (within_forward or within_backward):
             self._num_backwards += 1
             if not self.ended:
                 self._boundary()
             self._note_for_resumption()
-        self._unfinished = self._running
+        self._unfinished = self._running or within_backward
 
     # ---- visits ----
 
@@ -686,6 +693,11 @@ class Trial:
     def counted(self) -> Counted:
         """Count operators on the device, where anything counts them: in pilots and under checks."""
         return Counted(self.meter, install=self.mode is None)
+
+
+def _want_backward(outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the script is to call it, of a forward that has run one already."""
+    return any(output.requires_grad for output in outputs)
 
 
 def _has_graph(reference: weakref.ref[ForwardPass]) -> bool:

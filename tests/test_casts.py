@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.casts import CastsOfForward
+from hydra_tune.casts import CastsOfForward, watch_clearings
 
 WIDTH = 32
 
@@ -34,6 +34,11 @@ def gradients(model, outputs, **options):
     return torch.autograd.grad(loss, [*model.parameters()], allow_unused=True, **options)
 
 
+@pytest.fixture(autouse=True)
+def watched():
+    watch_clearings()
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(0)
@@ -42,9 +47,14 @@ def model():
 
 def forward(model, x, *, clears):
     with torch.autocast("cpu", torch.bfloat16):
-        casts = CastsOfForward(torch.device("cpu"))
-        outputs = model(x, torch.clear_autocast_cache if clears else lambda: None)
+        casts = CastsOfForward()
+        outputs = model(x, elsewhere_cleared if clears else lambda: None)
         return outputs, casts.join(outputs)
+
+
+def elsewhere_cleared():
+    thread = threading.Thread(target=torch.clear_autocast_cache)
+    thread.start(), thread.join()
 
 
 def same(a, b):
@@ -53,8 +63,8 @@ def same(a, b):
 
 def test_where_the_model_switches_the_cache_off_each_use_has_a_cast_of_its_own(model):
     with torch.autocast("cpu", torch.bfloat16):
-        casts = CastsOfForward(torch.device("cpu"))
-        outputs = model(torch.randn(16, WIDTH), lambda: torch.set_autocast_cache_enabled(False))
+        casts = CastsOfForward()
+        outputs = model(torch.randn(16, WIDTH), lambda: (elsewhere_cleared(), torch.set_autocast_cache_enabled(False)))
         assert casts.join(outputs) == []
     assert torch.is_autocast_cache_enabled(), "as the context had found it"
 
@@ -110,10 +120,38 @@ def test_the_graph_does_not_keep_itself(model):
     assert gone() is None
 
 
-def test_no_autocast_and_no_gradients_cost_nothing(model):
-    assert CastsOfForward(torch.device("cpu"))._probe is None
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert CastsOfForward(torch.device("cpu"))._probe is None
+def test_what_the_thread_clears_itself_parts_the_casts_of_two_contexts(model):
+    """Where another one clears them too, those of each context are joined."""
+    x, gathered, found = torch.randn(16, WIDTH), [], []
+    for between in (torch.clear_autocast_cache, lambda: (torch.clear_autocast_cache(), elsewhere_cleared())):
+        with torch.autocast("cpu", torch.bfloat16):
+            casts = CastsOfForward()
+            outputs = model(x, between)
+            found.append(casts.join(outputs))
+        gathered.append(gradients(model, outputs))
+    assert found[0] == [] and same(*gathered)
+
+
+def test_a_model_that_enters_autocast_itself(model):
+    class Enters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x, between):
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = self.inner(x, between)
+            with torch.autocast("cpu", torch.bfloat16):
+                return *outputs, *self.inner(x, between)
+
+    gathered, x, enters = [], torch.randn(16, WIDTH), Enters()
+    for between in (lambda: None, elsewhere_cleared):
+        casts = CastsOfForward()
+        outputs = enters(x, between)
+        joined = casts.join(outputs)
+        gathered.append(gradients(model, outputs))
+        assert [len(casts) for casts in joined] == ([] if len(gathered) == 1 else [2] * 4)
+    assert same(*gathered)
 
 
 def train(number, prepared, between):

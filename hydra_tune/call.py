@@ -399,6 +399,7 @@ class BlockCall:
                 finally:
                     set_generator_states(generators, drawn)
                     visit.copy.swap_buffers(self.block, now)
+                    visit.take_buffers_back()
             self._refuse_other_outputs(made)
             if self._surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)

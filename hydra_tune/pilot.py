@@ -48,6 +48,7 @@ from hydra_tune.probe import (
     refuse_changes,
     refuse_marks,
     refuse_own_leaves,
+    refuse_shared_containers,
     refuse_shared_draws,
     refuse_side_channel,
     refuse_wrappers,
@@ -345,6 +346,7 @@ class Pilot:
             with self._measured() as used:
                 yield
             self.copy_of(block).refuse_kept_weights(block)
+            self.copy_of(block).refuse_returned_weights(block, call.made)
         except torch.OutOfMemoryError:
             raise DoesNotFitError(block, self.free_bytes - block.weight_bytes) from None
         self.residency.device.synchronize()
@@ -434,6 +436,8 @@ class Pilot:
             seconds = time.perf_counter() - start
             made = tensors_in(outputs)
             refuse_wrappers(call.block, made)
+            copy.refuse_returned_weights(call.block, made)
+            refuse_shared_containers(call.block, outputs, arguments)
             boundary = sum(map(storage_bytes, made))
             carried = max(copied_bytes(given), copied_bytes(made))
             with self.residency.meter.paused():

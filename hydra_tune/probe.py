@@ -23,6 +23,7 @@ from hydra_tune.graph import BLOCK, CAST, leaf_of, nodes_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.shard import Edges
 from hydra_tune.shared_random import SharedDraws
+from hydra_tune.tree import containers_in
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
@@ -149,6 +150,21 @@ def refuse_wrappers(block: Block, tensors: Iterable[torch.Tensor]) -> None:
                 f"a prepared model's blocks are given and make plain tensors, but block {block.name} has a "
                 f"{type(tensor).__name__}. Pad it (torch.nested.to_padded_tensor), or call hydra_tune.release(model)."
             )
+
+
+def refuse_shared_containers(block: Block, outputs: Any, given: Any) -> None:
+    """Outside of the block they are others, and who puts something into one would not put it into the other.
+
+    Raises:
+        UncuttableError: the block returns a list or dict that it was given or that it keeps.
+    """
+    kept = [value for module in block.modules for value in vars(module).values()]
+    known = set(map(id, containers_in((given, kept))))
+    if any(id(container) in known for container in containers_in(outputs)):
+        raise UncuttableError(
+            f"a block's outputs are its own, but {block.name} returns a list or dict that it was given or that it "
+            "keeps. Return a copy, or its tensors."
+        )
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[list[int]]:

@@ -219,12 +219,25 @@ class DeviceCopy:
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it if it lies in the slot, which will be another shard's."""
-        return tensor.clone() if self._has(tensor) else tensor
+        return tensor.clone() if self.has(tensor) else tensor
 
-    def _has(self, tensor: torch.Tensor) -> bool:
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in the slot."""
         start = self.slot.data_ptr()
         strided = tensor.layout is torch.strided and tensor.numel() > 0
         return strided and start <= tensor.data_ptr() < start + self.slot.numel()
+
+    def refuse_returned_weights(self, block: Block, made: Sequence[torch.Tensor]) -> None:
+        """Among the outputs: outside they are copies, into which the model may write in vain.
+
+        Raises:
+            UncuttableError: one is a weight or buffer of the block, or a view of one.
+        """
+        if any(map(self.has, made)):
+            raise UncuttableError(
+                f"a block's weights and buffers move, but {block.name} returns one, or a view of one. Return a copy "
+                "(.clone())."
+            )
 
     def refuse_kept_weights(self, block: Block) -> None:
         """In attributes, beyond the visit: the slot will be another shard's.
@@ -235,7 +248,7 @@ class DeviceCopy:
         for module in block.modules:
             for name, value in vars(module).items():
                 if name not in ("_parameters", "_buffers", "_modules", "_flat_weights") and any(
-                    map(self._has, tensors_in(value))
+                    map(self.has, tensors_in(value))
                 ):
                     raise UncuttableError(
                         f"a block's weights move, but {block.name} keeps a view of one in its attribute {name!r}. "

@@ -106,6 +106,23 @@ def is_fixed(value: Any) -> bool:
     return type(value) in _PLAIN or (isinstance(value, tuple) and all(map(is_fixed, value)))
 
 
+def containers_in(value: Any) -> list[Any]:
+    """The lists and dicts in it, itself included, each once."""
+    found: dict[int, Any] = {}
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, (list, dict)):
+            if id(item) in found:
+                continue
+            found[id(item)] = item
+        if isinstance(item, (list, tuple)):
+            stack += item
+        elif isinstance(item, dict):
+            stack += item.values()
+    return list(found.values())
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 

@@ -63,6 +63,11 @@ class Visit:
         arrived: Iterator[Any] = iter(copies)
         return [None if t is None else next(arrived) for t in tensors]
 
+    def take_buffers_back(self) -> None:
+        """Those of the slot, for which the forward may have set others."""
+        for m, n in self.block.buffer_sites:
+            m._buffers[n] = self.copy.buffer(m, n)
+
     def changed_buffers(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """(site, host, device) of each buffer that the forward has changed."""
         if not self.block.buffer_sites:
@@ -89,8 +94,7 @@ class Visit:
 
             for (m, n), p in zip(block.parameter_sites, self._parameters, strict=True):
                 m._parameters[n] = leaf(p)
-            for m, n in block.buffer_sites:
-                m._buffers[n] = copy.buffer(m, n)
+            self.take_buffers_back()
             self._refresh_flat_weights()
             self.leaves = [*map(leaf, block.own_parameters), *block.borrowed]
         except BaseException:

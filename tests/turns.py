@@ -93,8 +93,8 @@ class TurnsPool(hydra_tune.ShardPool):
         self.turns.pass_on()
         return start_s, device
 
-    def _handle(self, event):
-        super()._handle(event)
+    def _handle(self, event, at_s=None):
+        super()._handle(event, at_s)
         self.story.append(self._machine._story[-1])
 
 

@@ -22,6 +22,7 @@ from hydra_tune.graph import (
     borrowed_by,
     detached,
     gradients_of,
+    has_saved_hooks,
     leaf_of,
     nodes_of,
     saved_as_it_is,
@@ -38,6 +39,10 @@ from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_in_p
 from hydra_tune.visit import Visit
 
 ResultT = TypeVar("ResultT")
+_OF_A_REPETITION = (
+    "_again", "_random_states", "_draws_apart", "_buffers_before", "_buffers", "_versions", "_rewritten",
+    "_surroundings", "_made_like",
+)  # fmt: skip
 _CastsTo: TypeAlias = frozenset[tuple[torch.dtype | None, torch.dtype]]  # see `Edges`
 
 
@@ -45,6 +50,7 @@ class Executor(Protocol):
     """What a call needs of the trial it runs for."""
 
     residency: Residency
+    marked: dict[int, BlockCall]
 
     @property
     def has_model(self) -> bool: ...
@@ -105,6 +111,7 @@ class BlockCall:
     made: Sequence[torch.Tensor] = ()  # by a call without gradients
     _sharing: Sequence[tuple[torch.Tensor, int]] = ()  # outputs that share memory, each with its version
     _gate: Gate | None = None
+    _is_marked = False
 
     # what a pilot finds
     measured = False
@@ -347,6 +354,27 @@ class BlockCall:
         self.num_edges = [n if has else 0 for n, has in zip(self.num_edges, has_edge, strict=True)]
 
     # ---- backward ----
+
+    def marks(self) -> list[torch.Tensor]:
+        """What the node saves beside the tensors, where hooks see it, perhaps a checkpoint's around the block: this
+        calls the block again, and hands out the mark of that call."""
+        if not has_saved_hooks():
+            return []
+        mark = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._is_marked = True
+        self.trial.marked[mark.untyped_storage()._cdata] = self
+        return [mark]
+
+    def unmarked(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensors. The last call that they are of will be repeated: in plain PyTorch too, a checkpoint's backward
+        sees the buffers, and the random numbers, of its second forward."""
+        if not self._is_marked:
+            return saved
+        *tensors, mark = saved
+        last = self.trial.marked.pop(mark.untyped_storage()._cdata, self)
+        for name in _OF_A_REPETITION:
+            setattr(self, name, getattr(last, name))
+        return tensors
 
     def run_backward(
         self,

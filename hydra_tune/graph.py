@@ -238,7 +238,12 @@ def saved() -> AbstractContextManager[None]:
 
 def saved_as_it_is() -> AbstractContextManager[None]:
     """As `saved`, but free of cost where no hooks are around."""
-    return saved() if _top_saved_tensors_hooks(True) is not None else nullcontext()
+    return saved() if has_saved_hooks() else nullcontext()
+
+
+def has_saved_hooks() -> bool:
+    """Whether hooks see what is saved here. torch 2.6 does not tell."""
+    return _top_saved_tensors_hooks(True) is not None
 
 
 class ForgottenError(PrepareError):

@@ -106,8 +106,8 @@ class BlockFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        tensors = call.tensors
-        ctx.save_for_backward(*([t.clone() for t in tensors] if call.block.keeps_clones else tensors))
+        tensors = [t.clone() for t in call.tensors] if call.block.keeps_clones else call.tensors
+        ctx.save_for_backward(*tensors, *call.marks())
         ctx.mark_non_differentiable(*(made[i] for i in call.nondifferentiable))
         return made
 
@@ -138,7 +138,7 @@ class BlockFunction(torch.autograd.Function):
                 f"one of block {call.block.name} was changed in place in between. Give the model a copy of it."
             ) from error
         try:
-            grads = call.run_backward(tensors, ctx.needs_input_grad[2:], grad_outputs)
+            grads = call.run_backward(call.unmarked(tensors), ctx.needs_input_grad[2:], grad_outputs)
         except BaseException:  # an interruption may come where a visit ends
             call.trial.residency.close_visits()
             raise

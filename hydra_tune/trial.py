@@ -92,6 +92,7 @@ class Trial:
         self._pass: ForwardPass | None = None
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
+        self.marked: dict[int, BlockCall] = {}  # those whose tensors a checkpoint may have made anew, by their mark
         self._configs: list[Any] = []
 
     @property
@@ -196,6 +197,7 @@ class Trial:
         self._passes = [ref for ref in self._passes if _has_graph(ref)]
         if not self._passes:
             self.residency.former_buffers.clear()
+            self.marked.clear()
             if self.in_step:
                 self.leave_step()
 
@@ -524,7 +526,8 @@ class Trial:
             raise PrepareError(
                 "a prepared model is called as a whole: a block was called outside of its root's forward. "
                 "Call the model itself, prepare the part that you call, or call it under torch.no_grad(); where "
-                "checkpoints around blocks repeat them, give these use_reentrant=False."
+                "checkpoints around blocks repeat them, give these use_reentrant=False, or the pool so much memory= "
+                "that no block is opened that has one within it (the report's `cut`)."
             )
         return self._pass
 

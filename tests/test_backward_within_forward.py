@@ -7,6 +7,7 @@ import optuna
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 import scripts
@@ -245,3 +246,155 @@ def test_trials_beside_one_finish():
         hydra_tune.HydraTrialRunner(pool, concurrency=3).optimize(study, objective, n_trials=5)
         assert pool.devices[0].used_bytes == 0
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 5
+
+
+# ---- what is around the model ----
+
+
+class GivenAWeight(Script):
+    """The model's input is a leaf; the backward within the forward adds to its gradient, once."""
+
+    def model(self):
+        return TrainsWithin()
+
+    def forward(self, model, x):
+        self.prompt = nn.Parameter(x) if not hasattr(self, "prompt") else self.prompt
+        return model(self.prompt)
+
+    def between(self, model):
+        self.seen = [*getattr(self, "seen", []), self.prompt.grad.clone()]
+
+    def run(self, pool=None):
+        return [*super().run(pool), *self.seen]
+
+
+class GivenByAnother(Script):
+    """A module that is not prepared makes the input; that backward goes on into its graph, once."""
+
+    def model(self):
+        self.first = nn.Linear(WIDTH, WIDTH)
+        return TrainsWithin()
+
+    def forward(self, model, x):
+        return model(torch.tanh(self.first(x)))
+
+    def between(self, model):
+        self.seen = [*getattr(self, "seen", []), self.first.weight.grad.clone()]
+
+    def run(self, pool=None):
+        return [*super().run(pool), *self.seen]
+
+
+class SlopeBeyondTheModel(GivenByAnother):
+    """Of a block's output by what the input was made from."""
+
+    def model(self):
+        super().model()
+
+        class Beyond(Guided):
+            def forward(self, x, origin):
+                (slope,) = torch.autograd.grad(self.layers[0](x).square().mean(), origin, retain_graph=True)
+                return self.rest(x + slope)
+
+        return Beyond()
+
+    def forward(self, model, x):
+        x = x.requires_grad_()
+        return model(torch.tanh(self.first(x)), x)
+
+    def between(self, model):
+        pass
+
+    def run(self, pool=None):
+        self.seen = []
+        return super().run(pool)
+
+
+class HookedWeights(Script):
+    """Hooks of weights fire in the backward within, too, but in no pilot; some step an optimizer."""
+
+    def model(self):
+        model, self.fired = TrainsWithin(), []
+        own = torch.optim.SGD([model.layers[0].up.weight], lr=0.1, momentum=0.9)
+
+        def steps(_):
+            own.step()
+            own.zero_grad()
+            self.fired.append("step")
+
+        model.layers[0].up.weight.register_post_accumulate_grad_hook(steps)
+        model.layers[1].up.weight.register_hook(lambda grad: self.fired.append("hook") or 2 * grad)
+        model.layers[5].up.weight.register_post_accumulate_grad_hook(lambda _: self.fired.append("late"))
+        return model
+
+    def run(self, pool=None):
+        return [*super().run(pool), torch.tensor([self.fired.count(what) for what in ("step", "hook", "late")])]
+
+
+class CheckpointAround(Script):
+    """Of the part that runs a backward: repeated within the outer one."""
+
+    def model(self):
+        class Checkpointed(Guided):
+            def part(self, x):
+                return self.layers[2](x - self.slope(x))
+
+            def forward(self, x):
+                x = checkpoint(self.part, self.layers[5](x), use_reentrant=False)
+                return self.head(self.layers[4](self.layers[3](x)))
+
+        return Checkpointed()
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+@pytest.mark.parametrize("script", [GivenAWeight, GivenByAnother, SlopeBeyondTheModel, HookedWeights, CheckpointAround])
+def test_what_is_around_the_model_is_as_in_plain_pytorch(script, budget):
+    trains_as_in_plain_pytorch(script, budget)
+
+
+def test_an_evaluation_is_no_step_of_training():
+    """It counted as one: trials were believed to be nearly done, and checkpoints stopped."""
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = hydra_tune.prepare(Starts(), pool=pool, total_steps=10)
+        for _ in range(3):
+            model(torch.randn(4, WIDTH)).sum().backward()
+            for _ in range(4):
+                with torch.no_grad():
+                    model(torch.randn(4, WIDTH))
+        progress = pool._machine.trials[model.forward.trial.id].progress
+        assert progress.steps_done == 3
+
+
+def test_a_step_whose_only_backward_is_within_the_forward_is_one():
+    class All(Guided):
+        def forward(self, x):
+            loss = self.head(self.layers[1](self.layers[0](x))).square().mean()
+            loss.backward()
+            return loss.detach()
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = hydra_tune.prepare(All(), pool=pool, total_steps=10)
+        for _ in range(3):
+            model(torch.randn(4, WIDTH))
+        model.forward.trial.boundary()
+        assert pool._machine.trials[model.forward.trial.id].progress.steps_done == 3
+
+
+def test_gradients_of_gradients_through_another_models_blocks_alone_are_refused(monkeypatch):
+    """The pilot ended there, as if the model had no blocks, and the budget was blamed."""
+    monkeypatch.setenv("HYDRA_TUNE_CHECKS", "0")  # devices of two pools are no neighbours
+
+    class Judges(Net):
+        def forward(self, x, origin):
+            (slope,) = torch.autograd.grad(x.square().sum(), origin, create_graph=True)
+            return super().forward(slope)
+
+    class Gives(Net):
+        def set_up(self):
+            self.head = nn.Linear(WIDTH, WIDTH)
+
+    budget, x = BUDGETS["few blocks"], torch.randn(4, WIDTH, requires_grad=True)
+    with hydra_tune.ShardPool(["cpu"], budget) as one, hydra_tune.ShardPool(["cpu"], budget) as other:
+        given = hydra_tune.prepare(Gives(), pool=one)(x)
+        with pytest.raises(hydra_tune.PrepareError, match="create_graph=True"):
+            hydra_tune.prepare(Judges(), pool=other)(given, x)

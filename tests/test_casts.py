@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 
 import optuna
 import pytest
@@ -195,3 +196,61 @@ def test_a_resident_trial_has_the_numbers_of_plain_pytorch_whoever_leaves_autoca
     assert report["resident"]
     for step, (loss, weights) in enumerate(train(0, False, lambda: None)):
         assert results[step][0] == loss and same(results[step][1], weights)
+
+
+class Twice(nn.Module):
+    """Enters autocast itself, and uses its blocks, and one that stays on the device, once more after a while."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.kept = Kept(WIDTH, WIDTH)
+
+    def forward(self, x, between):
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                x = self.kept(x)
+                for layer in self.layers:
+                    x = torch.tanh(layer(x))
+                between()
+        return x.float()
+
+
+class Kept(nn.Linear):
+    def forward(self, x):
+        self.seen = super().forward(x)
+        return self.seen
+
+
+@pytest.mark.parametrize("forwards", [{0}, {1}, {0, 1, 2, 3}], ids=["pilot", "first", "all"])
+@pytest.mark.parametrize("num_bytes", [100_000, 1 << 20], ids=["spilled", "resident"])
+@pytest.mark.parametrize("by_script", [False, True])
+def test_whoever_leaves_autocast_beside_a_forward_or_its_pilot(forwards, num_bytes, by_script):
+    """A pilot took uses in one context for those in two, and all trials after it shared its plan."""
+
+    def gradients(pool):
+        torch.manual_seed(0)
+        model, number, left = Twice(), 0 if pool is not None else 1, []
+        if pool is not None:
+            hydra_tune.prepare(model, pool=pool)
+
+        def between():
+            nonlocal number
+            if pool is not None and number // 2 in forwards:
+                elsewhere_cleared()
+            number += 1
+
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16) if by_script else nullcontext():
+                loss = model(torch.randn(16, WIDTH), between).square().mean()
+            loss.backward()
+            left += [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+        return left
+
+    with hydra_tune.ShardPool(["cpu"], num_bytes) as pool:
+        found = gradients(pool)
+        (trial,) = pool.report()["trials"]
+    assert trial["resident"] == (num_bytes == 1 << 20)
+    assert trial["cut"]["kept"].keys() == {"kept"}
+    assert same(found, gradients(None))

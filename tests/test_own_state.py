@@ -1,0 +1,213 @@
+"""Blocks that set their buffers anew, or return what is theirs: weights, buffers, lists and dicts, into which the
+model or the script writes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hydra_tune
+import scripts
+from scripts import BUDGETS, WIDTH, Net, Script, trains_as_in_plain_pytorch
+
+
+class Assigns(scripts.Layer):
+    """Its forward sets a buffer, where another one would write into it."""
+
+    def set_up(self):
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x, *_):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            self.count = self.count + 1
+        return super().forward(x - self.mean) / (1 + 0.01 * self.count)
+
+
+class AssignsBuffers(Script):
+    Layer = Assigns
+
+
+class CalledTwice(AssignsBuffers):
+    def model(self):
+        class Twice(Net):
+            def forward(self, x):
+                for layer in (*self.layers, *self.layers):
+                    x = layer(x)
+                return self.head(x)
+
+        return Twice(Assigns)
+
+
+class TwoForwards(AssignsBuffers):
+    def forward(self, model, x):
+        return model(x) + model(-x)
+
+
+class AForwardBeforeBackward(AssignsBuffers):
+    def between(self, model):
+        with torch.no_grad():
+            model(torch.randn(4, WIDTH))
+
+
+class AssignedBeforeBackward(AssignsBuffers):
+    def between(self, model):
+        for layer in model.layers:
+            layer.count = layer.count + 10
+
+
+class Bank(scripts.Layer):
+    """Returns a buffer, of which the model makes a queue."""
+
+    def set_up(self):
+        self.register_buffer("queue", torch.randn(16, WIDTH))
+
+    def forward(self, x, *_):
+        return super().forward(x), self.queue
+
+
+class Codes(Bank):
+    """The same of a weight."""
+
+    def set_up(self):
+        self.queue = nn.Parameter(torch.randn(16, WIDTH), requires_grad=False)
+
+
+class Rows(Bank):
+    """The same by a view."""
+
+    def forward(self, x, *_):
+        return scripts.Layer.forward(self, x), self.queue[:8]
+
+
+def writes_into(kind):
+    class Writes(Script):
+        def model(self):
+            class Queues(Net):
+                def forward(self, x):
+                    for layer in self.layers:
+                        x, queue = layer(x)
+                        found = x @ queue.clone().t()
+                        with torch.no_grad():
+                            queue[: len(x)] = x
+                        x = x + found.tanh().mean()
+                    return self.head(x)
+
+            return Queues(kind)
+
+        def after(self, model, optimizer):
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(4, WIDTH))
+            model.train()
+
+    return Writes
+
+
+class Remembers(scripts.Layer):
+    """Returns a list that it keeps."""
+
+    def set_up(self):
+        self.memory = []
+
+    def forward(self, x, *_):
+        past = torch.stack(self.memory).mean(0) if self.memory else 0
+        return super().forward(x) + past, self.memory
+
+
+class AppendsToWhatABlockReturns(Script):
+    def model(self):
+        class Appends(Net):
+            def forward(self, x):
+                for layer in self.layers:
+                    x, memory = layer(x)
+                    memory.append(x.detach().mean(0))
+                return self.head(x)
+
+        return Appends(Remembers)
+
+
+class HandsOn(scripts.Layer):
+    """Returns the dict that it was given."""
+
+    def forward(self, state, *_):
+        return super().forward(state["x"]), state
+
+
+class WritesIntoWhatABlockHandsOn(Script):
+    def model(self):
+        class Writes(Net):
+            def forward(self, x):
+                state = {"x": x}
+                for layer in self.layers:
+                    x, same = layer(state)
+                    same["x"] = x
+                return self.head(state["x"])
+
+        return Writes(HandsOn)
+
+
+class Averages(Assigns):
+    """Reads the buffer that it sets, and draws."""
+
+    def forward(self, x, *_):
+        return nn.functional.dropout(super().forward(x), 0.2, self.training)
+
+
+def checkpoints(**options):
+    class CheckpointsAround(AssignsBuffers):
+        """Its backward sees what the second forward saw: other averages, and other random numbers if told so."""
+
+        def model(self):
+            class Checkpointed(Net):
+                def forward(self, x):
+                    for layer in self.layers:
+                        x = checkpoint(layer, x, use_reentrant=False, **options)
+                    return self.head(x)
+
+            return Checkpointed(Averages)
+
+    return CheckpointsAround
+
+
+class ReachesAnother(Script):
+    """A block uses another one's weight, and is evaluated while that has its gradient."""
+
+    def model(self):
+        class Reaches(scripts.Layer):
+            def forward(self, x, *_):
+                return super().forward(x) + nn.functional.linear(x, self.other[0].up.weight[:WIDTH])
+
+        model = Net()
+        model.layers[4] = Reaches()
+        model.layers[4].other = [model.layers[1]]
+        return model
+
+    def after(self, model, optimizer):
+        with torch.no_grad():
+            model(torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("budget", ["spilled", "three shards", "resident"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        AssignsBuffers, CalledTwice, TwoForwards, AForwardBeforeBackward, AssignedBeforeBackward, writes_into(Bank),
+        writes_into(Codes), writes_into(Rows), AppendsToWhatABlockReturns, WritesIntoWhatABlockHandsOn,
+        checkpoints(), checkpoints(preserve_rng_state=False), ReachesAnother,
+    ],
+    ids=lambda script: script().model().layers[0].__class__.__name__ + " " + script.__name__,
+)  # fmt: skip
+def test_it_trains_as_in_plain_pytorch(script, budget):
+    trains_as_in_plain_pytorch(script, budget)
+
+
+@pytest.mark.parametrize(
+    ("script", "word"), [(writes_into(Bank), "returns one"), (AppendsToWhatABlockReturns, "list or")]
+)
+def test_the_report_says_why_such_a_block_is_opened(script, word):
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        script().run(pool)
+        (trial,) = pool.report()["trials"]
+    assert len(trial["cut"]["opened"]) == 6 and all(word in reason for reason in trial["cut"]["opened"].values())

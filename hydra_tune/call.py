@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_in_p
 from hydra_tune.visit import Visit
 
 ResultT = TypeVar("ResultT")
+_numbers = itertools.count()
 _OF_A_REPETITION = (
     "_again", "_random_states", "_draws_apart", "_buffers_before", "_buffers", "_versions", "_rewritten",
     "_surroundings", "_made_like",
@@ -360,10 +362,10 @@ class BlockCall:
         calls the block again, and hands out the mark of that call."""
         if not has_saved_hooks():
             return []
-        mark = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._is_marked = True
-        self.trial.marked[mark.untyped_storage()._cdata] = self
-        return [mark]
+        number, self._is_marked = next(_numbers), True
+        self.trial.marked[number] = self
+        with self.trial.residency.meter.paused():
+            return [torch.tensor([number], device="cpu")]
 
     def unmarked(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The tensors. The last call that they are of will be repeated: in plain PyTorch too, a checkpoint's backward
@@ -371,7 +373,7 @@ class BlockCall:
         if not self._is_marked:
             return saved
         *tensors, mark = saved
-        last = self.trial.marked.pop(mark.untyped_storage()._cdata, self)
+        last = self.trial.marked.pop(int(mark), self)
         for name in _OF_A_REPETITION:
             setattr(self, name, getattr(last, name))
         return tensors
@@ -427,7 +429,7 @@ class BlockCall:
                 finally:
                     set_generator_states(generators, drawn)
                     visit.copy.swap_buffers(self.block, now)
-                    visit.take_buffers_back()
+                    visit.set_buffers()
             self._refuse_other_outputs(made)
             if self._surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)

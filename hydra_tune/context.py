@@ -17,6 +17,7 @@ from hydra_tune.garbage import collect_until
 from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.mode import TrialMode, modes
 from hydra_tune.pool import ShardPool
+from hydra_tune.process_state import ThreadSettings
 from hydra_tune.resumption import Resumption
 from hydra_tune.stop import Stop
 from hydra_tune.trial import Trial
@@ -92,9 +93,9 @@ def trials_to_come() -> Iterator[None]:
 
 class TrialContext:
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
-    thread's settings, and the trial's end."""
+    thread's settings, which the next one finds as this one did, and the trial's end."""
 
-    __slots__ = ("_backward_here", "_context", "_mode", "_outer")
+    __slots__ = ("_backward_here", "_context", "_mode", "_outer", "_settings")
 
     def __init__(
         self, pool: ShardPool, number: int, seed_number: int | None = None, *, name: str | None = None
@@ -106,6 +107,7 @@ class TrialContext:
         pool = self._context.pool
         assert pool is not None
         self._outer, _local.context = getattr(_local, "context", None), self._context
+        self._settings = ThreadSettings()
         torch.set_num_threads(pool.num_threads)
         self._backward_here = torch.autograd.set_multithreading_enabled(False) if computes_elsewhere() else None
         self._mode.__enter__()
@@ -119,6 +121,7 @@ class TrialContext:
             self._mode.__exit__(kind, error, trace)
             if self._backward_here is not None:
                 self._backward_here.__exit__(None, None, None)
+            self._settings.restore()
             if error is not None:
                 clear_frames(error)
         finally:

@@ -139,6 +139,28 @@ def autocast_kept() -> Iterator[None]:
         _set_autocast(now)
 
 
+class ThreadSettings:
+    """What this thread has set now: whether gradients are on, autocast, the default device."""
+
+    def __init__(self) -> None:
+        self._gradients, self._nesting = torch.is_grad_enabled(), _nesting()
+        self._state, self._device = ProcessState.now(), _device_context()
+
+    def restore(self) -> None:
+        torch._C._set_grad_enabled(self._gradients)
+        torch.set_autocast_cache_enabled(self._state.context[1])
+        _set_autocast(self._state)
+        if _nesting() != self._nesting:
+            _nest(self._nesting)
+            torch.clear_autocast_cache()  # as who leaves a context does
+        if _device_context() is not self._device:
+            torch.set_default_device(None if self._device is None else self._device.device)
+
+
+def _device_context() -> Any:
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
 def _nest(deep: int) -> None:
     while _nesting() < deep:
         torch.autocast_increment_nesting()

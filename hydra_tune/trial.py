@@ -11,6 +11,7 @@ its optimizer step, whichever comes first: host memory is the truth, and may hav
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,7 @@ class Trial:
         self._running = False  # its root, or a block that is called alone
         self._unfinished = False  # what a script has called; still, after an exception
         self._callers = Callers()
+        self._process = os.getpid()
         self.optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._warned = False
@@ -291,6 +293,12 @@ class Trial:
                 self.resumption.stage(self.model, self.optimizer, states)
 
     def _refuse_other_threads(self) -> None:
+        if os.getpid() != self._process and self.pool.is_shared:  # nobody here goes on with the others' tasks
+            raise PrepareError(
+                f"a prepared model is called in the process that has prepared it, where its pool's other trials are, "
+                f"but that of {self.name} was called in a forked one, perhaps a loader's worker. Give that one a "
+                "copy.deepcopy(model), which is a plain model."
+            )
         self._callers.enter(self, self.name, in_backward=self._backward_id != -1)
 
     # ---- interruptions ----

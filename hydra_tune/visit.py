@@ -63,8 +63,8 @@ class Visit:
         arrived: Iterator[Any] = iter(copies)
         return [None if t is None else next(arrived) for t in tensors]
 
-    def take_buffers_back(self) -> None:
-        """Those of the slot, for which the forward may have set others."""
+    def set_buffers(self) -> None:
+        """To those of the slot; the forward may set others."""
         for m, n in self.block.buffer_sites:
             m._buffers[n] = self.copy.buffer(m, n)
 
@@ -94,7 +94,7 @@ class Visit:
 
             for (m, n), p in zip(block.parameter_sites, self._parameters, strict=True):
                 m._parameters[n] = leaf(p)
-            self.take_buffers_back()
+            self.set_buffers()
             self._refresh_flat_weights()
             self.leaves = [*map(leaf, block.own_parameters), *block.borrowed]
         except BaseException:

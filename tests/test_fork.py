@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hydra_tune
+from hydra_tune.context import TrialContext
 from hydra_tune.fork import ForkGate, gate
 from hydra_tune.meter import Meter, TrialMeter
 from hydra_tune.mode import TrialMode
@@ -133,3 +134,33 @@ def test_a_thread_that_was_interrupted_on_its_way_out_and_searches_holds_up_no_f
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
         hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=1)
     assert not hung
+
+
+def test_a_forked_child_may_call_a_model_only_where_no_other_trial_waits_for_it():
+    """It would wait for a task of another trial, whose thread it has not."""
+
+    def answer(model):
+        reads, writes = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                with torch.no_grad():
+                    model(torch.randn(4, 8))
+                os.write(writes, b"went")
+            except hydra_tune.PrepareError as error:
+                os.write(writes, str(error).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writes)
+        with os.fdopen(reads) as told:
+            return told.read()
+
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        models = [torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(2)]
+        with TrialContext(pool, 0):
+            hydra_tune.prepare(models[0])(torch.randn(4, 8)).sum().backward()
+            assert answer(models[0]) == "went"
+            with TrialContext(pool, 1):
+                hydra_tune.prepare(models[1])(torch.randn(4, 8)).sum().backward()
+                assert "was called in a forked one" in answer(models[0])

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune.process_state import remembers_casts
 from models import gpt
 
 STEPS = 6
@@ -81,3 +82,30 @@ def test_a_trial_that_ends_early_changes_no_other(where):
     state = optuna.trial.TrialState.PRUNED if where == "pruned" else optuna.trial.TrialState.FAIL
     assert [t.state == state for t in study.trials] == [False, True, False, False]
     assert results == {n: losses for n, losses in healthy.items() if n != FAULTY}
+
+
+LEFT = {
+    "gradients off": lambda: torch.set_grad_enabled(False),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16).__enter__(),
+    "a device": lambda: torch.set_default_device("meta"),
+    "no cache of casts": lambda: torch.set_autocast_cache_enabled(False),
+}
+
+
+@pytest.mark.parametrize("leaves", LEFT)
+def test_what_a_trial_leaves_set_in_its_thread_no_later_one_finds(leaves):
+    def settings():
+        cache = torch.is_autocast_cache_enabled()
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_device().type, cache
+
+    found, before = [], (*settings(), remembers_casts())
+
+    def objective(trial):
+        found.append(settings())
+        LEFT[leaves]()
+        raise optuna.TrialPruned
+
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(optuna.create_study(), objective, n_trials=3)
+    assert found == [(True, False, "cpu", True)] * 3
+    assert (*settings(), remembers_casts()) == before

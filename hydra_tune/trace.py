@@ -13,7 +13,7 @@ MAX_SPANS = 200_000  # the oldest are forgotten first
 
 class Span(NamedTuple):
     """`kind` is run, promote, spill (during the task's run, where its device is a virtual one), wait (of a trial) or
-    stall (of a device, which computed nothing, for `cause`); seconds since the pool began."""
+    stall (of a device, which ran no task, for `cause`); seconds since the pool began."""
 
     kind: str
     device: int
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Totals:
-    """busy: tasks ran. stalled: a device had trials, but computed nothing; a trial had a task, but it waited."""
+    """busy: tasks ran. stalled: a device had trials, but ran no task; a trial had a task, but it waited."""
 
     promoted_bytes: int = 0
     spilled_bytes: int = 0

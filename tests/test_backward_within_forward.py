@@ -251,6 +251,16 @@ def test_trials_beside_one_finish():
 # ---- what is around the model ----
 
 
+class TrainsOnItsInput(Guided):
+    """That backward goes on into what made the input."""
+
+    def forward(self, x):
+        y = self.layers[1](self.layers[0](x))
+        if torch.is_grad_enabled():
+            y.square().mean().backward(retain_graph=True)
+        return self.rest(y)
+
+
 class GivenAWeight(Script):
     """The model's input is a leaf; the backward within the forward adds to its gradient, once."""
 
@@ -310,6 +320,43 @@ class SlopeBeyondTheModel(GivenByAnother):
         return super().run(pool)
 
 
+class GivenTwice(GivenByAnother):
+    """The same tensor as two arguments, and again as an output."""
+
+    def model(self):
+        super().model()
+
+        class Two(Guided):
+            def forward(self, x, y):
+                self.layers[1](self.layers[0](x)).square().mean().backward(retain_graph=True)
+                for layer in self.layers[2:]:
+                    x = layer(x) + y
+                return self.head(x * y) + y[:, :8]
+
+        return Two()
+
+    def forward(self, model, x):
+        x = torch.tanh(self.first(x))
+        return model(x, x)
+
+
+class WritesItsInput(GivenByAnother):
+    """In place, though it has a graph behind it."""
+
+    def model(self):
+        super().model()
+
+        class Writes(TrainsOnItsInput):
+            def forward(self, x):
+                return super().forward(x.mul_(0.5).add_(1))
+
+        return Writes()
+
+    def forward(self, model, x):
+        x = torch.tanh(self.first(x))
+        return model(2 * x)
+
+
 class HookedWeights(Script):
     """Hooks of weights fire in the backward within, too, but in no pilot; some step an optimizer."""
 
@@ -347,7 +394,10 @@ class CheckpointAround(Script):
 
 
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
-@pytest.mark.parametrize("script", [GivenAWeight, GivenByAnother, SlopeBeyondTheModel, HookedWeights, CheckpointAround])
+@pytest.mark.parametrize(
+    "script",
+    [GivenAWeight, GivenByAnother, GivenTwice, WritesItsInput, SlopeBeyondTheModel, HookedWeights, CheckpointAround],
+)
 def test_what_is_around_the_model_is_as_in_plain_pytorch(script, budget):
     trains_as_in_plain_pytorch(script, budget)
 

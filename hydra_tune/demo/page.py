@@ -12,6 +12,7 @@ from hydra_tune.config import format_bytes
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
 WIDTH, HEIGHT, MARGIN = 960, 260, 46
 MAX_BARS = 6000
+LEAST_STALL = 0.5  # of a bar's width; shorter ones are between any two tasks
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>hydra_tune demo</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:{width}px;margin:2em auto;padding:0 1em;color:#222}}
@@ -21,7 +22,8 @@ td:first-child,th:first-child{{text-align:left}}svg{{width:100%;height:auto}}tex
 <p>{summary}</p><h2>Trials</h2>{table}
 <h2>Training loss</h2>{losses}<h2>Who had the device</h2>{timeline}
 <p>Bars are visits to shards, coloured by trial: forward at the top of each row, backward below; pale bars are
-promotions from host memory. The lowest row is the device, the rows above are its trials' shards.</p></html>
+promotions from host memory. The lowest row is the device, grey where it ran no task (point at it for the cause); the
+rows above are its trials' shards.</p></html>
 """
 
 
@@ -46,8 +48,8 @@ def _summary(report: dict[str, Any]) -> str:
         f"Best: trial {best['trial']} with {best['bits_per_byte']:.3f} bits per byte. Trained again in plain PyTorch, "
         f"{report['again']}, its losses and final weights are {'equal bit for bit' if equal else 'DIFFERENT'}. "
         f"Peak {format_bytes(device['peak_bytes'])} of a budget of {format_bytes(device['budget_bytes'])} on "
-        f"{escape(device['name'])}; the device was busy {device['busy_s']:.0f} s and stood still beside "
-        f"live trials {device['stalled_s']:.1f} s of {report['sweep_s']:.0f} s."
+        f"{escape(device['name'])}; the device was busy {device['busy_s']:.0f} s of {report['sweep_s']:.0f} s, and "
+        f"ran no task beside live trials for {device['stalled_s']:.1f} s, pilots included."
     )
 
 
@@ -96,6 +98,7 @@ def _timeline(spans: Sequence[dict[str, Any]], numbers: dict[int, int]) -> str:
     shown = [s for s in spans if s["kind"] in ("run", "promote")][-MAX_BARS:]
     if not shown:
         return "<p>Nothing ran.</p>"
+    stalls = [s for s in spans if s["kind"] == "stall" and s["start_s"] >= shown[0]["start_s"]]
     start, end = shown[0]["start_s"], shown[-1]["end_s"]
     shards = 1 + max(s["shard"] for s in shown)
     rows = {trial: row for row, trial in enumerate(sorted({s["trial"] for s in shown}, key=lambda t: numbers[t]))}
@@ -112,6 +115,12 @@ def _timeline(spans: Sequence[dict[str, Any]], numbers: dict[int, int]) -> str:
         y = rows[s["trial"]] * row_height + half + 16 * s["shard"] / shards
         parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{16 / shards + 0.5:.1f}" {fill}/>')
         parts.append(f'<rect x="{x:.1f}" y="{bottom - 32 + half}" width="{width:.1f}" height="14" {fill}/>')
+    for s in stalls:
+        x = _scale(s["start_s"], start, end, MARGIN + 10, WIDTH)
+        width = _scale(s["end_s"], start, end, MARGIN + 10, WIDTH) - x
+        if width >= LEAST_STALL:
+            bar = f'<rect x="{x:.1f}" y="{bottom - 32}" width="{width:.1f}" height="32" fill="#ccc">'
+            parts.append(f"{bar}<title>{escape(s['cause'])}</title></rect>")
     parts.append(f'<text x="{MARGIN}" y="{bottom + 14}">{start:.1f} s</text>')
     parts.append(f'<text x="{WIDTH - 40}" y="{bottom + 14}">{end:.1f} s</text>')
     return _svg(bottom + 20, parts)

@@ -144,5 +144,5 @@ class BlockFunction(torch.autograd.Function):
             raise
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.call = None  # a kept activation shall not keep the model
-            call.trial.note_used_up(call)
+        call.trial.note_backward(call)
         return (None, None, *grads)

@@ -112,7 +112,7 @@ class Pilot:
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
     peak_bytes: int = 0
     written: Sequence[nn.Parameter] = ()  # weights that the forward itself writes into
-    used_up: list[BlockCall] = field(default_factory=list)  # by a backward within the forward
+    run_back: list[BlockCall] = field(default_factory=list)  # by backwards within the forward
     _journal: Journal = field(default_factory=lambda: Journal(()))
     _copy: tuple[Block, DeviceCopy] | None = None
     _hooks_off: TensorHooksOff = field(default_factory=TensorHooksOff)
@@ -147,7 +147,7 @@ class Pilot:
                     if _is_of_pilots(error) or self.findings or last:
                         raise
                 free_remains(self.residency.meter, before)
-                self.profiles, self.findings, self.used_up = {}, Findings(), []
+                self.profiles, self.findings, self.run_back = {}, Findings(), []
 
     def _run(
         self,
@@ -206,7 +206,7 @@ class Pilot:
             saved_between = max(0, held - sum(boundaries))
             loss_bytes = max(OUTPUT_COPIES * output_bytes, saved_between)
             self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
-            graph = None if self.findings else OuterGraph(inputs, outputs, self.blocks, self.used_up)
+            graph = None if self.findings else OuterGraph(inputs, outputs, self.blocks, self.run_back)
             del outputs
             if graph is not None:
                 self._read(graph, hooked=hooked)

@@ -255,10 +255,10 @@ class OuterGraph:
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         blocks: Iterable[Block],
-        used_up: Iterable[BlockCall],
+        run_back: Iterable[BlockCall],
     ) -> None:
         """An earlier forward may have given the inputs of this one, and used weights in its own way. Who else used the
-        sources of calls that a backward within the forward has used up, nobody knows any more."""
+        sources of calls that a backward within the forward has run back, nobody knows."""
         nodes = list(nodes_of(outputs))
         called = [node for node in nodes if node.name() == BLOCK and hasattr(node, "call")]
         measured = [node for node in called if node.call is not None and node.call.measured]  # not used up already
@@ -272,8 +272,9 @@ class OuterGraph:
         users.update(child for node in nodes for child in node.next_functions if child[0] is not None)
         self._casts: Counter[tuple[int, int]] = Counter()  # of a weight in a context
         self._calls: list[tuple[BlockCall, list[bool]]] = []  # and whether something else uses each of its sources
-        calls = [(node.call, [users[child] > 1 for child in node.next_functions]) for node in measured]
-        for call, shared in [*calls, *((c, [True] * sum(c.num_edges)) for c in used_up if c.measured)]:
+        calls = {node.call: [users[child] > 1 for child in node.next_functions] for node in measured}
+        calls.update((call, [True] * sum(call.num_edges)) for call in run_back if call.measured)
+        for call, shared in calls.items():
             uses = zip(call.block.parameters, call.parameter_uses, strict=True)
             self._casts.update({(id(p), call.context): n for p, (_, n) in uses})
             self._calls.append((call, shared))

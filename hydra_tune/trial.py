@@ -590,9 +590,9 @@ class Trial:
     def measuring(self, call: BlockCall) -> AbstractContextManager[None]:
         return self.planner.measuring(call)
 
-    def note_used_up(self, call: BlockCall) -> None:
+    def note_backward(self, call: BlockCall) -> None:
         if self.planner.pilot is not None:
-            self.planner.pilot.used_up.append(call)
+            self.planner.pilot.run_back.append(call)
 
     def finds(self, block: Block, error: PrepareError) -> bool:
         return self.planner.finds(block, error)

@@ -326,14 +326,18 @@ class GivenTwice(GivenByAnother):
     def model(self):
         super().model()
 
+        class Mixes(scripts.Layer):
+            def forward(self, x, y):
+                return super().forward(x * y + x) * x + y
+
         class Two(Guided):
             def forward(self, x, y):
-                self.layers[1](self.layers[0](x)).square().mean().backward(retain_graph=True)
+                self.layers[1](self.layers[0](x, y), y).square().mean().backward(retain_graph=True)
                 for layer in self.layers[2:]:
-                    x = layer(x) + y
+                    x = 0.1 * layer(x, y) + y
                 return self.head(x * y) + y[:, :8]
 
-        return Two()
+        return Two(Mixes)
 
     def forward(self, model, x):
         x = torch.tanh(self.first(x))

@@ -1,6 +1,8 @@
 """A trial that ends in any way changes no other trial's numbers."""
 
 import functools
+import gc
+import weakref
 
 import optuna
 import pytest
@@ -109,3 +111,18 @@ def test_what_a_trial_leaves_set_in_its_thread_no_later_one_finds(leaves):
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(optuna.create_study(), objective, n_trials=3)
     assert found == [(True, False, "cpu", True)] * 3
     assert (*settings(), remembers_casts()) == before
+
+
+def test_casts_of_a_trial_that_leaves_autocast_on_are_forgotten():
+    weights = []
+
+    def objective(trial):
+        torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+        weight = nn.Parameter(torch.randn(4, 4))
+        weights.append(weakref.ref(weight))
+        return (weight @ weight).sum().item()
+
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(optuna.create_study(), objective, n_trials=1)
+    gc.collect()
+    assert weights[0]() is None

@@ -203,6 +203,22 @@ def test_it_trains_as_in_plain_pytorch(script, budget):
     trains_as_in_plain_pytorch(script, budget)
 
 
+@pytest.mark.parametrize("kind", [Bank, Codes, Rows])
+def test_an_evaluation_writes_into_what_a_block_returns(kind):
+    def values(pool):
+        torch.manual_seed(0)
+        model = writes_into(kind)().model()
+        if pool is not None:
+            hydra_tune.prepare(model, pool=pool)
+        with torch.no_grad():
+            return [model(torch.randn(4, WIDTH)) for _ in range(3)] + [model.layers[2].queue.clone()]
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        found = values(pool)
+        assert not pool.report()["trials"][0]["resident"]
+    assert all(map(torch.equal, found, values(None)))
+
+
 @pytest.mark.parametrize(
     ("script", "word"), [(writes_into(Bank), "returns one"), (AppendsToWhatABlockReturns, "list or")]
 )

@@ -258,6 +258,8 @@ def test_a_spilled_run_is_saved_in_both_formats(tmp_path):
     between_steps = ("no ready task", "promotion")  # then for the next one's first shard
     assert handed_over[:2] == [("no ready task", "pilot"), ("pilot", "no ready task")]
     assert set(handed_over[2:]) == {between_steps}
+    ends = {s["end_s"] for s in spans if s["kind"] in ("run", "stall")}
+    assert all(start in ends for start, _, _ in stalls[1:])
 
 
 def test_between_trials_a_device_does_not_stall():

@@ -57,7 +57,7 @@ from hydra_tune.probe import (
     user_hooks_removed,
     weight_hooks_removed,
 )
-from hydra_tune.process_state import autocast_kept, casts_to, remembers_casts
+from hydra_tune.process_state import casts_to, remembers_casts, thread_settings_kept
 from hydra_tune.random_state import random_state_kept
 from hydra_tune.residency import Residency
 from hydra_tune.rewind import Rewind
@@ -167,7 +167,7 @@ class Pilot:
             weight_hooks_removed(self.model),
             self._hooks_off,
             parametrizations_uncached(self.model),
-            autocast_kept(),
+            thread_settings_kept(),
         ):
             before = meter.trial_bytes
             meter.watch_outside()

@@ -128,17 +128,6 @@ def _autocast_as(then: ProcessState, now: ProcessState) -> Iterator[None]:
         _nest(nesting)
 
 
-@contextmanager
-def autocast_kept() -> Iterator[None]:
-    """Afterwards it is as it was, whatever was set without a context of its own."""
-    now = ProcessState.now()
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(now.context[1])
-        _set_autocast(now)
-
-
 class ThreadSettings:
     """What this thread has set now: whether gradients are on, autocast, the default device."""
 
@@ -155,6 +144,16 @@ class ThreadSettings:
             torch.clear_autocast_cache()  # as who leaves a context does
         if _device_context() is not self._device:
             torch.set_default_device(None if self._device is None else self._device.device)
+
+
+@contextmanager
+def thread_settings_kept() -> Iterator[None]:
+    """Afterwards they are as they were, whatever was set without a context of its own."""
+    settings = ThreadSettings()
+    try:
+        yield
+    finally:
+        settings.restore()
 
 
 def _device_context() -> Any:

@@ -242,8 +242,11 @@ def saved_as_it_is() -> AbstractContextManager[None]:
 
 
 def has_saved_hooks() -> bool:
-    """Whether hooks see what is saved here. torch 2.6 does not tell."""
-    return _top_saved_tensors_hooks(True) is not None
+    """Whether hooks see what is saved here, as they may in torch 2.6, which does not tell."""
+    return (
+        not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+        or _top_saved_tensors_hooks(True) is not None
+    )
 
 
 class ForgottenError(PrepareError):

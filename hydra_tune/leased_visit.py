@@ -12,6 +12,7 @@ from hydra_tune.mode import Counted
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction
 from hydra_tune.spill import DeviceCopy
+from hydra_tune.steps import Steps
 from hydra_tune.visit import Visit
 
 
@@ -20,9 +21,7 @@ class Leaser(Protocol):
 
     meter: TrialMeter
     residency: Residency
-    measures: bool
-
-    def check_room(self, direction: Direction) -> None: ...
+    steps: Steps
 
     def take_lease(self, block: Block, direction: Direction, *, at_home: bool) -> DeviceCopy: ...
 
@@ -46,8 +45,8 @@ class LeasedVisit:
 
     def __enter__(self) -> Visit:
         trial, block = self._trial, self._block
-        if trial.measures:
-            trial.check_room(self._direction)
+        if trial.steps.measures:
+            trial.steps.check_room(self._direction)
         self._copy = copy = trial.take_lease(block, self._direction, at_home=self._at_home)
         trial.meter.outside_ends()
         trial.meter.here = copy.device.meter

@@ -57,6 +57,14 @@ logger = logging.getLogger("hydra_tune")
 MOST_MODES = 8  # which modules train, or what is switched on, may be drawn anew in each step
 
 
+class UnderWay(Protocol):
+    """What a planner needs of its trial's steps."""
+
+    under_way: bool
+
+    def leave(self) -> None: ...
+
+
 class Planned(Executor, Client, Protocol):
     """What a planner needs of the trial it plans for."""
 
@@ -65,7 +73,6 @@ class Planned(Executor, Client, Protocol):
     meter: TrialMeter
     mode: TrialMode | None
     optimizer: torch.optim.Optimizer | None
-    in_step: bool
 
     @property
     def device(self) -> Device: ...
@@ -73,7 +80,8 @@ class Planned(Executor, Client, Protocol):
     @property
     def model(self) -> nn.Module: ...
 
-    def leave_step(self) -> None: ...
+    @property
+    def steps(self) -> UnderWay: ...
 
     def leave_after_error(self) -> None: ...
 
@@ -237,10 +245,10 @@ class Planner:
             casts_alike = any(casts == mode[1] for _, casts in plan.modes)
             if casts_alike and len(plan.modes) >= MOST_MODES:
                 break
-            if self._trial.in_step and plan.resident:
+            if self._trial.steps.under_way and plan.resident:
                 break  # its weights are not to be moved while a graph may refer to them
-            if self._trial.in_step:
-                self._trial.leave_step()
+            if self._trial.steps.under_way:
+                self._trial.steps.leave()
             plan = self.extend_plan(root, args, kwargs)
         return plan
 
@@ -256,13 +264,12 @@ class Planner:
         )  # fmt: skip
         if self.plan is None or not self.plan.resident:
             refuse_global_hooks()
-        forward_only = not torch.is_grad_enabled() and not trial.in_step  # whose backward this plan would have to hold
+        in_step = trial.steps.under_way  # whose backward a plan would have to hold
+        forward_only = not torch.is_grad_enabled() and not in_step
         known = flags == self._flags and glance.parameters == self._parameters and covers(self._signature, signature)
         if self.plan is not None and known and (self.plan.modes or forward_only):
             shared = pool.plans[self._key]
-            if (
-                shared is not self.plan and not trial.in_step and not self._repacked
-            ):  # measured anew, by its first step or another trial
+            if shared is not self.plan and not in_step and not self._repacked:  # a first step has measured it anew
                 self.settled = False
                 trial.residency.bring_home(trial.optimizer)
                 pool.admit(trial, shared)
@@ -274,8 +281,8 @@ class Planner:
                 "a prepared model's first forward runs twice, but an argument of it can be read only once. Give it a "
                 "list instead of an iterator."
             )
-        if trial.in_step:
-            trial.leave_step()
+        if in_step:
+            trial.steps.leave()
         former, former_key = self.plan, self._key
         self.settled = False
         key_of = partial(plan_key, trial.model, trial.optimizer, (args, kwargs), flags)

@@ -49,11 +49,11 @@ from hydra_tune.root import RootApply, RootForward, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.spill import DeviceCopy
+from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
 from hydra_tune.tree import tensors_in
 
 logger = logging.getLogger("hydra_tune")
-_MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
 
 
 class Trial:
@@ -69,7 +69,6 @@ class Trial:
         self.resumption: Resumption | None = None  # likewise
         self.planner = Planner(self)
         self._model: Callable[[], nn.Module | None] = lambda: None
-        self.step = 0
         self.ended = False
         self._plain = False  # the model, again
         self._running = False  # its root, or a block that is called alone
@@ -79,18 +78,12 @@ class Trial:
         self.optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._warned = False
-        self._keeps = False  # an activation, of which the script was told
         self.residency = Residency(home, self.meter, pool.log_of(number))
         self._task: Task | None = None
         self._task_device = home  # of that task, or the one before
         self._task_start_s = 0.0
-        self.in_step = False
-        self.measures = False  # the step that is under way: its bytes are an estimate
-        self._alone = False  # for they were too few
-        self._saw_backward = False
-        self._num_backwards = 0  # in this step
+        self.steps = Steps(self)
         self._backward_within = False  # of the forward under way
-        self._passes: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._pass: ForwardPass | None = None
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
@@ -156,6 +149,7 @@ class Trial:
                 self.model.__dict__.pop("_apply", None)
                 self.model.__dict__.pop("forward", None)
         self.planner.close()
+        self.steps.close()
         self.optimizer = self.resumption = None
 
     def _leave_device(self) -> None:
@@ -173,7 +167,7 @@ class Trial:
         return {
             "name": self.name,
             "device": self.device.name,
-            "steps": self.step,
+            "steps": self.steps.number,
             "state": "ended" if self.ended else "paused" if self.stop.is_paused else "live",
             **self.planner.summary(),
         }
@@ -196,91 +190,13 @@ class Trial:
 
     def _boundary(self) -> None:
         self.leave()
-        self._passes = [ref for ref in self._passes if _has_graph(ref)]
-        if not self._passes:
+        if self.steps.leave_if_done():
             self.residency.former_buffers.clear()
             self.marked.clear()
-            if self.in_step:
-                self.leave_step()
 
     def open_step(self, plan: TrialPlan) -> None:
         self._boundary()
-        if self.in_step:
-            if self._num_backwards >= _MOST_BACKWARDS:
-                self._leave_endless_step()
-            return
-        self.stop.check_between_steps()
-        self.measures = self._may_measure_step(plan)
-        self._saw_backward, self._num_backwards = False, 0
-        self.pool.enter_step(self, estimated=self.measures)
-        self.in_step = True
-        if self.measures:
-            self.meter.counting = True
-            self.meter.watch_outside(plan.step_bytes, self._outgrow)
-
-    def check_room(self, direction: Direction) -> None:
-        """See that what a visit may leave fits, too: before it, for after it others may have the bytes."""
-        assert self.plan is not None
-        made = max((block.boundary_bytes for block in self.plan.blocks), default=0)
-        late = self.plan.late_bytes - self.residency.late_bytes if direction is Direction.BACKWARD else 0
-        self.meter.check_outside(made + late)
-
-    def _outgrow(self) -> None:
-        """The step needs more than was estimated: the others make way until it is done."""
-        with gate.stepped_out():
-            self.leave()
-            self.pool.have_alone(self)
-            self.device.free_cache()
-        self._alone = True
-
-    def _may_measure_step(self, plan: TrialPlan) -> bool:
-        """Only a runner's mode sees the operators of user code, and only a step of training has them all."""
-        return (
-            not plan.resident
-            and not self.planner.step_is_measured
-            and self.mode is not None
-            and torch.is_grad_enabled()
-        )
-
-    def leave_step(self) -> None:
-        self.in_step = False
-        self.residency.await_gradients()
-        self.pool.leave_step(self, trained=self._saw_backward)
-        if self._saw_backward and self.resumption is not None:
-            self.resumption.has_trained()
-        self._alone = False
-        self._end_measuring()
-
-    def _leave_unmeasured(self) -> None:
-        """A step that has only just begun."""
-        self.measures = False
-        self.meter.counting = self.meter.always
-        self.meter.outside_peak()
-        self.leave_step()
-
-    def _leave_endless_step(self) -> None:
-        """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes
-        stay reserved; but what is measured is known, for which others may wait."""
-        if not self._keeps:
-            self._keeps = True
-            logger.warning(
-                "%s keeps an output of an earlier forward, on which backward may still be called: its bytes stay on "
-                "the device, and checkpoints and pauses wait until it is gone. Compute what needs no gradient under "
-                "torch.no_grad(), or keep output.detach().",
-                self.name,
-            )
-        self.residency.await_gradients()
-        self._num_backwards -= 1  # the next one ends a step, too
-        self._end_measuring()
-        self._alone = self.pool.keep_step(self, self.planner.known_step_bytes)
-
-    def _end_measuring(self) -> None:
-        if self.measures:
-            self.measures = False
-            self.meter.counting = self.meter.always
-            step_bytes = self.meter.outside_peak()
-            if self._saw_backward:
-                self.planner.use_measured_step(step_bytes)
+        self.steps.open(plan)
 
     def _note_for_resumption(self) -> None:
         if self.resumption is not None and not self.ended:
@@ -288,7 +204,7 @@ class Trial:
 
     def checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
         """Write one, from the host, with the trial's loaders in these states; the devices go on with others."""
-        if self.resumption is not None and not self.in_step:
+        if self.resumption is not None and not self.steps.under_way:
             with self.meter.paused():
                 self.resumption.stage(self.model, self.optimizer, states)
 
@@ -316,7 +232,7 @@ class Trial:
         residency, planner = self.residency, self.planner
         if residency.in_visit or not self.meter.is_idle or not planner.settled or planner.pilot is not None:
             return False
-        if self.meter.counting != (self.meter.always or self.measures) or not self._agrees():
+        if self.meter.counting != (self.meter.always or self.steps.measures) or not self._agrees():
             return False
         standing = self.pool.standing(self)
         if standing is None or self.plan is None:
@@ -328,7 +244,7 @@ class Trial:
     def _agrees(self) -> bool:
         """Whether the pool believes the same of the step and the lease."""
         standing = self.pool.standing(self)
-        in_step = self.in_step or self.planner.failed_pilot_bytes is not None
+        in_step = self.steps.under_way or self.planner.failed_pilot_bytes is not None
         return standing is not None and standing.in_step == in_step and standing.running == self._task
 
     def _start_anew(self) -> None:
@@ -340,7 +256,8 @@ class Trial:
         self.meter.reset()
         self.residency.await_gradients()
         self.residency.forget_copies()
-        self._task, self.in_step, self.measures, self._alone = None, False, False, False
+        self._task = None
+        self.steps.forget()
         self._pass, self._backward_passes, self._backward_id = None, set(), -1
         self.planner.settle_again()
 
@@ -386,13 +303,12 @@ class Trial:
             if self.meter.counting:
                 self.meter.adopt(tensors_in((args, kwargs)))
             self._boundary()
-            if self.resumption is not None and not self.in_step:
+            if self.resumption is not None and not self.steps.under_way:
                 self._before_step(self.resumption)
             casts = CastsOfForward()  # a pilot may leave some for the forward
             plan = self.planner.plan_for(root, args, kwargs)
             self.open_step(plan)
-            if self.measures and not self._passes and self.planner.step_is_measured:
-                self._leave_unmeasured()  # another trial has made such a step, while this one waited to
+            if self.steps.leave_unmeasured():
                 plan = self.planner.plan_for(root, args, kwargs)
             while self.planner.unmeasured:  # which this forward may call, or not
                 rewind = Rewind(self.model, (args, kwargs), self.meter, self.device.generators())
@@ -402,7 +318,7 @@ class Trial:
                         return self._run_step(root, plan, casts, args, kwargs)
                 except UnmeasuredBlock:
                     self.leave()
-                    self.leave_step()
+                    self.steps.leave()
                     draws.take_back()
                     rewind.restore()
                     rewind.refuse_other_writes()
@@ -418,25 +334,26 @@ class Trial:
     def _run_step(
         self, root: RootForward, plan: TrialPlan, casts: CastsOfForward, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        if not self.in_step:  # it was left for another plan
+        if not self.steps.under_way:  # it was left for another plan
             self.open_step(plan)
-        self.step += 1
+        self.steps.number += 1
         self.pool.invalidate(self)
         if not plan.resident:
             self._warn_of_second_forward()
         try:
             with self.one_pass() as forward_pass:
-                self._passes.append(weakref.ref(forward_pass))
+                self.steps.add_forward(forward_pass)
                 if plan.resident:
                     self._go_to(0, Direction.FORWARD)
                 elif self.device.spills_behind and torch.is_grad_enabled() and not self.planner.has_hooks:
                     forward_pass.gates = gates_for(self.planner.blocks)
                 self._backward_within, with_gradients = False, torch.is_grad_enabled()
                 outputs = root.original(*args, **kwargs)
-                self._num_backwards += self._backward_within  # once, however many
+                if self._backward_within:  # once, however many
+                    self.steps.add_backward()
                 made = tensors_in(outputs)
                 forward_pass.joined_casts = casts.join(made)
-                self._saw_backward |= self._backward_within and with_gradients and not _want_backward(made)
+                self.steps.trains |= self._backward_within and with_gradients and not _want_backward(made)
                 self.leave()
         except BaseException:
             self.leave_after_error()
@@ -469,7 +386,7 @@ class Trial:
         return outputs
 
     def _warn_of_second_forward(self) -> None:
-        former = [forward_pass for ref in self._passes if (forward_pass := ref()) is not None and not forward_pass.done]
+        former = self.steps.forwards
         if self._warned or not former or not torch.is_grad_enabled():
             return
         if adding := [name for name in (*(forward.adds_uses for forward in former), self._adds_uses()) if name]:
@@ -557,14 +474,14 @@ class Trial:
             self._backward_passes = set()
             keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph, *outer))
-            if not self.in_step and self.planner.pilot is None:
+            if not self.steps.under_way and self.planner.pilot is None:
                 if self.plan is None:
                     raise PrepareError(
                         "a backward comes after a later forward has failed or was interrupted in its pilot, and the "
                         "model has no plan now. Call backward before the next forward, or repeat the forward."
                     )
                 self.open_step(self.plan)
-        self._saw_backward |= self._pass is None
+        self.steps.trains |= self._pass is None
         self._backward_passes.add(forward_pass)
 
     def _end_backward(self, keeps_graph: bool, outer: int, outer_passes: set[ForwardPass]) -> None:
@@ -576,7 +493,7 @@ class Trial:
         self._backward_id, self._backward_passes = outer, outer_passes
         self._backward_within |= within_forward
         if not (within_forward or within_backward):
-            self._num_backwards += 1
+            self.steps.add_backward()
             if not self.ended:
                 self._boundary()
             self._note_for_resumption()
@@ -654,13 +571,13 @@ class Trial:
         return copy
 
     def _go_to(self, shard: int, direction: Direction, *, at_home: bool = False) -> Any:
-        task = Task(self.id, self.step, shard, direction)
+        task = Task(self.id, self.steps.number, shard, direction)
         if self._task != task or (at_home and self._task_device is not self.device):
-            if self._alone or self.planner.failed_pilot_bytes is not None:
+            if self.steps.alone or self.planner.failed_pilot_bytes is not None:
                 self.leave()
             ended, self._task = self._task, None
             after = (ended, self._task_start_s) if ended else None
-            ready = TaskReady(task, at_home or self.measures)
+            ready = TaskReady(task, at_home or self.steps.measures)
             self._task_start_s, self._task_device = self.pool.acquire(ready, after)
             self._task = task
         assert self.plan is not None
@@ -680,7 +597,7 @@ class Trial:
         if self._task is not None:
             task, self._task = self._task, None
             self.pool.release(task, self._task_start_s)
-            if self._alone:  # no one knows yet how much room the step itself needs
+            if self.steps.alone:  # no one knows yet how much room the step itself needs
                 self.pool.invalidate(self)
         if self.planner.failed_pilot_bytes is not None:
             self.pool.end_pilot(self, self.planner.failed_pilot_bytes)
@@ -709,9 +626,3 @@ class Trial:
 def _want_backward(outputs: Sequence[torch.Tensor]) -> bool:
     """Whether the script is to call it, of a forward that has run one already."""
     return any(output.requires_grad for output in outputs)
-
-
-def _has_graph(reference: weakref.ref[ForwardPass]) -> bool:
-    """Whether the backward of this forward may still come."""
-    forward_pass = reference()
-    return forward_pass is not None and not forward_pass.done

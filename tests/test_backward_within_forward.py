@@ -114,9 +114,9 @@ def test_the_step_lasts_as_long_as_the_graph_that_the_forward_goes_on_with():
         loss = model(torch.randn(4, WIDTH)).sum()
         trial = model.forward.trial
         trial.boundary()  # as at an optimizer's step, or a loader's next batch
-        assert trial.in_step
+        assert trial.steps.under_way
         loss.backward()
-        assert not trial.in_step
+        assert not trial.steps.under_way
 
 
 def test_its_backwards_are_none_of_the_steps(caplog):

@@ -14,7 +14,7 @@ from torch import nn
 import hydra_tune
 from hydra_tune import schedule
 from hydra_tune.meter import TrialMeter
-from hydra_tune.trial import Trial
+from hydra_tune.steps import Steps
 from late_arrivals import come_late
 from models import gpt
 
@@ -201,18 +201,18 @@ def test_before_a_first_step_makes_what_was_not_estimated_it_waits_for_the_other
     outputs, and of gradients on their way."""
     if late:
         come_late(monkeypatch)
-    most, had, watch, outgrow = [], [], TrialMeter.watch_outside, Trial._outgrow
+    most, had, watch, outgrow = [], [], TrialMeter.watch_outside, Steps._outgrow
 
     def watch_outside(meter, most_bytes=math.inf, outgrown=None):
         watch(meter, most_bytes, outgrown)
         most.append(meter.trial_bytes + most_bytes)
 
-    def outgrown(trial):
-        had.append((trial.meter.trial_bytes, most[-1]))
-        outgrow(trial)
+    def outgrown(steps):
+        had.append((steps._trial.meter.trial_bytes, most[-1]))
+        outgrow(steps)
 
     monkeypatch.setattr(TrialMeter, "watch_outside", watch_outside)
-    monkeypatch.setattr(Trial, "_outgrow", outgrown)
+    monkeypatch.setattr(Steps, "_outgrow", outgrown)
     results, story = run_together(device, forwards=2)
     assert story.count("Alone(trial=1)") == 1
     ((had_bytes, most_bytes),) = had

@@ -99,6 +99,7 @@ class BlockCall:
     num_edges: Sequence[int] = ()
     nondifferentiable: Sequence[int] = ()
     _casts: Mapping[int, torch.Tensor] = MappingProxyType({})  # in the outer graph, by their parameters' numbers
+    cast_once: Mapping[int, torch.dtype] = MappingProxyType({})  # likewise, in a context that may go on
     _again: Sequence[Any] = ()  # the leaves as they are given to the repeated forward
     _random_states: Sequence[torch.Tensor] = ()
     _draws_apart = False  # from those that other threads draw from, too
@@ -220,7 +221,7 @@ class BlockCall:
             *_padded(edges.tensors, len(self.tensors), 1),
             *_padded(edges.parameters, len(block.parameters), 1),
         ]
-        self._casts = self.forward_pass.casts_of(block)
+        self._casts, self.cast_once = self.forward_pass.casts_of(block), self.forward_pass.cast_once(block)
         self.num_edges += [edges.casts[i] for i in self._casts]
 
     def edges_in(self) -> list[torch.Tensor]:
@@ -396,6 +397,20 @@ class BlockCall:
             )
         return self.trial.with_room(self.block, lambda: self._run_backward(tensors, needed, grad_outputs), lambda: True)
 
+    @property
+    def adds_casts(self) -> bool:
+        return bool(self.cast_once) and self.forward_pass.autocast.is_shared
+
+    def add_casts(self, node: Any, grads: list[torch.Tensor | None]) -> None:
+        """Where forwards share an autocast context, the last of them to come hands on what all have of a weight."""
+        autocast, last_edges = self.forward_pass.autocast, list(accumulate(self.num_edges, initial=-1))[1:]
+        first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
+        with self.trial.residency.meter.paused():
+            for i, dtype in self.cast_once.items():
+                if self.num_edges[first + i]:
+                    place = last_edges[first + i]
+                    grads[place] = autocast.added(node, self.block.parameters[i], dtype, grads[place])
+
     def _run_backward(
         self,
         tensors: Sequence[torch.Tensor],
@@ -449,7 +464,8 @@ class BlockCall:
             num_tensors, parameters = len(tensors), self.block.parameters
             masters = [*parameters, *(parameters[i] for i in self._casts)]
             residency = self.trial.residency
-            spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], self._gate)
+            gate = None if self.adds_casts else self._gate
+            spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], gate)
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
         return [g for source in grads for g in source]
@@ -579,6 +595,7 @@ def edges_for(counts: Edges, other: Edges) -> Edges:
         larger(counts.parameters, other.parameters),
         larger(counts.casts, other.casts),
         tuple(a | b for a, b in zip_longest(counts.casts_to, other.casts_to, fillvalue=_CastsTo())),
+        tuple(a and b for a, b in zip_longest(counts.cast_once, other.cast_once, fillvalue=True)),
     )
 
 

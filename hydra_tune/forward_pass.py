@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from hydra_tune.autocast_context import AutocastContext
 from hydra_tune.block import Block
-from hydra_tune.casts import context_number
-from hydra_tune.graph import Cast
 from hydra_tune.late_gradients import Edges, Gate
 from hydra_tune.process_state import casts_to, remembers_casts
 
@@ -31,24 +31,27 @@ class ForwardPass:
     ended_by: Exception | None = None
     joined_casts: list[Any] = field(default_factory=list)
     gates: dict[Block, tuple[Gate, Edges]] = field(default_factory=dict)  # of blocks that were not called yet
-    _casts: dict[tuple[int, torch.dtype, int], torch.Tensor] = field(default_factory=dict)
+    autocast: AutocastContext = field(default_factory=AutocastContext)  # around it
 
     def casts_of(self, block: Block) -> dict[int, torch.Tensor]:
         """What stands for autocast's copies of the block's weights, one for all uses in a context, by their numbers."""
         edges = block.edges
         if not any(edges.casts) or not remembers_casts():
             return {}
-        around, context, casts = casts_to(), context_number(), {}
-        weights = zip(block.parameters, edges.casts, edges.casts_to, strict=False)
-        for i, (parameter, count, others) in enumerate(weights):
-            dtype = dict(others).get(around, around)
-            if count and dtype and parameter.requires_grad and parameter.dtype is torch.float32:
-                casts[i] = self._cast(parameter, dtype, context)
-        return casts
+        return {i: self.autocast.cast_of(p, dtype) for i, p, dtype in _recast(block, edges.casts)}
 
-    def _cast(self, parameter: torch.Tensor, dtype: torch.dtype, context: int) -> torch.Tensor:
-        key = (id(parameter), dtype, context)
-        if key not in self._casts:
-            with torch.enable_grad():
-                self._casts[key] = Cast.apply(parameter, dtype)  # type: ignore[no-untyped-call]
-        return self._casts[key]
+    def cast_once(self, block: Block) -> dict[int, torch.dtype]:
+        """What becomes of weights that this forward casts for one use, where others may do so in the same context."""
+        if not any(block.edges.cast_once) or not self.autocast.goes_on:
+            return {}
+        return {i: dtype for i, _, dtype in _recast(block, block.edges.cast_once)}
+
+
+def _recast(block: Block, which: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.dtype]]:
+    """Each with its number, and what autocast makes of it here."""
+    around = casts_to()
+    weights = zip(block.parameters, which, block.edges.casts_to, strict=False)
+    for i, (parameter, is_cast, others) in enumerate(weights):
+        dtype = dict(others).get(around, around)
+        if is_cast and dtype and parameter.requires_grad and parameter.dtype is torch.float32:
+            yield i, parameter, dtype

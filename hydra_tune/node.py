@@ -105,6 +105,8 @@ class BlockFunction(torch.autograd.Function):
         ctx: Any, call: BlockCall, made: tuple[torch.Tensor, ...], *edges: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
+        if call.cast_once:
+            call.forward_pass.autocast.watch(ctx)
         ctx.set_materialize_grads(False)
         tensors = [t.clone() for t in call.tensors] if call.block.keeps_clones else call.tensors
         ctx.save_for_backward(*tensors, *call.marks())
@@ -142,6 +144,8 @@ class BlockFunction(torch.autograd.Function):
         except BaseException:  # an interruption may come where a visit ends
             call.trial.residency.close_visits()
             raise
+        if call.adds_casts:
+            call.add_casts(ctx, grads)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.call = None  # a kept activation shall not keep the model
         call.trial.note_backward(call)

@@ -224,6 +224,16 @@ class Planner:
 
     # ---- the plan for a forward ----
 
+    def cast_weights(self) -> list[torch.Tensor]:
+        """Weights of blocks that autocast casts, where it is on; all that it may, where no training was seen."""
+        knows = self.plan is not None and bool(self.plan.modes)
+        return [
+            p
+            for block in self.blocks
+            for i, p in enumerate(block.parameters)
+            if p.requires_grad and p.dtype is torch.float32 and (not knows or block.edges.casts_weight(i))
+        ]
+
     def probe(self, call: BlockCall) -> bool:
         """In a pilot, measure this call first; False if it can't be cut so and is to run as it is.
 

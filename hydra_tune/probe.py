@@ -292,21 +292,21 @@ class OuterGraph:
                 direct if other or (direct > 1 and (hooked or source() is not None)) else 1
                 for other, source, (direct, _) in zip(shared, call.sources, call.tensor_uses, strict=False)
             ]
+            uses = list(zip(call.block.parameters, shared[num_tensors:], call.parameter_uses, strict=True))
             recast = [
-                n if self._casts[id(p), call.context] > 1 else 0
-                for p, (_, n) in zip(call.block.parameters, call.parameter_uses, strict=True)
+                n if other or direct or self._casts[id(p), call.context] > 1 else 0 for p, other, (direct, n) in uses
             ]
             parameters = [
-                direct if other or again else 1
-                for other, (direct, _), again in zip(shared[num_tensors:], call.parameter_uses, recast, strict=True)
+                direct if other or again else 1 for (_, other, (direct, _)), again in zip(uses, recast, strict=True)
             ]
+            once = [n > again for (_, _, (_, n)), again in zip(uses, recast, strict=True)]
             sources = zip(
                 (*call.source_bytes, *map(storage_bytes, call.block.parameters)), (*tensors, *parameters), strict=True
             )
             apart = sum(size * n for size, n in sources if n > 1)
             apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, recast, strict=True))
             adds = any(n < direct for n, (direct, _) in zip(parameters, call.parameter_uses, strict=True))
-            edges = Edges(tuple(tensors), tuple(parameters), tuple(recast), tuple(call.casts_to))
+            edges = Edges(tuple(tensors), tuple(parameters), tuple(recast), tuple(call.casts_to), tuple(once))
             yield call.block, edges, apart, adds
 
 

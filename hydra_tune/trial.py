@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_tune.autocast_context import AutocastContext
 from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, ResultT
 from hydra_tune.callers import Callers, calls_backward
@@ -41,7 +42,6 @@ from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import Counted, TrialMode, drop_modes
 from hydra_tune.planner import Planner, UnmeasuredBlock
 from hydra_tune.pool import ShardPool
-from hydra_tune.process_state import remembers_casts
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.rewind import Rewind
@@ -85,6 +85,7 @@ class Trial:
         self.steps = Steps(self)
         self._backward_within = False  # of the forward under way
         self._pass: ForwardPass | None = None
+        self._autocast = AutocastContext()  # that it is in, if it is
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
         self.marked: dict[int, BlockCall] = {}  # those whose tensors a checkpoint may have made anew, by their mark
@@ -191,6 +192,7 @@ class Trial:
     def _boundary(self) -> None:
         self.leave()
         if self.steps.leave_if_done():
+            self._autocast.forget_graphs()
             self.residency.former_buffers.clear()
             self.marked.clear()
 
@@ -345,8 +347,8 @@ class Trial:
                 self.steps.add_forward(forward_pass)
                 if plan.resident:
                     self._go_to(0, Direction.FORWARD)
-                elif self.device.spills_behind and torch.is_grad_enabled() and not self.planner.has_hooks:
-                    forward_pass.gates = gates_for(self.planner.blocks)
+                else:
+                    self._begin_spilled(forward_pass)
                 self._backward_within, with_gradients = False, torch.is_grad_enabled()
                 outputs = root.original(*args, **kwargs)
                 if self._backward_within:  # once, however many
@@ -366,6 +368,12 @@ class Trial:
             self._note_for_resumption()
         return outputs
 
+    def _begin_spilled(self, forward_pass: ForwardPass) -> None:
+        if self._autocast.goes_on:
+            self._autocast.begin_forward(self.planner.cast_weights(), self.name)
+        if self.device.spills_behind and torch.is_grad_enabled() and not self.planner.has_hooks:
+            forward_pass.gates = gates_for(self.planner.blocks)
+
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A block that evaluation calls outside of its root's forward, as `generate` calls an encoder."""
         self._refuse_other_threads()
@@ -378,6 +386,8 @@ class Trial:
             self.open_step(self.plan)
             self.pool.invalidate(self)
             try:
+                if not self.plan.resident and self._autocast.goes_on:
+                    self._autocast.begin_forward(self.planner.cast_weights(), self.name)
                 outputs = BlockCall(block, self, args, kwargs).run_without_graph(args, kwargs)
                 self.leave()
             except BaseException:
@@ -397,14 +407,6 @@ class Trial:
                 self.name,
                 adding[0],
             )
-        if remembers_casts():
-            self._warned = True
-            logger.warning(
-                "%s runs a second forward under autocast before the backward of the first: in one autocast context "
-                "gradients may differ in the last bit of the lower precision from plain PyTorch's, which casts a "
-                "weight once for both",
-                self.name,
-            )
 
     def _adds_uses(self) -> str | None:
         """The first block that adds the gradients of a weight's uses before it hands them out."""
@@ -413,7 +415,9 @@ class Trial:
     @contextmanager
     def one_pass(self) -> Iterator[ForwardPass]:
         """The forward that blocks are called in."""
-        self._pass = forward_pass = ForwardPass(adds_uses=self._adds_uses())
+        if not self._autocast.goes_on:
+            self._autocast = AutocastContext()
+        self._pass = forward_pass = ForwardPass(adds_uses=self._adds_uses(), autocast=self._autocast)
         try:
             yield forward_pass
             if forward_pass.ended_by is not None:

@@ -47,11 +47,8 @@ REFUSED = "refused"
 
 
 TWO_FORWARDS = "two forwards before a backward: the graphs of both are more than the pilot's one, at this budget"
-TWO_CASTS = "two forwards in one autocast context: plain PyTorch casts a weight once for both"
 # (architecture, training, budget) -> (the largest relative difference allowed, or REFUSED; why)
 EXPECTED_DIFFERENCES: dict[tuple[str, str, str], tuple[float | str, str]] = {
-    ("siamese", "bf16", "half"): (0.02, TWO_CASTS),
-    ("siamese", "bf16", "least"): (0.02, TWO_CASTS),
     **{
         ("gradient_penalty", t, b): (REFUSED, "no gradients of gradients") for t in TRAININGS for b in ("half", "least")
     },

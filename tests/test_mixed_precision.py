@@ -124,8 +124,7 @@ def two_forwards(prepare, cache_enabled=True, seed=0):
 @both_budgets
 def test_two_forwards_in_one_autocast_context(budget):
     """Plain PyTorch casts each weight once a context: both uses add in bf16 before the cast back."""
-    tolerance = 0.0 if budget == "resident" else 0.05  # spilled, they add after it: see docs/limits.md
-    compare(two_forwards, budget, tolerance=tolerance)
+    compare(two_forwards, budget)
 
 
 @both_budgets

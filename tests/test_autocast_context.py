@@ -1,0 +1,279 @@
+"""Several forwards in one autocast context: plain PyTorch casts each weight once for all of them."""
+
+import threading
+from contextlib import nullcontext
+
+import optuna
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hydra_tune
+from compared import BUDGETS, WIDTH, Layer, Net, batch, compare, left_by, loss_on, made
+from scripts import BUDGETS as SMALL_BUDGETS
+from scripts import Net as SmallNet
+
+both_budgets = pytest.mark.parametrize("budget", BUDGETS)
+both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+class Twice(Net):
+    """Calls its layers twice, so that a weight has several uses in each forward."""
+
+    def forward(self, x):
+        h = self.embedding(x)
+        for layer in [*self.layers, *self.layers]:
+            h = layer(h)
+        return self.head(h) * self.scale
+
+
+class Chooses(Net):
+    """Which layers it calls depends on the batch."""
+
+    def forward(self, x):
+        h = self.embedding(x)
+        for layer in self.layers if x.shape[0] > 2 else self.layers[1:3]:
+            h = layer(h)
+        return self.head(h) * self.scale
+
+
+class Checkpointed(Layer):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class CheckpointedNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Checkpointed(WIDTH, True) for _ in range(4)])
+
+
+def smaller(x, y):
+    return x[:2], y[: x[:2].numel()]
+
+
+def one_backward(model):
+    loss = loss_on(model, *batch()) + loss_on(model, *batch())
+    loss.backward()
+    return loss
+
+
+def of_three_shapes(model):
+    loss = loss_on(model, *batch()) + loss_on(model, *smaller(*batch())) * 2 + loss_on(model, *batch())
+    loss.backward()
+    return loss
+
+
+def one_after_another(model):
+    """Backward of each before the next."""
+    losses = [loss_on(model, *batch()) for _ in range(1)]
+    losses[0].backward()
+    losses += [loss_on(model, *batch()), loss_on(model, *batch())]
+    (losses[1] + losses[2]).backward()
+    return sum(losses)
+
+
+def kept_graph(model):
+    first, second = loss_on(model, *batch()), loss_on(model, *batch())
+    (first + second).backward(retain_graph=True)
+    (first * 0.5).backward(retain_graph=True)
+    (first + 3 * second).backward()
+    return first + second
+
+
+def of_some_weights(model):
+    """`inputs=`, and a gradient that only one forward has."""
+    first, second = loss_on(model, *batch()), loss_on(model, *batch())
+    weights = [p for name, p in model.named_parameters() if "layers.1" in name or "layers.2" in name]
+    (first + second).backward(inputs=weights, retain_graph=True)
+    found = torch.autograd.grad(first + 2 * second, weights, retain_graph=True)
+    for p, gradient in zip(weights, found, strict=True):
+        p.grad += gradient
+    second.backward()
+    return first + second
+
+
+def beside_evaluation(model):
+    first = loss_on(model, *batch())
+    with torch.no_grad():
+        judged = loss_on(model, *batch())
+    second = loss_on(model, *batch())
+    (first + judged * second).backward()
+    return first
+
+
+WAYS = [one_backward, of_three_shapes, one_after_another, kept_graph, of_some_weights, beside_evaluation]
+
+
+def script(way, model=Net, dtype=torch.bfloat16, seed=0, backward_within=False):
+    def scenario(prepare):
+        torch.manual_seed(seed)
+        trained, optimizer = made(prepare, model())
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=dtype):
+                losses.append(way(trained).detach())
+            optimizer.step()
+        return losses, left_by(trained, optimizer)
+
+    return scenario
+
+
+@both_budgets
+@both_dtypes
+@pytest.mark.parametrize("model", [Net, Chooses, CheckpointedNet])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_several_forwards_are_added_as_in_plain_pytorch(way, model, dtype, budget):
+    compare(script(way, model, dtype), budget)
+
+
+@both_budgets
+@pytest.mark.parametrize("way", [one_backward, one_after_another, kept_graph])
+def test_and_those_of_weights_with_several_uses_in_each(way, budget):
+    compare(script(way, Twice), budget)
+
+
+@both_budgets
+def test_contexts_of_their_own_are_apart(budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        losses = []
+        for _ in range(2):
+            loss = torch.zeros(())
+            for _ in range(2):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = loss + loss_on(model, *batch())
+            with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", dtype=torch.float16):
+                loss = loss + loss_on(model, *batch())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, left_by(model, optimizer)
+
+    compare(scenario, budget)
+
+
+def test_another_thread_that_clears_the_casts_parts_nothing():
+    """In company: as alone."""
+
+    def trained(prepare, between=lambda: None):
+        torch.manual_seed(0)
+        model = prepare(SmallNet())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.randn(8, WIDTH)).float().square().mean()
+                between()
+                loss = loss + model(torch.randn(8, WIDTH)).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def elsewhere_cleared():
+        thread = threading.Thread(target=torch.clear_autocast_cache)
+        thread.start(), thread.join()
+
+    found = {}
+
+    def objective(trial):
+        found[trial.number] = trained(hydra_tune.prepare, elsewhere_cleared)
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], 2 * SMALL_BUDGETS["spilled"]) as pool:
+        hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=3)
+    expected = trained(lambda model: model)
+    assert len(found) == 3
+    for weights in found.values():
+        assert all(map(torch.equal, weights, expected))
+
+
+def test_a_graph_that_is_gone_leaves_nothing():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model, _ = made(lambda model, optimizer: hydra_tune.prepare(model, optimizer, pool=pool))
+        trial = model.forward.trial
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3):
+                one_backward(model)
+            abandoned = loss_on(model, *batch())
+            del abandoned
+            trial.boundary()
+            assert not any((trial._autocast._nodes, trial._autocast._sums, trial._autocast._to_come))
+
+
+# ---- weights that change in the context ----
+
+
+def changed_within(change, context, evaluates=False):
+    torch.manual_seed(0)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model, optimizer = made(lambda model, optimizer: hydra_tune.prepare(model, optimizer, pool=pool))
+        with context:
+            with torch.no_grad() if evaluates else nullcontext():
+                loss = loss_on(model, *batch())
+            if not evaluates:
+                loss.backward()
+            change(model, optimizer)
+            with torch.no_grad() if evaluates else nullcontext():
+                return loss_on(model, *batch())
+
+
+def step(model, optimizer):
+    optimizer.step()
+
+
+def load(model, optimizer):
+    model.load_state_dict(Net().state_dict())
+
+
+def shift_norms(model, optimizer):
+    """Which autocast does not cast."""
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.norm.weight.add_(1)
+
+
+@pytest.mark.parametrize(("change", "evaluates"), [(step, False), (load, False), (load, True)])
+def test_weights_that_change_between_two_forwards_are_refused(change, evaluates):
+    """Plain PyTorch goes on with the casts of what they were."""
+    with pytest.raises(hydra_tune.PrepareError, match=r"those of trial 0 were changed.*Leave torch\.autocast before"):
+        changed_within(change, torch.autocast("cpu", dtype=torch.bfloat16), evaluates)
+
+
+@pytest.mark.parametrize("change", [step, load])
+def test_not_without_a_cache(change):
+    changed_within(change, torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False))
+    changed_within(change, nullcontext())
+
+
+def test_nor_where_they_are_not_cast():
+    changed_within(shift_norms, torch.autocast("cpu", dtype=torch.bfloat16))
+
+
+def test_a_block_that_evaluation_calls_by_itself_is_refused_too():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model, optimizer = made(lambda model, optimizer: hydra_tune.prepare(model, optimizer, pool=pool))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            one_backward(model)
+            optimizer.step()
+            with torch.no_grad(), pytest.raises(hydra_tune.PrepareError, match=r"Leave torch\.autocast"):
+                model.layers[0](torch.randn(4, 6, WIDTH))
+
+
+def test_resident_it_goes_on_with_the_old_casts_as_plain_pytorch():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        losses = []
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3):
+                optimizer.zero_grad()
+                losses.append(one_backward(model).item())
+                optimizer.step()
+        return losses, left_by(model, optimizer)
+
+    compare(scenario, "resident")

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate, zip_longest
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -16,6 +17,7 @@ import torch
 from hydra_tune.block import Block
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.gradient_sums import GradientSums
 from hydra_tune.graph import (
     Unsaved,
     Uses,
@@ -53,6 +55,7 @@ class Executor(Protocol):
 
     residency: Residency
     marked: dict[int, BlockCall]
+    sums: GradientSums
 
     @property
     def has_model(self) -> bool: ...
@@ -353,6 +356,7 @@ class BlockCall:
         """A weight that this call does not use has no edge: its hooks would fire, without a gradient."""
         used = {id(leaf_of(node)) for node in nodes_of(made)}
         unused = {i for i, leaf in enumerate(leaves) if id(leaf) not in used}
+        self.cast_once = {i: dtype for i, dtype in self.cast_once.items() if i not in unused}
         has_edge = [True] * len(self.tensors) + [i not in unused for i in (*range(len(leaves)), *self._casts)]
         self.num_edges = [n if has else 0 for n, has in zip(self.num_edges, has_edge, strict=True)]
 
@@ -381,6 +385,7 @@ class BlockCall:
 
     def run_backward(
         self,
+        node: Any,
         tensors: Sequence[torch.Tensor],
         needed: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
@@ -395,27 +400,56 @@ class BlockCall:
                 f"{self.block.name} was changed in place after the model's forward, which the others' gradients would "
                 "miss. Change a copy (.clone())."
             )
-        return self.trial.with_room(self.block, lambda: self._run_backward(tensors, needed, grad_outputs), lambda: True)
+        shared = self._shared_sums()
+        again = partial(self._run_backward, tensors, needed, grad_outputs, shared)
+        grads = self.trial.with_room(self.block, again, lambda: True)
+        if shared:
+            with self.trial.residency.meter.paused():
+                self._hand_on(node, shared, grads)
+        return grads
 
-    @property
-    def adds_casts(self) -> bool:
-        return bool(self.cast_once) and self.forward_pass.autocast.is_shared
+    def watch_sums(self, node: Any) -> None:
+        """Where other forwards may come before the backward of this one."""
+        parameters = self.block.parameters
+        if self.cast_once:
+            self.forward_pass.autocast.sums.watch(node, [parameters[i] for i in self.cast_once])
+        if self.block.adds_uses:
+            self.trial.sums.watch(node, [parameters[i] for i in self._with_one_edge()])
 
-    def add_casts(self, node: Any, grads: list[torch.Tensor | None]) -> None:
-        """Where forwards share an autocast context, the last of them to come hands on what all have of a weight."""
-        autocast, last_edges = self.forward_pass.autocast, list(accumulate(self.num_edges, initial=-1))[1:]
+    def _with_one_edge(self) -> list[int]:
+        """Numbers of the parameters whose uses this call adds itself."""
+        counts = self.num_edges[-len(self.block.parameters) - len(self._casts) :]
+        weights = range(len(self.block.parameters))
+        return [i for i in weights if counts[i] == 1 and i not in self._casts and i not in self.cast_once]
+
+    def _shared_sums(self) -> dict[int, GradientSums]:
+        """Of parameters that other forwards have used, too, by their numbers."""
+        autocast, parameters, shared = self.forward_pass.autocast, self.block.parameters, dict[int, GradientSums]()
+        if autocast.is_shared and autocast.sums.is_shared(parameters[i] for i in self.cast_once):
+            shared.update(dict.fromkeys(self.cast_once, autocast.sums))
+        if self.block.adds_uses and self.trial.sums.is_shared(parameters[i] for i in self._with_one_edge()):
+            shared.update(dict.fromkeys(self._with_one_edge(), self.trial.sums))
+        return shared
+
+    def _hand_on(self, node: Any, shared: Mapping[int, GradientSums], grads: list[torch.Tensor | None]) -> None:
+        """Of what other forwards use too, the last node of them hands on all: a `total` where uses were added to it,
+        where they were cast the gradient of this one."""
         first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
-        with self.trial.residency.meter.paused():
-            for i, dtype in self.cast_once.items():
-                if self.num_edges[first + i]:
-                    place = last_edges[first + i]
-                    grads[place] = autocast.added(node, self.block.parameters[i], dtype, grads[place])
+        for i, sums in shared.items():
+            weight, place = self.block.parameters[i], sum(self.num_edges[: first + i])
+            total, before = grads[place], sums.total(weight)
+            if total is not None and i in self.cast_once:
+                lower = total.to(self.cast_once[i])
+                total = lower if before is None else before + lower
+            total = sums.hand_on(node, weight, total)
+            grads[place] = None if total is None else total.to(weight.dtype)
 
     def _run_backward(
         self,
         tensors: Sequence[torch.Tensor],
         needed: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
+        shared: Mapping[int, GradientSums],
     ) -> list[torch.Tensor | None]:
         if self._versions != versions_of(self.block.parameters) or not all(
             map(same_values, self._rewritten, self.block.slot_parameters)
@@ -451,7 +485,7 @@ class BlockCall:
             found = self._found_buffers()
             try:
                 with self._drawing(drawing_for_nothing):  # which a checkpoint within undoes, and noise does not
-                    grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit)
+                    grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit, shared)
             except torch.OutOfMemoryError:  # it may run again, as if it had not
                 if self.block.draws:
                     set_generator_states(generators, drawn)
@@ -464,7 +498,7 @@ class BlockCall:
             num_tensors, parameters = len(tensors), self.block.parameters
             masters = [*parameters, *(parameters[i] for i in self._casts)]
             residency = self.trial.residency
-            gate = None if self.adds_casts else self._gate
+            gate = None if shared else self._gate
             spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], gate)
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
@@ -505,6 +539,7 @@ class BlockCall:
         wanted: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
         visit: Visit,
+        shared: Mapping[int, GradientSums],
     ) -> list[list[torch.Tensor | None]]:
         """For each source the gradients of its edges; uses up what was `made`."""
         leaves = [*inputs, *visit.leaves]
@@ -519,8 +554,12 @@ class BlockCall:
         made.clear()
         if not pairs:
             return [[None] * n for n in self.num_edges]
+        totals = {i: sums.total(self.block.parameters[i]) for i, sums in shared.items() if i not in self.cast_once}
+        before = [(len(inputs) + i, total) for i, total in totals.items() if total is not None]
+        arrived = self.trial.residency.received(visit.device, [t for i, t in before if needed[i]])
+        pairs += zip([leaves[i] for i, _ in before if needed[i]], arrived, strict=True)  # first: to add the uses to
         outs, grads_in = zip(*pairs, strict=True)
-        del pairs
+        del pairs, arrived
         uses = Uses(outs, leaves, cast_once=recast) if split else None
         if uses:
             uses.record(split)

@@ -27,7 +27,6 @@ class ForwardPass:
     """
 
     done: bool = False
-    adds_uses: str | None = None  # a block that did, by the plan of that forward
     ended_by: Exception | None = None
     joined_casts: list[Any] = field(default_factory=list)
     gates: dict[Block, tuple[Gate, Edges]] = field(default_factory=dict)  # of blocks that were not called yet

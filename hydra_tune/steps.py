@@ -98,11 +98,6 @@ class Steps:
 
     # ---- its forwards and backwards ----
 
-    @property
-    def forwards(self) -> list[ForwardPass]:
-        """Those whose backward may still come."""
-        return [forward for ref in self._forwards if (forward := ref()) is not None and not forward.done]
-
     def add_forward(self, forward: ForwardPass) -> None:
         self._forwards.append(weakref.ref(forward))
 

@@ -34,6 +34,7 @@ from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
+from hydra_tune.gradient_sums import GradientSums
 from hydra_tune.graph import keep_again
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.late_gradients import gates_for
@@ -77,7 +78,6 @@ class Trial:
         self._process = os.getpid()
         self.optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._warned = False
         self.residency = Residency(home, self.meter, pool.log_of(number))
         self._task: Task | None = None
         self._task_device = home  # of that task, or the one before
@@ -88,6 +88,7 @@ class Trial:
         self._autocast = AutocastContext()  # that it is in, if it is
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
+        self.sums = GradientSums()  # of weights that blocks use several times
         self.marked: dict[int, BlockCall] = {}  # those whose tensors a checkpoint may have made anew, by their mark
         self._configs: list[Any] = []
 
@@ -192,7 +193,8 @@ class Trial:
     def _boundary(self) -> None:
         self.leave()
         if self.steps.leave_if_done():
-            self._autocast.forget_graphs()
+            self.sums.forget()
+            self._autocast.sums.forget()
             self.residency.former_buffers.clear()
             self.marked.clear()
 
@@ -340,8 +342,6 @@ class Trial:
             self.open_step(plan)
         self.steps.number += 1
         self.pool.invalidate(self)
-        if not plan.resident:
-            self._warn_of_second_forward()
         try:
             with self.one_pass() as forward_pass:
                 self.steps.add_forward(forward_pass)
@@ -395,29 +395,12 @@ class Trial:
                 raise
         return outputs
 
-    def _warn_of_second_forward(self) -> None:
-        former = self.steps.forwards
-        if self._warned or not former or not torch.is_grad_enabled():
-            return
-        if adding := [name for name in (*(forward.adds_uses for forward in former), self._adds_uses()) if name]:
-            self._warned = True
-            logger.warning(
-                "%s runs a second forward before the backward of the first: gradients of block %s, which uses a weight "
-                "more than once, may differ in the last bit from plain PyTorch's, which adds them use by use",
-                self.name,
-                adding[0],
-            )
-
-    def _adds_uses(self) -> str | None:
-        """The first block that adds the gradients of a weight's uses before it hands them out."""
-        return next((block.name for block in self.planner.blocks if block.adds_uses), None)
-
     @contextmanager
     def one_pass(self) -> Iterator[ForwardPass]:
         """The forward that blocks are called in."""
         if not self._autocast.goes_on:
             self._autocast = AutocastContext()
-        self._pass = forward_pass = ForwardPass(adds_uses=self._adds_uses(), autocast=self._autocast)
+        self._pass = forward_pass = ForwardPass(autocast=self._autocast)
         try:
             yield forward_pass
             if forward_pass.ended_by is not None:

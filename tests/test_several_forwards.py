@@ -1,4 +1,5 @@
-"""Several forwards in one autocast context: plain PyTorch casts each weight once for all of them."""
+"""Several forwards before a backward: plain PyTorch adds the gradients of a weight's uses one by one, and casts it once
+for all forwards of one autocast context."""
 
 import threading
 from contextlib import nullcontext
@@ -11,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 from compared import BUDGETS, WIDTH, Layer, Net, batch, compare, left_by, loss_on, made
+from hydra_tune.gradient_sums import GradientSums
 from scripts import BUDGETS as SMALL_BUDGETS
 from scripts import Net as SmallNet
 
 both_budgets = pytest.mark.parametrize("budget", BUDGETS)
-both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
 class Twice(Net):
@@ -43,10 +44,48 @@ class Checkpointed(Layer):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class CheckpointedNet(Net):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Checkpointed(WIDTH, True) for _ in range(4)])
+class CheckpointedAgain(Layer):
+    """Uses its weights twice."""
+
+    def forward(self, x):
+        return super().forward(checkpoint(super().forward, x, use_reentrant=False))
+
+
+class Loops(Layer):
+    """Uses its weights three times, and one of them once more."""
+
+    def forward(self, x):
+        for _ in range(3):
+            x = super().forward(x)
+        return x + self.norm(x)
+
+
+class Recurs(Layer):
+    """Reads its weights in a cell, as often as there are positions."""
+
+    def __init__(self, width, residual):
+        super().__init__(width, residual)
+        self.cell = nn.RNNCell(width, width)
+
+    def forward(self, x):
+        state, outputs = None, []
+        for at in range(x.shape[1]):
+            state = self.cell(x[:, at], state)
+            outputs.append(state)
+        return super().forward(x + torch.stack(outputs, 1))
+
+
+def net_of(kind):
+    class NetOf(Net):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([kind(WIDTH, True) for _ in range(4)])
+
+    NetOf.__name__ = f"of {kind.__name__}"
+    return NetOf
+
+
+MODELS = [Net, Twice, Chooses, *map(net_of, (Checkpointed, CheckpointedAgain, Loops, Recurs))]
 
 
 def smaller(x, y):
@@ -106,14 +145,14 @@ def beside_evaluation(model):
 WAYS = [one_backward, of_three_shapes, one_after_another, kept_graph, of_some_weights, beside_evaluation]
 
 
-def script(way, model=Net, dtype=torch.bfloat16, seed=0, backward_within=False):
+def script(way, model, dtype):
     def scenario(prepare):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         trained, optimizer = made(prepare, model())
         losses = []
         for _ in range(2):
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=dtype):
+            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
                 losses.append(way(trained).detach())
             optimizer.step()
         return losses, left_by(trained, optimizer)
@@ -121,18 +160,29 @@ def script(way, model=Net, dtype=torch.bfloat16, seed=0, backward_within=False):
     return scenario
 
 
-@both_budgets
-@both_dtypes
-@pytest.mark.parametrize("model", [Net, Chooses, CheckpointedNet])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_of_several_forwards_are_added_as_in_plain_pytorch(way, model, dtype, budget):
-    compare(script(way, model, dtype), budget)
+def test_gradients_are_added_as_in_plain_pytorch(way, model, dtype):
+    compare(script(way, model, dtype), "spilled")
 
 
 @both_budgets
-@pytest.mark.parametrize("way", [one_backward, one_after_another, kept_graph])
-def test_and_those_of_weights_with_several_uses_in_each(way, budget):
-    compare(script(way, Twice), budget)
+def test_hooks_on_weights_see_the_sum(budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare, net_of(Loops)())
+        seen = []
+        for p in model.layers[1].parameters():
+            p.register_hook(lambda gradient: seen.append(gradient.norm()))
+        for _ in range(2):
+            for _ in range(2):  # the second is added to the first's
+                one_backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return sorted(seen), left_by(model, optimizer)
+
+    compare(scenario, budget)
 
 
 @both_budgets
@@ -202,7 +252,8 @@ def test_a_graph_that_is_gone_leaves_nothing():
             abandoned = loss_on(model, *batch())
             del abandoned
             trial.boundary()
-            assert not any((trial._autocast._nodes, trial._autocast._sums, trial._autocast._to_come))
+            for sums in (trial.sums, trial._autocast.sums):
+                assert not any(map(vars(sums).get, vars(GradientSums())))
 
 
 # ---- weights that change in the context ----

@@ -634,7 +634,7 @@ def edges_for(counts: Edges, other: Edges) -> Edges:
         larger(counts.parameters, other.parameters),
         larger(counts.casts, other.casts),
         tuple(a | b for a, b in zip_longest(counts.casts_to, other.casts_to, fillvalue=_CastsTo())),
-        tuple(a and b for a, b in zip_longest(counts.cast_once, other.cast_once, fillvalue=True)),
+        tuple(a or b for a, b in zip_longest(counts.cast_once, other.cast_once, fillvalue=False)),
     )
 
 

@@ -208,26 +208,28 @@ AUTOCAST = {
 }
 
 
-def trained(model, pool, autocast, accumulate):
+def trained(model, pool, autocast, accumulate, forwards):
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if pool is None:
-        return left_by(model, optimizer, autocast, accumulate)
+        return left_by(model, optimizer, autocast, accumulate, forwards)
     hydra_tune.prepare(model, optimizer, pool=pool)
     try:
-        return left_by(model, optimizer, autocast, accumulate)
+        return left_by(model, optimizer, autocast, accumulate, forwards)
     finally:
         hydra_tune.release(model)
         assert pool.devices[0].used_bytes == 0
 
 
-def left_by(model, optimizer, autocast, accumulate):
+def left_by(model, optimizer, autocast, accumulate, forwards):
     left = []
     for how in autocast:
         for _ in range(accumulate):
-            tokens = torch.randint(0, 16, (6,))
+            loss = torch.zeros(())
             with AUTOCAST[how]():
-                loss = nn.functional.cross_entropy(model(tokens), tokens)
+                for _ in range(forwards):
+                    tokens = torch.randint(0, 16, (6,))
+                    loss = loss + nn.functional.cross_entropy(model(tokens), tokens)
             loss.backward()
             left.append(loss.detach().clone())
         left += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -236,9 +238,9 @@ def left_by(model, optimizer, autocast, accumulate):
     return [*left, *(t.detach().clone() for t in (*model.parameters(), *model.buffers())), torch.get_rng_state()]
 
 
-def check(recipe, share, autocast, accumulate):
+def check(recipe, share, autocast, accumulate, forwards):
     try:
-        plain = trained(recipe.build(), None, autocast, accumulate)
+        plain = trained(recipe.build(), None, autocast, accumulate, forwards)
     except RuntimeError:
         reject()  # changes in place what plain PyTorch still needs
     weights = sum(p.numel() * p.element_size() for p in recipe.build().parameters())
@@ -246,7 +248,7 @@ def check(recipe, share, autocast, accumulate):
     while True:
         with hydra_tune.ShardPool(["cpu"], budget) as pool:
             try:
-                prepared = trained(recipe.build(), pool, autocast, accumulate)
+                prepared = trained(recipe.build(), pool, autocast, accumulate, forwards)
                 break
             except hydra_tune.BudgetError:
                 budget = budget * 5 // 4 + 512
@@ -260,6 +262,7 @@ CASES = {
     "recipe": recipes(),
     "share": st.floats(0.2, 6.0),
     "autocast": st.lists(st.sampled_from(sorted(AUTOCAST)), min_size=3, max_size=3),  # in each step
+    "forwards": st.integers(1, 2),  # before a backward
     "accumulate": st.integers(1, 2),
 }
 SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
@@ -275,14 +278,14 @@ A_PILOT_FAILS_IN_BACKWARD = Recipe(  # what PyTorch keeps of it made the next pi
 
 
 @given(**CASES)
-@example(recipe=A_PILOT_FAILS_IN_BACKWARD, share=0.9124763237245037, autocast=["bf16"] * 3, accumulate=1)
+@example(recipe=A_PILOT_FAILS_IN_BACKWARD, share=0.9124763237245037, autocast=["bf16"] * 3, accumulate=1, forwards=1)
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=SLOW)
-def test_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumulate):
-    check(recipe, share, autocast, accumulate)
+def test_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumulate, forwards):
+    check(recipe, share, autocast, accumulate, forwards)
 
 
 @pytest.mark.proof
 @given(**CASES)
 @settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=SLOW)
-def test_two_thousand_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumulate):
-    check(recipe, share, autocast, accumulate)
+def test_two_thousand_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumulate, forwards):
+    check(recipe, share, autocast, accumulate, forwards)

@@ -33,7 +33,7 @@ from hydra_tune.graph import (
 )
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.late_gradients import Gate
-from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
+from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing, hide_from_backward
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
@@ -87,7 +87,7 @@ class Executor(Protocol):
 
     def end(self) -> None: ...
 
-    def enter_backward(self, forward_pass: ForwardPass) -> None: ...
+    def enter_backward(self, forward_pass: ForwardPass, grads: Sequence[torch.Tensor | None]) -> None: ...
 
 
 class BlockCall:
@@ -563,6 +563,7 @@ class BlockCall:
         uses = Uses(outs, leaves, cast_once=recast) if split else None
         if uses:
             uses.record(split)
+        hide_from_backward()
         sums = gradients_of(outs, grads_in, leaves, needed, reentrant=self.block.reentrant)
         grads: list[list[torch.Tensor | None]] = []
         for i, total in enumerate(sums):

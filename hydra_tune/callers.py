@@ -21,6 +21,11 @@ class Callers:
         self._last = 0
         self._lock = threading.Lock()
 
+    @property
+    def is_last(self) -> bool:
+        """The calling thread."""
+        return self._last == threading.get_ident()
+
     def enter(self, trial: object, name: str, *, in_backward: bool) -> None:
         """The calling thread has the model from here on, as soon as the one before it has come to an end.
 

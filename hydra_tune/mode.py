@@ -29,6 +29,9 @@ from hydra_tune.random_state import (
     remove_proxies,
 )
 
+_aten = torch.ops.aten
+_ASKS_FOR_MODES = {_aten.prod.default, _aten.prod.dim_int, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor}
+
 
 class TrialMode(TorchDispatchMode):
     """Installed around an objective by the runner, with its random state; or by a prepared model around
@@ -38,6 +41,7 @@ class TrialMode(TorchDispatchMode):
         self.random_state = random_state  # the thread's, inside
         self.meter = meter
         self._outer: list[RandomState | None] = []  # PyTorch may enter a mode within itself
+        self._made: torch.Tensor | None = None  # by the last operator, if its backward asks for modes
 
     def __enter__(self) -> Any:
         modes.join(proxies=self.random_state is not None)
@@ -60,6 +64,8 @@ class TrialMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self._made is not None:
+            self.hide_from_backward()
         outermost = gate.enter()
         try:
             return self._run(func, args, kwargs)
@@ -95,7 +101,16 @@ class TrialMode(TorchDispatchMode):
             out = func(*args, **kwargs)
         if meter is not None and device is not None:
             meter.observe(device, _made(func, args, inputs, out))
+        if func in _ASKS_FOR_MODES and torch.is_grad_enabled():
+            self._made = out
         return out
+
+    def hide_from_backward(self) -> None:
+        """Some operators' derivatives are computed otherwise, in the last bit, where a mode is active. The node of such
+        an operator is there once autograd has taken its output; the engine puts back modes after each node."""
+        made, self._made = self._made, None
+        if made is not None and made.grad_fn is not None:
+            made.grad_fn.register_prehook(_without_modes)
 
 
 class Modes:
@@ -228,6 +243,17 @@ class Counted:
             self._mode.__exit__(*error)
             self._meter.watched = False
         self._meter.inside -= 1
+
+
+def _without_modes(_: Any) -> None:
+    drop_modes()
+
+
+def hide_from_backward() -> None:
+    """Before a backward that may begin with what was computed last."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, TrialMode):
+            mode.hide_from_backward()
 
 
 def drop_modes(meter: TrialMeter | None = None) -> None:

@@ -26,7 +26,7 @@ from hydra_tune.forward_pass import AbandonedForward
 from hydra_tune.graph import nodes_from
 from hydra_tune.root import transform_around
 from hydra_tune.shard import Direction
-from hydra_tune.tree import map_tensors
+from hydra_tune.tree import map_tensors, tensors_in
 
 
 class BlockForward:
@@ -51,7 +51,7 @@ class BlockForward:
         if not self.trial.has_model:
             self.trial.end()
             return self.block.forward(args, kwargs)
-        transform = transform_around()
+        transform = transform_around(lambda: [*tensors_in((args, kwargs)), *self.block.parameters])
         if transform is not None:
             error = UncuttableError(
                 f"a block runs operator by operator, but {self.block.name} is called within {transform}. Call the "
@@ -128,7 +128,7 @@ class BlockFunction(torch.autograd.Function):
                 "a prepared model's gradients are computed one by one, but backward was called with "
                 "is_grads_batched=True. Call it once for each, or hydra_tune.release(model) first."
             )
-        call.trial.enter_backward(call.forward_pass)
+        call.trial.enter_backward(call.forward_pass, grad_outputs)
         try:
             tensors = ctx.saved_tensors  # a checkpoint around the block repeats its forward here
         except RuntimeError as error:

@@ -107,5 +107,6 @@ def plain_loader(loader: Any) -> Any:
 
 
 def _between_tasks(trial: Trial) -> None:
-    if not trial.ended:
+    """A thread that fetches ahead comes at any time."""
+    if not trial.ended and trial.is_here:
         trial.boundary()

@@ -184,21 +184,26 @@ def refuse_global_hooks() -> None:
             )
 
 
-def transform_around() -> str | None:
-    """What changes the meaning of operators here, and reaches neither a block's weights nor its repetition."""
+def transform_around(tensors: Callable[[], Iterable[torch.Tensor]]) -> str | None:
+    """What changes the meaning of operators here, and reaches neither a block's weights nor its repetition. Other
+    threads may be in forward mode, too; `tensors` are asked for tangents then."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func (grad, vmap, jvp)"
-    if torch.autograd.forward_ad._current_level >= 0:
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, tensors())):
         return "forward-mode automatic differentiation"
     if (compiler := sys.modules.get("torch._C._dynamo.eval_frame")) and compiler.get_eval_frame_callback():
         return "torch.compile"
     return None
 
 
-def refuse_transforms() -> None:
-    transform = transform_around()
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def refuse_transforms(tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+    transform = transform_around(tensors)
     if transform is not None:
         raise PrepareError(
             f"a prepared model runs operator by operator, but it was called within {transform}. Call "

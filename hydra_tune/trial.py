@@ -106,6 +106,11 @@ class Trial:
         """No other objective runs in this process, nor has another thread a model in this pool."""
         return company.count <= (self.mode is not None) and not self.pool.is_shared
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the one that has called the model last."""
+        return self._callers.is_last
+
     # ---- the model's life in the pool ----
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -275,7 +280,7 @@ class Trial:
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
-        refuse_transforms()
+        refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
         self._refuse_other_threads()
         in_backward = self._backward_passes and torch._C._current_graph_task_id() == self._backward_id
         if in_backward or (self.planner.pilot is not None and self._running):
@@ -418,7 +423,7 @@ class Trial:
         def take_lease(grad: torch.Tensor) -> None:
             if self.planner.pilot is not None:  # whose forward runs a backward through these outputs
                 return
-            self.enter_backward(forward_pass)
+            self.enter_backward(forward_pass, [grad])
             self._go_to(0, Direction.BACKWARD)
 
         for tensor in tensors_in(outputs):
@@ -443,9 +448,9 @@ class Trial:
             )
         return self._pass
 
-    def enter_backward(self, forward_pass: ForwardPass) -> None:
+    def enter_backward(self, forward_pass: ForwardPass, grads: Sequence[torch.Tensor | None]) -> None:
         """Called by each node of this trial's in a backward; at its end the lease and the step are left."""
-        refuse_transforms()
+        refuse_transforms(lambda: [grad for grad in grads if grad is not None])
         if self.ended:
             raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
         current = torch._C._current_graph_task_id()

@@ -6,6 +6,7 @@ import threading
 import optuna
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import hydra_tune
@@ -113,3 +114,50 @@ def test_a_forked_child_has_none_of_it():
         _, status = os.waitpid(pid, 0)
         assert is_set()
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+class Gates(nn.Module):
+    """Their backwards ask PyTorch whether a mode is active."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.linear, self.value = kind, nn.Linear(24, 24), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        x = torch.sigmoid(self.linear(x))
+        if self.kind == "product":
+            return (x + 0.5).prod(-1, keepdim=True)
+        if self.kind == "product of all":
+            return x + (x * 0.5 + 0.9).prod()
+        filled = x.masked_fill(x > 0.5, self.value) if self.kind == "filled" else x * 1
+        return filled.masked_fill_(x < 0.4, self.value)
+
+
+@pytest.mark.parametrize("kind", ["product", "product of all", "filled", "filled in place"])
+@pytest.mark.parametrize("memory", ["20KiB", "8MiB", None], ids=["spilled", "resident", "not prepared"])
+def test_derivatives_do_not_depend_on_it(kind, memory):
+    """In a search, and counted, as in plain PyTorch."""
+
+    def train(prepare):
+        torch.manual_seed(0)
+        model = nn.Sequential(Gates(kind), nn.Linear(1 if kind == "product" else 24, 24), Gates(kind))
+        prepare(model)
+        for _ in range(2):
+            output = model(torch.randn(8, 24))
+            output.backward(torch.linspace(-1, 1, output.numel()).view_as(output))
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    found = []
+
+    def objective(trial):
+        found.append(train(hydra_tune.prepare if memory else lambda model: None))
+        return 0.0
+
+    expected = train(lambda model: None)
+    with hydra_tune.ShardPool(["cpu"], memory or "1MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=2)
+        if memory:
+            assert {trial["resident"] for trial in pool.report()["trials"]} == {memory == "8MiB"}
+            found.append(train(lambda model: hydra_tune.prepare(model, pool=pool)))
+    for gradients in found:
+        assert all(map(torch.equal, gradients, expected))

@@ -1,5 +1,7 @@
 """Graphs that go on outside of blocks: sums in their order, gradients in their layout, transforms of them all."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -214,6 +216,13 @@ def in_forward_mode(model, x):
         model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
 
+def of_weights_in_forward_mode(model, x):
+    names, weights = zip(*model.named_parameters(), strict=True)
+    with torch.autograd.forward_ad.dual_level():
+        duals = [torch.autograd.forward_ad.make_dual(w, torch.ones_like(w)) for w in weights]
+        torch.func.functional_call(model, dict(zip(names, duals, strict=True)), (x,))
+
+
 def in_a_checkpoint(model, x):
     torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
 
@@ -224,7 +233,8 @@ def batched_gradients(model, x):
 
 
 TRANSFORMS = {
-    in_func_grad: r"torch\.func", in_forward_mode: "forward-mode", in_a_checkpoint: "checkpoint",
+    in_func_grad: r"torch\.func", in_forward_mode: "forward-mode", of_weights_in_forward_mode: "forward-mode",
+    in_a_checkpoint: "checkpoint",
     batched_gradients: "one by one",
 }  # fmt: skip
 
@@ -237,6 +247,28 @@ def test_transforms_of_the_whole_model_are_refused_and_it_trains_on(forward):
         with pytest.raises(hydra_tune.PrepareError, match=TRANSFORMS[forward]):
             step(model, pool, forward)
         model(torch.randn(4, WIDTH)).sum().backward()
+
+
+def test_another_thread_may_differentiate_forward():
+    """PyTorch counts its levels for all threads."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def elsewhere():
+        with torch.autograd.forward_ad.dual_level():
+            entered.set()
+            assert leave.wait(60)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    assert entered.wait(60)
+    try:
+        with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+            model = Net()
+            step(model, pool).sum().backward()
+            model(torch.randn(4, WIDTH)).sum().backward()
+    finally:
+        leave.set()
+        thread.join()
 
 
 def test_a_block_that_takes_gradients_in_its_forward_is_kept_whole():

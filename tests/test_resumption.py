@@ -3,6 +3,7 @@
 import datetime
 import errno
 import logging
+import queue
 import threading
 import time
 
@@ -616,3 +617,49 @@ def test_what_is_no_interval_is_refused(tmp_path, every):
 
 def test_outside_of_a_runner_a_script_begins_at_its_first_step():
     assert hydra_tune.resume_step() == 0
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_thread_of_the_objectives_own_that_fetches_ahead(writes, tmp_path):
+    """It may ask for a batch while the model computes."""
+
+    def train(prepare):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(70, 64), nn.GELU(), nn.Linear(64, 5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.randn(160, 70), torch.randint(0, 5, (160,)))
+        model, optimizer, loader = prepare(model, optimizer, DataLoader(data, batch_size=8))
+        fetched = queue.Queue(2)
+
+        def fetch():
+            try:
+                for batch in loader:
+                    fetched.put(batch)
+                fetched.put(None)
+            except Exception as error:
+                fetched.put(error)
+
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        while (batch := fetched.get()) is not None:
+            if isinstance(batch, Exception):
+                thread.join()
+                raise batch
+            nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        thread.join()
+        return [p.detach().clone() for p in model.parameters()]
+
+    found, expected = [], train(lambda *given: given)
+
+    def objective(trial):
+        found.append(train(hydra_tune.prepare))
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], "60KiB") as pool:
+        runner = hydra_tune.HydraTrialRunner(pool, 2, checkpoint_dir=tmp_path if writes else None)
+        runner.optimize(optuna.create_study(), objective, n_trials=4)
+    assert len(found) == 4
+    for weights in found:
+        assert all(map(torch.equal, weights, expected))

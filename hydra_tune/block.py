@@ -63,7 +63,6 @@ class Block:
     rewritten: bool = False  # something changes its weights during a forward
     draws: bool = False  # random numbers
     shares_memory: bool = False  # some of its outputs do, with each other or with an input
-    adds_uses: bool = False  # of a weight within one call, to those of later forwards, see `gradient_sums`
 
     modules: list[nn.Module] = field(init=False)
     parameter_sites: list[tuple[nn.Module, str]] = field(init=False)

@@ -413,22 +413,21 @@ class BlockCall:
         parameters = self.block.parameters
         if self.cast_once:
             self.forward_pass.autocast.sums.watch(node, [parameters[i] for i in self.cast_once])
-        if self.block.adds_uses:
-            self.trial.sums.watch(node, [parameters[i] for i in self._with_one_edge()])
+        if added := self._added():
+            self.trial.sums.watch(node, [parameters[i] for i in added])
 
-    def _with_one_edge(self) -> list[int]:
-        """Numbers of the parameters whose uses this call adds itself."""
-        counts = self.num_edges[-len(self.block.parameters) - len(self._casts) :]
-        weights = range(len(self.block.parameters))
-        return [i for i in weights if counts[i] == 1 and i not in self._casts and i not in self.cast_once]
+    def _added(self) -> list[int]:
+        """Numbers of the parameters whose uses this call adds itself, with none elsewhere in this forward."""
+        first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
+        return [i for i, adds in enumerate(self.block.edges.added) if adds and self.num_edges[first + i] == 1]
 
     def _shared_sums(self) -> dict[int, GradientSums]:
         """Of parameters that other forwards have used, too, by their numbers."""
         autocast, parameters, shared = self.forward_pass.autocast, self.block.parameters, dict[int, GradientSums]()
         if autocast.is_shared and autocast.sums.is_shared(parameters[i] for i in self.cast_once):
             shared.update(dict.fromkeys(self.cast_once, autocast.sums))
-        if self.block.adds_uses and self.trial.sums.is_shared(parameters[i] for i in self._with_one_edge()):
-            shared.update(dict.fromkeys(self._with_one_edge(), self.trial.sums))
+        if (added := self._added()) and self.trial.sums.is_shared(parameters[i] for i in added):
+            shared.update(dict.fromkeys(added, self.trial.sums))
         return shared
 
     def _hand_on(self, node: Any, shared: Mapping[int, GradientSums], grads: list[torch.Tensor | None]) -> None:
@@ -630,12 +629,16 @@ def edges_for(counts: Edges, other: Edges) -> Edges:
         size = max(len(a), len(b))
         return tuple(map(max, _padded(a, size, 0), _padded(b, size, 0)))
 
+    def either(a: Sequence[bool], b: Sequence[bool]) -> tuple[bool, ...]:
+        return tuple(map(any, zip_longest(a, b, fillvalue=False)))
+
     return Edges(
         larger(counts.tensors, other.tensors),
         larger(counts.parameters, other.parameters),
         larger(counts.casts, other.casts),
         tuple(a | b for a, b in zip_longest(counts.casts_to, other.casts_to, fillvalue=_CastsTo())),
-        tuple(a or b for a, b in zip_longest(counts.cast_once, other.cast_once, fillvalue=False)),
+        either(counts.cast_once, other.cast_once),
+        either(counts.added, other.added),
     )
 
 

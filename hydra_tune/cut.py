@@ -40,7 +40,7 @@ def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[B
             profile = known[name]
             block.edges, block.keeps_clones = profile.edges, profile.keeps_clones
             block.reentrant, block.rewritten, block.draws = profile.reentrant, profile.rewritten, profile.draws
-            block.shares_memory, block.adds_uses = profile.shares_memory, profile.adds_uses
+            block.shares_memory = profile.shares_memory
         blocks.append(block)
     return blocks
 

@@ -261,13 +261,12 @@ class Pilot:
     def _read(self, graph: OuterGraph, *, hooked: bool) -> None:
         measured = {block: profile.backward_work_bytes for block, profile in self.profiles.items()}
         self._hold(graph.used_outside)
-        for block, edges, extra_bytes, adds_uses in graph.edges(hooked=hooked):
+        for block, edges, extra_bytes in graph.edges(hooked=hooked):
             profile = self.profiles[block]
             self.profiles[block] = replace(
                 profile,
                 edges=edges_for(profile.edges, edges),
                 backward_work_bytes=max(profile.backward_work_bytes, measured[block] + extra_bytes),
-                adds_uses=profile.adds_uses or adds_uses,
             )
         for block in graph.changed_later:
             self.profiles[block] = replace(self.profiles[block], keeps_clones=True)

@@ -279,9 +279,9 @@ class OuterGraph:
             self._casts.update({(id(p), call.context): n for p, (_, n) in uses})
             self._calls.append((call, shared))
 
-    def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int, bool]]:
-        """For each call: sources that other operators use too have an edge for each use in the block; the bytes of the
-        gradients that are apart then; and whether uses of a weight are added within the block.
+    def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int]]:
+        """For each call: sources that other operators use too have an edge for each use in the block; and the bytes of
+        the gradients that are apart then.
 
         An activation that still lives, now that the graph does not, is someone's, who may give it to the loss; so
         may the user's hooks, where the model is `hooked`: they do not fire in a pilot.
@@ -305,9 +305,9 @@ class OuterGraph:
             )
             apart = sum(size * n for size, n in sources if n > 1)
             apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, recast, strict=True))
-            adds = any(n < direct for n, (direct, _) in zip(parameters, call.parameter_uses, strict=True))
-            edges = Edges(tuple(tensors), tuple(parameters), tuple(recast), tuple(call.casts_to), tuple(once))
-            yield call.block, edges, apart, adds
+            added = [n < direct for n, (direct, _) in zip(parameters, call.parameter_uses, strict=True)]
+            counts = tuple(tensors), tuple(parameters), tuple(recast)
+            yield call.block, Edges(*counts, tuple(call.casts_to), tuple(once), tuple(added)), apart
 
 
 def refuse_own_leaves(name: str, made: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> None:

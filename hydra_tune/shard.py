@@ -48,13 +48,15 @@ class Edges:
     """How many edges of the outer graph a block takes for each of its tensors, parameters and autocast's copies
     of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`. `casts_to`
     are the dtypes of the copies, by that of the autocast around the block, where it is another one. Parameters that are
-    `cast_once` have a copy for their only use, but no edge for it: one of their own gives the same."""
+    `cast_once` have a copy for their only use, but no edge for it: one of their own gives the same. And one edge have
+    those that are `added`: a call adds the gradients of their uses itself."""
 
     tensors: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     casts: tuple[int, ...] = ()
     casts_to: tuple[frozenset[tuple[Any, Any]], ...] = ()
     cast_once: tuple[bool, ...] = ()
+    added: tuple[bool, ...] = ()
 
     def casts_weight(self, index: int) -> bool:
         return any(self.casts[index : index + 1]) or any(self.cast_once[index : index + 1])
@@ -111,7 +113,6 @@ class BlockProfile:
     rewritten: bool = False
     draws: bool = False
     shares_memory: bool = False
-    adds_uses: bool = False
 
     @property
     def work_bytes(self) -> int:

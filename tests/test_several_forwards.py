@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-from compared import BUDGETS, WIDTH, Layer, Net, batch, compare, left_by, loss_on, made
+from compared import BUDGETS, VOCABULARY, WIDTH, Layer, Net, batch, compare, left_by, loss_on, made
 from hydra_tune.gradient_sums import GradientSums
 from scripts import BUDGETS as SMALL_BUDGETS
 from scripts import Net as SmallNet
@@ -75,6 +75,30 @@ class Recurs(Layer):
         return super().forward(x + torch.stack(outputs, 1))
 
 
+class Head(nn.Module):
+    """Uses a norm twice, and the embedding's weight once, which the embedding uses in between."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.linear.weight = embedding.weight
+
+    def forward(self, x):
+        return self.linear(self.norm(torch.tanh(self.norm(x))))
+
+
+class HeadLoops(Net):
+    def __init__(self):
+        super().__init__()
+        self.head = Head(self.embedding)
+
+    def forward(self, x):
+        h = self.embedding(x) + self.embedding(x.flip(1))
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h) * self.scale
+
+
 def net_of(kind):
     class NetOf(Net):
         def __init__(self):
@@ -85,7 +109,7 @@ def net_of(kind):
     return NetOf
 
 
-MODELS = [Net, Twice, Chooses, *map(net_of, (Checkpointed, CheckpointedAgain, Loops, Recurs))]
+MODELS = [Net, Twice, Chooses, HeadLoops, *map(net_of, (Checkpointed, CheckpointedAgain, Loops, Recurs))]
 
 
 def smaller(x, y):

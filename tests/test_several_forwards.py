@@ -209,6 +209,49 @@ def test_hooks_on_weights_see_the_sum(budget):
     compare(scenario, budget)
 
 
+@pytest.mark.parametrize("model", [Net, Twice, net_of(Loops)])
+def test_autocast_in_some_steps_only(model):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        trained, optimizer = made(prepare, model())
+        for enabled in (True, False, True, False):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                one_backward(trained)
+            optimizer.step()
+        return left_by(trained, optimizer)
+
+    compare(scenario, "spilled")
+
+
+class Branches(Layer):
+    """Leaves two of its weights out for small batches."""
+
+    def __init__(self, width, residual):
+        super().__init__(width, residual)
+        self.more = nn.Linear(width, width)
+
+    def forward(self, x):
+        return super().forward(self.more(x) if x.shape[0] > 2 else x)
+
+
+def test_a_weight_with_a_hook_that_some_forwards_leave_out():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare, net_of(Branches)())
+        seen = []
+        for layer in model.layers:
+            layer.more.weight.register_hook(lambda gradient: seen.append(gradient.norm()))
+        for way in (of_three_shapes, one_backward, of_three_shapes):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                way(model)
+            optimizer.step()
+        return sorted(seen), left_by(model, optimizer)
+
+    compare(scenario, "spilled")
+
+
 @both_budgets
 def test_contexts_of_their_own_are_apart(budget):
     def scenario(prepare):

@@ -43,8 +43,7 @@ class ForwardPass:
         """What becomes of weights that this forward casts for one use, where others may do so in the same context."""
         if not any(block.edges.cast_once) or not self.autocast.goes_on:
             return {}
-        several = block.edges.casts  # in another call, perhaps
-        return {i: dtype for i, _, dtype in _recast(block, block.edges.cast_once) if not several[i]}
+        return {i: dtype for i, _, dtype in _recast(block, block.edges.cast_once)}
 
 
 def _recast(block: Block, which: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.dtype]]:

@@ -538,5 +538,5 @@ def _kind(block: Block) -> tuple[Any, ...]:
 
 def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:
     """Enough for both."""
-    figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if k not in ("name", "edges")}
-    return replace(a, **figures, edges=edges_for(a.edges, b.edges))
+    figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if k not in ("name", "edges", "modes")}
+    return replace(a, **figures, edges=edges_for(a.edges, b.edges), modes=a.modes | b.modes)

@@ -107,6 +107,7 @@ class Planner:
         self._repacked = False  # this trial alone has smaller shards
         self._spills = False  # though it might fit
         self.unmeasured: set[Block] = set()
+        self._known: Any = None  # what this was noted for
         self._key = PlanKey(b"", ())
         self._kinds: set[type | None] = set()  # kept for as long as plans are looked up by keys that name them
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
@@ -260,6 +261,7 @@ class Planner:
             if self._trial.steps.under_way:
                 self._trial.steps.leave()
             plan = self.extend_plan(root, args, kwargs)
+        self._note_unmeasured(mode)
         return plan
 
     def _plan_for_inputs(
@@ -329,6 +331,25 @@ class Planner:
         self._trial.pool.admit(self._trial, former)
         self._settle(former)
 
+    def _note_unmeasured(self, mode: tuple[Hashable, Hashable]) -> None:
+        """Which blocks this forward must not call before another pilot has. One may have passed them over, or the
+        pilots of this mode have, or they came with a cut that is newer than these."""
+        plan, with_gradients = self.plan, torch.is_grad_enabled()
+        assert plan is not None
+        if self._known == (plan, mode, with_gradients):
+            return
+        self._known = plan, mode, with_gradients
+        if plan.resident:
+            self.unmeasured = set()
+            return
+        like = {mode} if mode in plan.modes else {known for known in plan.modes if known[1] == mode[1]}
+
+        def is_known(profile: BlockProfile) -> bool:
+            return profile.measured and not (with_gradients and profile.modes.isdisjoint(like))
+
+        blocks = zip(self.blocks, plan.blocks, strict=True)
+        self.unmeasured = {block for block, profile in blocks if not is_known(profile)}
+
     def _switches(self, glance: Glance) -> Hashable:
         """Of the model; nothing more where they change all the time."""
         now = glance.switches
@@ -364,6 +385,7 @@ class Planner:
             self._fall_back(former, error)
             raise
         self._settle(plan)
+        self._note_unmeasured((glance_at(trial.model).training, autocast_mode()))
         return plan
 
     def _spell_plan(self, plan: TrialPlan) -> str:
@@ -375,15 +397,11 @@ class Planner:
 
     def _settle(self, plan: TrialPlan) -> None:
         """Put every weight where the plan wants it."""
-        self.plan, self._repacked = plan, False
+        self.plan, self._repacked, self._known = plan, False, None
         self._adopt_cut(plan.cut, plan.blocks)
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
-        self.unmeasured = {
-            block for block, profile in zip(self.blocks, plan.blocks, strict=True) if not profile.measured
-        }
         if plan.resident:
             self.unwrap()
-            self.unmeasured = set()
             self._hold([])
         else:
             self._hold(self.blocks)
@@ -502,10 +520,12 @@ class Planner:
         profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
         if trial.mode is not None:  # the first step is measured, and looked at once a visit
             step_bytes += max((p.boundary_bytes for p in profiles), default=0)
+        modes = frozenset() if pilot.forward_only else frozenset({mode})
+        profiles = [replace(p, modes=modes) if p.measured else p for p in profiles]
         if former is not None:
             known = {p.name: p for p in former.blocks if p.visits}
-            both = [larger_of(p, known[p.name]) if p.visits and p.name in known else p for p in profiles]
-            profiles = [p if p.visits else known.get(p.name, p) for p in both]
+            both = [larger_of(p, known[p.name]) if p.measured and p.name in known else p for p in profiles]
+            profiles = [p if p.measured else known.get(p.name, p) for p in both]
             step_bytes = max(step_bytes, former.step_bytes - former.late_bytes)
         plan = make_plan(
             profiles,
@@ -517,12 +537,11 @@ class Planner:
             may_be_resident=not (self._spills or trial.residency.spilled),
             cut=self._cut,
         )
-        modes = former.modes if former else frozenset()
         in_forward = set(map(id, pilot.written))
         written = {name for name, p in trial.model.named_parameters() if id(p) in in_forward}
         return replace(
             plan,
-            modes=modes if pilot.forward_only else modes | {mode},
+            modes=modes.union(former.modes if former else ()),
             written=(former.written if former else frozenset()).union(written),
         )
 

@@ -92,7 +92,8 @@ class BlockProfile:
     autograd keeps of it between forward and backward; the work bytes are scratch beyond slot and inputs.
     `carried_bytes` is the larger of what it takes and what it gives, copied to another device; `at_home` says that
     it can be visited nowhere else, for it needs what its trial has there.
-    `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called.
+    `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called. `modes` as
+    those of its plan: in which of them this block was measured.
     """
 
     name: str
@@ -107,6 +108,7 @@ class BlockProfile:
     backward_s: float = 0.0
     visits: int = 2
     measured: bool = True
+    modes: frozenset[tuple[Hashable, Hashable]] = frozenset()
     edges: Edges = Edges()
     keeps_clones: bool = False
     reentrant: bool = False

@@ -88,6 +88,53 @@ def test_autocast_inside_of_the_model(budget):
     compare(scenario, budget)
 
 
+class Reaches(nn.Module):
+    """Uses one weight twice, once without calling its module."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return nn.functional.linear(torch.tanh(self.inner(x)), self.inner.weight)
+
+
+class Drops(Net):
+    """Leaves one layer out for small batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.append(Reaches(WIDTH))
+
+    def forward(self, x):
+        h = self.embedding(x)
+        for layer in self.layers if len(x) > 2 else self.layers[:-1]:
+            h = layer(h)
+        return self.head(h) * self.scale
+
+
+@both_budgets
+def test_a_block_that_the_first_batch_under_autocast_leaves_out(budget):
+    """What it casts is not known from other batches."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare, Drops())
+        losses = []
+        for enabled, rows in [(False, 4), (True, 2), (True, 4), (False, 4), (True, 4)]:
+            x, y = batch()
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                loss = loss_on(model, x[:rows], y[: x[:rows].numel()])
+            loss.backward()
+            losses.append(loss.item())
+            losses += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        return losses, left_by(model, optimizer)
+
+    compare(scenario, budget)
+
+
 class CastsInABlock(Layer):
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -277,7 +277,14 @@ A_PILOT_FAILS_IN_BACKWARD = Recipe(  # what PyTorch keeps of it made the next pi
 )  # fmt: skip
 
 
+CUT_ANEW_BY_A_LATER_PILOT = Recipe(  # which knows nothing of autocast
+    layers=[("batch norm", 8), ("batch norm", 8), ("twice", (("batch norm", 8), ("reached", 8)))],
+    order=[0, 1, 2], skips={}, frozen=set(), tied=False, seed=0, guided=2,
+)  # fmt: skip
+
+
 @given(**CASES)
+@example(recipe=CUT_ANEW_BY_A_LATER_PILOT, share=1.0, autocast=["bf16", "none", "bf16"], accumulate=1, forwards=1)
 @example(recipe=A_PILOT_FAILS_IN_BACKWARD, share=0.9124763237245037, autocast=["bf16"] * 3, accumulate=1, forwards=1)
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=SLOW)
 def test_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumulate, forwards):

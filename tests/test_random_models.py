@@ -250,7 +250,9 @@ def check(recipe, share, autocast, accumulate, forwards):
             try:
                 prepared = trained(recipe.build(), pool, autocast, accumulate, forwards)
                 break
-            except hydra_tune.BudgetError:
+            except (hydra_tune.BudgetError, torch.OutOfMemoryError) as error:
+                if forwards == 1 and not isinstance(error, hydra_tune.BudgetError):
+                    raise  # two forwards need more than the pilot's one
                 budget = budget * 5 // 4 + 512
     assert len(plain) == len(prepared)
     for i, (a, b) in enumerate(zip(plain, prepared, strict=True)):

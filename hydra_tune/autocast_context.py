@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hydra_tune.casts import context_number
+from hydra_tune.casts import Clearings, context_number
 from hydra_tune.errors import PrepareError
 from hydra_tune.gradient_sums import GradientSums
 from hydra_tune.graph import Cast
@@ -28,6 +28,7 @@ class AutocastContext:
         self._versions: dict[int, int] = {}  # of weights, by their ids, when they were cast
         self._casts: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}  # by weight, dtype, and a context within
         self._num_forwards = 0
+        self._clearings = Clearings()
         self.sums = GradientSums()  # in the lower precision, of weights that each forward casts for one use
 
     @property
@@ -38,6 +39,11 @@ class AutocastContext:
     def is_shared(self) -> bool:
         """By several forwards."""
         return self._num_forwards > 1
+
+    @property
+    def is_parted(self) -> bool:
+        """Other threads have cleared casts of earlier forwards, which this one would have used."""
+        return self.is_shared and self.goes_on and self._clearings.by_others
 
     def begin_forward(self, weights: Iterable[torch.Tensor], name: str) -> None:
         """One that casts these.

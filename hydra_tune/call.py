@@ -142,6 +142,7 @@ class BlockCall:
                 places[id(leaf)] = _Place(len(self.tensors))
                 self.tensors.append(leaf)
         self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
+        self._sum_nodes: dict[int, Any] = {}  # of edges of weights, by their numbers
 
     # ---- arguments and outputs ----
 
@@ -230,7 +231,14 @@ class BlockCall:
     def edges_in(self) -> list[torch.Tensor]:
         """Every source as many times as it has edges."""
         self._gate, late = self.forward_pass.gates.pop(self.block, (None, {}))
-        sources = [*self.tensors, *(late.get(id(p), p) for p in self.block.parameters), *self._casts.values()]
+        weights = [late.get(id(p), p) for p in self.block.parameters]
+        watched = dict.fromkeys(self._added(), self.trial.sums)
+        watched.update(dict.fromkeys(self.cast_once, self.forward_pass.autocast.sums))
+        for i, sums in watched.items():
+            if weights[i].requires_grad:
+                weights[i] = sums.edge(weights[i], self.block.parameters[i])
+                self._sum_nodes[i] = weights[i].grad_fn
+        sources = [*self.tensors, *weights, *self._casts.values()]
         return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
 
     def forward_unsaved(self, arguments: tuple[Sequence[Any], dict[str, Any]]) -> Any:
@@ -385,7 +393,6 @@ class BlockCall:
 
     def run_backward(
         self,
-        node: Any,
         tensors: Sequence[torch.Tensor],
         needed: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
@@ -405,16 +412,8 @@ class BlockCall:
         grads = self.trial.with_room(self.block, again, lambda: True)
         if shared:
             with self.trial.residency.meter.paused():
-                self._hand_on(node, shared, grads)
+                self._hand_on(shared, grads)
         return grads
-
-    def watch_sums(self, node: Any) -> None:
-        """Where other forwards may come before the backward of this one."""
-        parameters = self.block.parameters
-        if self.cast_once:
-            self.forward_pass.autocast.sums.watch(node, [parameters[i] for i in self.cast_once])
-        if added := self._added():
-            self.trial.sums.watch(node, [parameters[i] for i in added])
 
     def _added(self) -> list[int]:
         """Numbers of the parameters whose uses this call adds itself, with none elsewhere in this forward."""
@@ -424,13 +423,15 @@ class BlockCall:
     def _shared_sums(self) -> dict[int, GradientSums]:
         """Of parameters that other forwards have used, too, by their numbers."""
         autocast, parameters, shared = self.forward_pass.autocast, self.block.parameters, dict[int, GradientSums]()
-        if autocast.is_shared and autocast.sums.is_shared(parameters[i] for i in self.cast_once):
-            shared.update(dict.fromkeys(self.cast_once, autocast.sums))
-        if (added := self._added()) and self.trial.sums.is_shared(parameters[i] for i in added):
+        cast = [i for i in self._sum_nodes if i in self.cast_once]
+        added = [i for i in self._sum_nodes if i not in self.cast_once]
+        if autocast.is_shared and autocast.sums.is_shared(parameters[i] for i in cast):
+            shared.update(dict.fromkeys(cast, autocast.sums))
+        if added and self.trial.sums.is_shared(parameters[i] for i in added):
             shared.update(dict.fromkeys(added, self.trial.sums))
         return shared
 
-    def _hand_on(self, node: Any, shared: Mapping[int, GradientSums], grads: list[torch.Tensor | None]) -> None:
+    def _hand_on(self, shared: Mapping[int, GradientSums], grads: list[torch.Tensor | None]) -> None:
         """Of what other forwards use too, the last node of them hands on all: a `total` where uses were added to it,
         where they were cast the gradient of this one."""
         first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
@@ -440,7 +441,7 @@ class BlockCall:
             if total is not None and i in self.cast_once:
                 lower = total.to(self.cast_once[i])
                 total = lower if before is None else before + lower
-            total = sums.hand_on(node, weight, total)
+            total = sums.hand_on(self._sum_nodes[i], weight, total)
             grads[place] = None if total is None else total.to(weight.dtype)
 
     def _run_backward(

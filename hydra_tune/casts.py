@@ -59,18 +59,29 @@ def context_number() -> int:
     return _here.count
 
 
+class Clearings:
+    """From its making on, in this thread."""
+
+    def __init__(self) -> None:
+        self._own, self._all = _here.count, _by_all
+
+    @property
+    def by_others(self) -> bool:
+        return _by_all - self._all != _here.count - self._own
+
+
 class CastsOfForward:
     """From its making until `join`, one forward in this thread."""
 
     def __init__(self) -> None:
         self._first_node = torch._C._autograd._get_sequence_nr()
-        self._own, self._all = _here.count, _by_all
+        self._clearings = Clearings()
 
     def join(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
         """Where others have cleared the casts meanwhile, let the gradients of each weight be added as those of one, for
         as long as the caller keeps what this returns: it may not be kept by the graph behind `outputs`."""
         remembers = torch.is_autocast_cache_enabled()  # the model may have switched it off
-        if not remembers or _by_all - self._all == _here.count - self._own:
+        if not remembers or not self._clearings.by_others:
             return []
         nodes, casts = list(nodes_of(outputs)), dict[tuple[int, torch.dtype, int], _Casts]()
         for node in [node for node in nodes if node.name() == CAST]:

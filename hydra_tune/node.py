@@ -105,7 +105,6 @@ class BlockFunction(torch.autograd.Function):
         ctx: Any, call: BlockCall, made: tuple[torch.Tensor, ...], *edges: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
-        call.watch_sums(ctx)
         ctx.set_materialize_grads(False)
         tensors = [t.clone() for t in call.tensors] if call.block.keeps_clones else call.tensors
         ctx.save_for_backward(*tensors, *call.marks())
@@ -139,7 +138,7 @@ class BlockFunction(torch.autograd.Function):
                 f"one of block {call.block.name} was changed in place in between. Give the model a copy of it."
             ) from error
         try:
-            grads = call.run_backward(ctx, call.unmarked(tensors), ctx.needs_input_grad[2:], grad_outputs)
+            grads = call.run_backward(call.unmarked(tensors), ctx.needs_input_grad[2:], grad_outputs)
         except BaseException:  # an interruption may come where a visit ends
             call.trial.residency.close_visits()
             raise

@@ -79,6 +79,7 @@ class Trial:
         self.optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.residency = Residency(home, self.meter, pool.log_of(number))
+        self._warned = False
         self._task: Task | None = None
         self._task_device = home  # of that task, or the one before
         self._task_start_s = 0.0
@@ -351,6 +352,7 @@ class Trial:
             with self.one_pass() as forward_pass:
                 self.steps.add_forward(forward_pass)
                 if plan.resident:
+                    self._autocast.begin_forward([], self.name)
                     self._go_to(0, Direction.FORWARD)
                 else:
                     self._begin_spilled(forward_pass)
@@ -360,6 +362,7 @@ class Trial:
                     self.steps.add_backward()
                 made = tensors_in(outputs)
                 forward_pass.joined_casts = casts.join(made)
+                self._warn_of_parted_casts(plan)
                 self.steps.trains |= self._backward_within and with_gradients and not _want_backward(made)
                 self.leave()
         except BaseException:
@@ -372,6 +375,19 @@ class Trial:
         if not torch.is_grad_enabled():
             self._note_for_resumption()
         return outputs
+
+    def _warn_of_parted_casts(self, plan: TrialPlan) -> None:
+        if self._warned or not (plan.resident or plan.cut.kept) or not torch.is_grad_enabled():
+            return
+        if self._autocast.is_parted:
+            self._warned = True
+            logger.warning(
+                "%s runs several forwards in one autocast context, and another trial has left its own meanwhile, which "
+                "clears the casts of all threads: gradients of weights that stay on the device may differ in the last "
+                "bit of the lower precision from plain PyTorch's. Give each forward a torch.autocast and a backward of "
+                "its own, or search with concurrency=1.",
+                self.name,
+            )
 
     def _begin_spilled(self, forward_pass: ForwardPass) -> None:
         if self._autocast.goes_on:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from hydra_tune.block import Block
+from hydra_tune.block import Block, grad_dtype_of
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.gradient_sums import GradientSums
@@ -235,8 +235,9 @@ class BlockCall:
         watched = dict.fromkeys(self._added(), self.trial.sums)
         watched.update(dict.fromkeys(self.cast_once, self.forward_pass.autocast.sums))
         for i, sums in watched.items():
-            if weights[i].requires_grad:
-                weights[i] = sums.edge(weights[i], self.block.parameters[i])
+            p = self.block.parameters[i]
+            if weights[i].requires_grad and grad_dtype_of(p) == p.dtype:  # the engine casts to an edge's dtype
+                weights[i] = sums.edge(weights[i], p)
                 self._sum_nodes[i] = weights[i].grad_fn
         sources = [*self.tensors, *weights, *self._casts.values()]
         return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]

@@ -67,6 +67,9 @@ class Executor(Protocol):
     def in_forward(self) -> bool: ...
 
     @property
+    def in_backward(self) -> bool: ...
+
+    @property
     def is_alone(self) -> bool: ...
 
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
@@ -377,7 +380,8 @@ class BlockCall:
         if not has_saved_hooks():
             return []
         number, self._is_marked = next(_numbers), True
-        self.trial.marked[number] = self
+        if self.trial.in_backward:
+            self.trial.marked[number] = self
         with self.trial.residency.meter.paused():
             return [torch.tensor([number], device="cpu")]
 

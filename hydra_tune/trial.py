@@ -90,7 +90,7 @@ class Trial:
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
         self.sums = GradientSums()  # of weights that blocks use several times
-        self.marked: dict[int, BlockCall] = {}  # those whose tensors a checkpoint may have made anew, by their mark
+        self.marked: dict[int, BlockCall] = {}  # what a checkpoint repeats in the backward under way, by their marks
         self._configs: list[Any] = []
 
     @property
@@ -198,11 +198,12 @@ class Trial:
 
     def _boundary(self) -> None:
         self.leave()
+        if not self.in_backward:
+            self.marked.clear()  # first: they keep their forward
         if self.steps.leave_if_done():
             self.sums.forget()
             self._autocast.sums.forget()
             self.residency.former_buffers.clear()
-            self.marked.clear()
 
     def open_step(self, plan: TrialPlan) -> None:
         self._boundary()
@@ -450,6 +451,10 @@ class Trial:
     def in_forward(self) -> bool:
         """Whether blocks are called by their root, or by a checkpoint that repeats them in backward."""
         return self._pass is not None or bool(self._backward_passes)
+
+    @property
+    def in_backward(self) -> bool:
+        return bool(self._backward_passes)
 
     @property
     def forward_pass(self) -> ForwardPass:

@@ -2,11 +2,13 @@
 
 import logging
 import threading
+from contextlib import nullcontext
 
 import optuna
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 from hydra_tune.context import current_context
@@ -145,3 +147,28 @@ def test_the_report_says_who_waits_for_whose_first_step():
         hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=2)
         assert [trial["state"] for trial in pool.report()["trials"]] == ["ended", "ended"]
     assert seen == ["waits for the pilot or first step of net 0"]
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [Net, Checkpointed])
+@pytest.mark.parametrize("around", [nullcontext, torch.autograd.graph.save_on_cpu])
+def test_an_output_that_is_dropped_is_not_kept(kind, around, caplog):
+    """Whatever hooks see what is saved for its backward."""
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = kind()
+        hydra_tune.prepare(model, pool=pool)
+        steps = model.forward.trial.steps
+        for _ in range(STEPS):
+            with around():
+                model(torch.randn(4, WIDTH))
+                loss = model(torch.randn(4, WIDTH)).sum()
+            loss.backward()
+            del loss
+            assert not steps.under_way and not steps._forwards
+    assert "keeps an output" not in caplog.text

@@ -10,17 +10,21 @@ from typing import Any, TypeVar
 
 import torch
 
+from hydra_tune.leaves import Leaves
 from hydra_tune.random_state import draws
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
 class Journal:
-    """Of these weights, and of `others` what is written. A dispatch mode shows it every operator before it runs;
-    copies are made only of what is written. Operators that write without saying so in their schema (batch_norm)
-    pass unnoticed."""
+    """Of these weights; and of `others`, and of the gradients of `leaves` as they are come upon, what is written. A
+    dispatch mode shows it every operator before it runs; copies are made only of what is written. Operators that write
+    without saying so in their schema (batch_norm) pass unnoticed."""
 
-    def __init__(self, weights: Iterable[torch.nn.Parameter], others: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, weights: Iterable[torch.nn.Parameter], others: Iterable[torch.Tensor] = (), leaves: Leaves | None = None
+    ) -> None:
+        self._leaves = leaves if leaves is not None else Leaves(())
         self._weights = _by_storage(weights)
         self._others = _by_storage(others)
         self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # values of what was written, by storage
@@ -47,6 +51,9 @@ class Journal:
             self.looked_around |= key in self._around
             if key in self._weights:
                 self._read[key] = on_device or self._read.get(key, False)
+            if tensor.requires_grad:
+                for gradient in self._leaves.come_upon(tensor):
+                    self._others.setdefault(_key(gradient), []).append(gradient)
         schema = getattr(func, "_schema", None)
         if schema is None or not schema.is_mutable:
             return

@@ -55,7 +55,6 @@ from hydra_tune.probe import (
     shares_memory,
     user_hooks,
     user_hooks_removed,
-    weight_hooks_removed,
 )
 from hydra_tune.process_state import casts_to, remembers_casts, thread_settings_kept
 from hydra_tune.random_state import random_state_kept
@@ -164,7 +163,6 @@ class Pilot:
         with (
             self._put_back(args, kwargs, last=last) as journal,
             nullcontext() if fires_hooks else user_hooks_removed(self.model),
-            weight_hooks_removed(self.model),
             self._hooks_off,
             parametrizations_uncached(self.model),
             thread_settings_kept(),
@@ -218,9 +216,9 @@ class Pilot:
         has run as far as in plain PyTorch."""
         meter = self.residency.meter
         rewind = Rewind(self.model, (args, kwargs), meter, self.residency.device.generators())
-        journal = meter.journal = self._journal = Journal(self.model.parameters(), rewind.tensors)
+        journal = meter.journal = self._journal = Journal(self.model.parameters(), rewind.tensors, rewind.leaves)
         is_of_model = False
-        with SharedDraws() as draws:
+        with SharedDraws() as draws, rewind.leaves.hooks_removed():
             try:
                 yield journal
             except Exception as error:

@@ -72,20 +72,6 @@ def user_hooks_removed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def weight_hooks_removed(model: nn.Module) -> Iterator[None]:
-    """A backward within a pilot's forward does not fire the hooks of weights; afterwards they have them again."""
-    hooks = [kind for p in model.parameters() for kind in (p._backward_hooks, p._post_accumulate_grad_hooks) if kind]
-    kept = [dict(kind) for kind in hooks]
-    for kind in hooks:
-        kind.clear()
-    try:
-        yield
-    finally:
-        for kind, then in zip(hooks, kept, strict=True):
-            kind.update(then)
-
-
-@contextmanager
 def parametrizations_uncached(model: nn.Module) -> Iterator[None]:
     """A pilot computes parametrized weights anew, and leaves none to the forward that follows. The count of those who
     have them cached is the process's: others may come and go meanwhile."""

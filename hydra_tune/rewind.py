@@ -12,6 +12,7 @@ from torch import nn
 
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.host_buffer import same_bits, version_of
+from hydra_tune.leaves import Leaves
 from hydra_tune.meter import TrialMeter
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.snapshot import Snapshot
@@ -39,10 +40,9 @@ class Rewind:
             self._attributes = Snapshot.of_modules(model.named_modules(), model)
         found = (*self._arguments.tensors, *self._attributes.tensors)
         self._nodes = [(t, t.grad_fn) for t in (*tensors_in(arguments), *found)]
-        leaves = [t for t in self._arguments.tensors if t.is_leaf and t.requires_grad]
-        self._gradients = [(t, t.grad) for t in (*model.parameters(), *leaves)]  # a forward may run a backward
-        gradients = [grad for _, grad in self._gradients if grad is not None]
-        self.tensors = (*found, *gradients)
+        leaves = [t for t in found if t.is_leaf and t.requires_grad]
+        self.leaves = Leaves((*model.parameters(), *leaves))  # a forward may run a backward
+        self.tensors = (*found, *self.leaves.gradients)
         self._values: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._generators, self._states = generators, generator_states(generators)
 
@@ -61,9 +61,7 @@ class Rewind:
         set_generator_states(self._generators, self._states)
         self._arguments.restore()
         self._attributes.restore()
-        for tensor, grad in self._gradients:
-            if tensor.grad is not grad:
-                tensor.grad = grad
+        self.leaves.restore()
         for weight, data, _, marks in self._weights:
             if weight.data_ptr() != data.data_ptr():
                 weight.data = data

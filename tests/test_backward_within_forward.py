@@ -382,6 +382,124 @@ class HookedWeights(Script):
         return [*super().run(pool), torch.tensor([self.fired.count(what) for what in ("step", "hook", "late")])]
 
 
+class GivenAHookedWeight(GivenAWeight):
+    """A hook steps its optimizer: once a step."""
+
+    def forward(self, model, x):
+        if not hasattr(self, "prompt"):
+            self.prompt, self.fired = nn.Parameter(x), []
+            own = torch.optim.SGD([self.prompt], lr=0.1, momentum=0.9)
+
+            def steps(_):
+                own.step()
+                own.zero_grad()
+                self.fired.append("step")
+
+            self.prompt.register_post_accumulate_grad_hook(steps)
+        return model(self.prompt)
+
+    def between(self, model):
+        self.seen = [*getattr(self, "seen", []), self.prompt.detach().clone(), torch.tensor(len(self.fired))]
+
+
+class KeptByTheModel(GivenByAnother):
+    """An activation that another module has made, which is no argument."""
+
+    def model(self):
+        super().model()
+
+        class Recalls(TrainsOnItsInput):
+            def forward(self, x):
+                return super().forward(x + self.memory)
+
+        return Recalls()
+
+    def forward(self, model, x):
+        model.memory = torch.tanh(self.first(x))
+        return model(x)
+
+
+class InAnObject(GivenByAnother):
+    """Given in one."""
+
+    def model(self):
+        super().model()
+
+        class Opens(TrainsOnItsInput):
+            def forward(self, given):
+                return super().forward(given.x)
+
+        return Opens()
+
+    def forward(self, model, x):
+        class Given:
+            pass
+
+        given = Given()
+        given.x = torch.tanh(self.first(x))
+        return model(given)
+
+
+class Critic(GivenByAnother):
+    """A module that the model hides in a list, trained by the backward within."""
+
+    def model(self):
+        super().model()
+
+        class Criticised(Guided):
+            def forward(self, x):
+                y = self.layers[1](self.layers[0](x))
+                if torch.is_grad_enabled():
+                    self.hidden[0](y).square().mean().backward(retain_graph=True)
+                return self.rest(y)
+
+        model = Criticised()
+        model.hidden = [self.first]
+        return model
+
+    def forward(self, model, x):
+        return model(x)
+
+
+class LeafOfTheModel(GivenByAnother):
+    """Neither a weight nor a buffer."""
+
+    def model(self):
+        self.leaf = torch.randn(WIDTH, requires_grad=True)
+
+        class Scales(TrainsOnItsInput):
+            def forward(self, x):
+                return super().forward(x * self.leaf)
+
+        model = Scales()
+        model.leaf = self.leaf
+        return model
+
+    def forward(self, model, x):
+        return model(x)
+
+    def between(self, model):
+        self.seen = [*getattr(self, "seen", []), self.leaf.grad.clone()]
+
+
+class SlopeAndBackwardBeyondTheModel(SlopeBeyondTheModel):
+    """The backward goes on, too, where the pilot had to let it."""
+
+    def model(self):
+        super().model()
+
+        class Both(Guided):
+            def forward(self, x, origin):
+                y = self.layers[0](x)
+                (slope,) = torch.autograd.grad(y.square().mean(), origin, retain_graph=True)
+                y.mean().backward(retain_graph=True)
+                return self.rest(x + slope)
+
+        return Both()
+
+    between, run = GivenByAnother.between, GivenByAnother.run
+
+
 class CheckpointAround(Script):
     """Of the part that runs a backward: repeated within the outer one."""
 
@@ -400,7 +518,21 @@ class CheckpointAround(Script):
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
 @pytest.mark.parametrize(
     "script",
-    [GivenAWeight, GivenByAnother, GivenTwice, WritesItsInput, SlopeBeyondTheModel, HookedWeights, CheckpointAround],
+    [
+        GivenAWeight,
+        GivenAHookedWeight,
+        GivenByAnother,
+        GivenTwice,
+        KeptByTheModel,
+        InAnObject,
+        Critic,
+        LeafOfTheModel,
+        WritesItsInput,
+        SlopeBeyondTheModel,
+        SlopeAndBackwardBeyondTheModel,
+        HookedWeights,
+        CheckpointAround,
+    ],
 )
 def test_what_is_around_the_model_is_as_in_plain_pytorch(script, budget):
     trains_as_in_plain_pytorch(script, budget)

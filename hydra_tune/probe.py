@@ -23,9 +23,11 @@ from hydra_tune.graph import BLOCK, CAST, leaf_of, nodes_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.shard import Edges
 from hydra_tune.shared_random import SharedDraws
+from hydra_tune.snapshot import Snapshot
 from hydra_tune.tree import containers_in
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
 
 
@@ -142,14 +144,14 @@ def refuse_shared_containers(block: Block, outputs: Any, given: Any) -> None:
     """Outside of the block they are others, and who puts something into one would not put it into the other.
 
     Raises:
-        UncuttableError: the block returns a list or dict that it was given or that it keeps.
+        UncuttableError: the block returns a list, dict or object that it was given or that it keeps.
     """
-    kept = [value for module in block.modules for value in vars(module).values()]
-    known = set(map(id, containers_in((given, kept))))
-    if any(id(container) in known for container in containers_in(outputs)):
+    containers = containers_in(outputs)
+    kept = [value for module in block.modules for name, value in vars(module).items() if name not in _REGISTERED]
+    if containers and Snapshot({"given": given, "kept": kept}).found(containers):
         raise UncuttableError(
-            f"a block's outputs are its own, but {block.name} returns a list or dict that it was given or that it "
-            "keeps. Return a copy, or its tensors."
+            f"a block's outputs are its own, but {block.name} returns a list, dict or object that it was given or "
+            "that it keeps. Return a copy, or its tensors."
         )
 
 

@@ -70,6 +70,10 @@ class Snapshot:
             found._follow({f"{prefix}.{name}".lstrip("."): value for name, value in own.items()})
         return found
 
+    def found(self, values: Iterable[Any]) -> bool:
+        """Whether one of these can be reached."""
+        return not self._ids.isdisjoint(map(id, values))
+
     def restore(self) -> None:
         for _, value, held in self._saved:
             if not _is_same(value, held):

@@ -11,7 +11,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
@@ -107,20 +107,18 @@ def is_fixed(value: Any) -> bool:
 
 
 def containers_in(value: Any) -> list[Any]:
-    """The lists and dicts in it, itself included, each once."""
-    found: dict[int, Any] = {}
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, (list, dict)):
-            if id(item) in found:
-                continue
-            found[id(item)] = item
-        if isinstance(item, (list, tuple)):
-            stack += item
-        elif isinstance(item, dict):
-            stack += item.values()
-    return list(found.values())
+    """What `unflatten` makes anew of a value, and something can be put into: lists, dicts and other such nodes of
+    pytrees, and objects with fields and tensors in them."""
+    met: list[Any] = []
+    leaves = tree_leaves(value, is_leaf=lambda item: bool(met.append(item)))  # type: ignore[func-returns-value]
+    of_leaves = set(map(id, leaves))
+    found = [item for item in met if id(item) not in of_leaves and not isinstance(item, tuple)]
+    for leaf in leaves:
+        fields = _fields(leaf)
+        inner = [getattr(leaf, name) for name in fields]
+        if fields and tensors_in(inner):
+            found += [leaf, *containers_in(inner)]
+    return found
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

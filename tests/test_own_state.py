@@ -1,5 +1,9 @@
-"""Blocks that set their buffers anew, or return what is theirs: weights, buffers, lists and dicts, into which the
-model or the script writes."""
+"""Blocks that set their buffers anew, or return what is theirs: weights, buffers, lists, dicts and objects, into which
+the model or the script writes."""
+
+from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +132,104 @@ class AppendsToWhatABlockReturns(Script):
         return Appends(Remembers)
 
 
+class RemembersTheLast(Remembers):
+    """In a deque."""
+
+    def set_up(self):
+        self.memory = deque(maxlen=4)
+
+    def forward(self, x, *_):
+        return super(Remembers, self).forward(x) + sum(self.memory), self.memory
+
+
+class RemembersWithin(Remembers):
+    """In an object that it keeps."""
+
+    def set_up(self):
+        self.state = SimpleNamespace(memory=[])
+
+    @property
+    def memory(self):
+        return self.state.memory
+
+
+def appends_to(kind):
+    class Appends(AppendsToWhatABlockReturns):
+        def model(self):
+            model = super().model()
+            model.layers = nn.ModuleList(kind() for _ in model.layers)
+            return model
+
+    return Appends
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+
+
+class Holds(scripts.Layer):
+    """Returns a dataclass that it keeps."""
+
+    def set_up(self):
+        self.state = State(torch.zeros(WIDTH))
+
+    def forward(self, x, *_):
+        return super().forward(x) + self.state.x, self.state
+
+
+class WritesIntoWhatABlockHolds(Script):
+    def model(self):
+        class Writes(Net):
+            def forward(self, x):
+                for layer in self.layers:
+                    x, state = layer(x)
+                    state.x = x.detach().mean(0)
+                return self.head(x)
+
+        return Writes(Holds)
+
+
+class HandsOnAnObject(scripts.Layer):
+    """Returns the dataclass that it was given."""
+
+    def forward(self, state, *_):
+        return super().forward(state.x), state
+
+
+class WritesIntoAnObjectThatABlockHandsOn(Script):
+    def model(self):
+        class Writes(Net):
+            def forward(self, x):
+                state = State(x)
+                for layer in self.layers:
+                    x, same = layer(state)
+                    same.x = x
+                return self.head(state.x)
+
+        return Writes(HandsOnAnObject)
+
+
+class HandsOnADeque(scripts.Layer):
+    """Returns the deque that it was given."""
+
+    def forward(self, states, *_):
+        return super().forward(states[-1]), states
+
+
+class AppendsToWhatABlockHandsOn(Script):
+    def model(self):
+        class Writes(Net):
+            def forward(self, x):
+                states = deque([x])
+                for layer in self.layers:
+                    x, same = layer(states)
+                    same.append(x)
+                return self.head(states[-1])
+
+        return Writes(HandsOnADeque)
+
+
 class HandsOn(scripts.Layer):
     """Returns the dict that it was given."""
 
@@ -195,6 +297,8 @@ class ReachesAnother(Script):
     [
         AssignsBuffers, CalledTwice, TwoForwards, AForwardBeforeBackward, AssignedBeforeBackward, writes_into(Bank),
         writes_into(Codes), writes_into(Rows), AppendsToWhatABlockReturns, WritesIntoWhatABlockHandsOn,
+        appends_to(RemembersTheLast), appends_to(RemembersWithin), WritesIntoWhatABlockHolds,
+        WritesIntoAnObjectThatABlockHandsOn, AppendsToWhatABlockHandsOn,
         checkpoints(), checkpoints(preserve_rng_state=False), ReachesAnother,
     ],
     ids=lambda script: script().model().layers[0].__class__.__name__ + " " + script.__name__,
@@ -220,7 +324,7 @@ def test_an_evaluation_writes_into_what_a_block_returns(kind):
 
 
 @pytest.mark.parametrize(
-    ("script", "word"), [(writes_into(Bank), "returns one"), (AppendsToWhatABlockReturns, "list or")]
+    ("script", "word"), [(writes_into(Bank), "returns one"), (AppendsToWhatABlockReturns, "list, dict or")]
 )
 def test_the_report_says_why_such_a_block_is_opened(script, word):
     with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:

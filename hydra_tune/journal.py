@@ -21,12 +21,10 @@ class Journal:
     dispatch mode shows it every operator before it runs; copies are made only of what is written. Operators that write
     without saying so in their schema (batch_norm) pass unnoticed."""
 
-    def __init__(
-        self, weights: Iterable[torch.nn.Parameter], others: Iterable[torch.Tensor] = (), leaves: Leaves | None = None
-    ) -> None:
-        self._leaves = leaves if leaves is not None else Leaves(())
+    def __init__(self, weights: Iterable[torch.nn.Parameter], others: Iterable[torch.Tensor], leaves: Leaves) -> None:
         self._weights = _by_storage(weights)
         self._others = _by_storage(others)
+        self._leaves = leaves
         self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # values of what was written, by storage
         self._read: dict[int, bool] = {}  # by storage: beside a tensor on the device?
         self._around: dict[int, torch.UntypedStorage] = {}  # see `looking_around`

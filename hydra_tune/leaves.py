@@ -36,9 +36,9 @@ class Leaves:
             return self._add(tensor)
         if node._sequence_nr() >= self._first_node or node in self._earlier:
             return []
-        self._earlier.update(nodes_of([tensor]))
-        leaves = [leaf for leaf in map(leaf_of, self._earlier) if leaf is not None]
-        return [gradient for leaf in leaves for gradient in self._add(leaf)]
+        behind = list(nodes_of([tensor]))
+        self._earlier.update(behind)
+        return [gradient for leaf in map(leaf_of, behind) if leaf is not None for gradient in self._add(leaf)]
 
     def _add(self, leaf: torch.Tensor) -> list[torch.Tensor]:
         if leaf in self._gradients:
@@ -60,6 +60,7 @@ class Leaves:
             for hooks, then in self._hooks:
                 hooks.update(then)
             self._hooks = None
+            self._earlier.clear()
 
     def _take_hooks(self, leaf: torch.Tensor) -> None:
         assert self._hooks is not None

@@ -38,6 +38,7 @@ from hydra_tune.graph import (
 )
 from hydra_tune.host_buffer import same_values, storage_bytes, versions_kept
 from hydra_tune.journal import Journal
+from hydra_tune.leaves import Leaves
 from hydra_tune.meter import TrialMeter
 from hydra_tune.partition import has_children
 from hydra_tune.probe import (
@@ -112,7 +113,7 @@ class Pilot:
     peak_bytes: int = 0
     written: Sequence[nn.Parameter] = ()  # weights that the forward itself writes into
     run_back: list[BlockCall] = field(default_factory=list)  # by backwards within the forward
-    _journal: Journal = field(default_factory=lambda: Journal(()))
+    _journal: Journal = field(default_factory=lambda: Journal((), (), Leaves(())))
     _copy: tuple[Block, DeviceCopy] | None = None
     _hooks_off: TensorHooksOff = field(default_factory=TensorHooksOff)
     _start_bytes: int = 0
@@ -434,7 +435,8 @@ class Pilot:
             made = tensors_in(outputs)
             refuse_wrappers(call.block, made)
             copy.refuse_returned_weights(call.block, made)
-            refuse_shared_containers(call.block, outputs, arguments)
+            with self.residency.meter.paused():
+                refuse_shared_containers(call.block, outputs, arguments, self.model)
             boundary = sum(map(storage_bytes, made))
             carried = max(copied_bytes(given), copied_bytes(made))
             with self.residency.meter.paused():

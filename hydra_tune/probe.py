@@ -27,7 +27,6 @@ from hydra_tune.snapshot import Snapshot
 from hydra_tune.tree import containers_in
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
 
 
@@ -140,15 +139,17 @@ def refuse_wrappers(block: Block, tensors: Iterable[torch.Tensor]) -> None:
             )
 
 
-def refuse_shared_containers(block: Block, outputs: Any, given: Any) -> None:
+def refuse_shared_containers(block: Block, outputs: Any, given: Any, model: nn.Module) -> None:
     """Outside of the block they are others, and who puts something into one would not put it into the other.
 
     Raises:
         UncuttableError: the block returns a list, dict or object that it was given or that it keeps.
     """
     containers = containers_in(outputs)
-    kept = [value for module in block.modules for name, value in vars(module).items() if name not in _REGISTERED]
-    if containers and Snapshot({"given": given, "kept": kept}).found(containers):
+    if containers and (
+        Snapshot({"given": given}, model).reaches(containers)
+        or Snapshot.of_modules(block.module.named_modules(), model).reaches(containers)
+    ):
         raise UncuttableError(
             f"a block's outputs are its own, but {block.name} returns a list, dict or object that it was given or "
             "that it keeps. Return a copy, or its tensors."

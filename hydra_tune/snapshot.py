@@ -70,8 +70,8 @@ class Snapshot:
             found._follow({f"{prefix}.{name}".lstrip("."): value for name, value in own.items()})
         return found
 
-    def found(self, values: Iterable[Any]) -> bool:
-        """Whether one of these can be reached."""
+    def reaches(self, values: Iterable[Any]) -> bool:
+        """Whether one of these is among them."""
         return not self._ids.isdisjoint(map(id, values))
 
     def restore(self) -> None:

@@ -112,13 +112,17 @@ def containers_in(value: Any) -> list[Any]:
     met: list[Any] = []
     leaves = tree_leaves(value, is_leaf=lambda item: bool(met.append(item)))  # type: ignore[func-returns-value]
     of_leaves = set(map(id, leaves))
-    found = [item for item in met if id(item) not in of_leaves and not isinstance(item, tuple)]
+    found = [item for item in met if id(item) not in of_leaves]
     for leaf in leaves:
-        fields = _fields(leaf)
-        inner = [getattr(leaf, name) for name in fields]
-        if fields and tensors_in(inner):
+        inner = [getattr(leaf, name) for name in _fields(leaf)]
+        if tensors_in(inner):
             found += [leaf, *containers_in(inner)]
-    return found
+    return [item for item in found if not _is_frozen(item)]
+
+
+def _is_frozen(item: Any) -> bool:
+    parameters = getattr(type(item), "__dataclass_params__", None)
+    return isinstance(item, tuple) or (parameters is not None and parameters.frozen)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

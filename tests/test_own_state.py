@@ -4,6 +4,7 @@ the model or the script writes."""
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -331,3 +332,33 @@ def test_the_report_says_why_such_a_block_is_opened(script, word):
         script().run(pool)
         (trial,) = pool.report()["trials"]
     assert len(trial["cut"]["opened"]) == 6 and all(word in reason for reason in trial["cut"]["opened"].values())
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("make", [Frozen, lambda x: Pair(x, x)], ids=["dataclass", "named tuple"])
+def test_a_block_may_hand_on_what_nobody_can_write_into(make):
+    class HandsOnWhatItWasGiven(Script):
+        def model(self):
+            class Reads(Net):
+                def forward(self, x):
+                    state = make(x)
+                    for layer in self.layers:
+                        x, state = layer(state)
+                        state = make(x + state.x)
+                    return self.head(state.x)
+
+            return Reads(HandsOnAnObject)
+
+    trains_as_in_plain_pytorch(HandsOnWhatItWasGiven, "three shards")
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        HandsOnWhatItWasGiven().run(pool)
+        assert pool.report()["trials"][0]["cut"]["opened"] == {}

@@ -31,10 +31,11 @@ from hydra_tune.graph import (
     saved_as_it_is,
     uncached,
 )
-from hydra_tune.host_buffer import same_values, version_of
+from hydra_tune.host_buffer import version_of
 from hydra_tune.late_gradients import Gate
 from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing, hide_from_backward
-from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
+from hydra_tune.moment import Moment
+from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
 from hydra_tune.surroundings import Surroundings, kept, refuse_modes
@@ -43,10 +44,6 @@ from hydra_tune.visit import Visit
 
 ResultT = TypeVar("ResultT")
 _numbers = itertools.count()
-_OF_A_REPETITION = (
-    "_again", "_random_states", "_draws_apart", "_buffers_before", "_buffers", "_versions", "_rewritten",
-    "_surroundings", "_made_like",
-)  # fmt: skip
 _CastsTo: TypeAlias = frozenset[tuple[torch.dtype | None, torch.dtype]]  # see `Edges`
 
 
@@ -106,15 +103,6 @@ class BlockCall:
     nondifferentiable: Sequence[int] = ()
     _casts: Mapping[int, torch.Tensor] = MappingProxyType({})  # in the outer graph, by their parameters' numbers
     cast_once: Mapping[int, torch.dtype] = MappingProxyType({})  # likewise, in a context that may go on
-    _again: Sequence[Any] = ()  # the leaves as they are given to the repeated forward
-    _random_states: Sequence[torch.Tensor] = ()
-    _draws_apart = False  # from those that other threads draw from, too
-    _buffers_before: Sequence[tuple[int, torch.Tensor]] = ()
-    _buffers: Sequence[tuple[torch.Tensor, int]] = ()  # those that it found, each with its version
-    _versions: Sequence[int] = ()
-    _rewritten: Sequence[torch.Tensor] = ()  # values of weights that are written without raising a version
-    _surroundings: Surroundings | None = None
-    _made_like: Sequence[tuple[torch.Size, torch.dtype]] = ()
     _output_leaves: Sequence[Any] = ()
     _output_structure: Structure | None = None
     made: Sequence[torch.Tensor] = ()  # by a call without gradients
@@ -146,6 +134,7 @@ class BlockCall:
                 self.tensors.append(leaf)
         self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
         self._sum_nodes: dict[int, Any] = {}  # of edges of weights, by their numbers
+        self._moment = Moment(block)
 
     # ---- arguments and outputs ----
 
@@ -222,7 +211,7 @@ class BlockCall:
         """A backward may come: count the edges, and give autocast's copies their places in the outer graph."""
         if not self.measured:
             refuse_modes(self.block.name, self.block.modules)
-        self._again = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
+        self._moment.arguments = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         edges, block = self.block.edges, self.block
         self.num_edges = [
             *_padded(edges.tensors, len(self.tensors), 1),
@@ -256,25 +245,20 @@ class BlockCall:
 
     def run_forward(self) -> tuple[torch.Tensor, ...]:
         """The block on its promoted weights, keeping no graph; notes what `run_backward` must restore."""
-        self._draws_apart = self.block.draws and not has_own_state()
+        self._moment.note_thread()
         return self.trial.with_room(self.block, self._run_forward, self._rewound)
-
-    def _drawing(self, how: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
-        """A runner's trial has a thread that draws from a state of its own anyway."""
-        return how() if self._draws_apart else nullcontext()
 
     def _rewound(self) -> bool:
         """After a forward that had no room: it has changed nothing else, or its block would not be one."""
-        if self._random_states and not self._draws_apart:
-            set_generator_states(self.trial.residency.device.generators(), self._random_states)
+        self._moment.rewind(self.trial.residency.device.generators())
         return True
 
     def _run_forward(self) -> tuple[torch.Tensor, ...]:
-        block = self.block
-        self._note_buffers()
-        self._surroundings = Surroundings(block.modules)
-        with self.trial.visit(block, Direction.FORWARD) as visit, self._drawing(drawing_apart):
-            self._random_states = generator_states(self.trial.residency.device.generators())
+        block, moment = self.block, self._moment
+        moment.note_buffers()
+        moment.surroundings = Surroundings(block.modules)
+        with self.trial.visit(block, Direction.FORWARD) as visit, moment.drawing(drawing_apart):
+            moment.note_random_states(self.trial.residency.device.generators())
             weight_versions = versions_of(visit.leaves)
             given = visit.brought(detached(self.tensors))
             versions = versions_of(given)
@@ -292,17 +276,15 @@ class BlockCall:
             changed = visit.changed_buffers()
             self.refuse_changed_inputs(given, versions)
             del made, given
-        self._versions = versions_of(block.parameters)
-        if block.rewritten:
-            with self.trial.residency.meter.paused():
-                self._rewritten = [p.detach().clone() for p in block.slot_parameters]
-        self._made_like = [(x.shape, x.dtype) for x in plain]
+        with self.trial.residency.meter.paused() if block.rewritten else nullcontext():
+            moment.note_weights()
+        moment.note_outputs(plain)
         self._write_back(visit, changed)
         return tuple(plain)
 
     def run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block as it is called: no backward follows, so it may change what it is given."""
-        self._random_states = generator_states(self.trial.residency.device.generators())
+        self._moment.note_random_states(self.trial.residency.device.generators())
         versions = versions_of(self.tensors)
 
         def rewound() -> bool:
@@ -311,7 +293,7 @@ class BlockCall:
         return self.trial.with_room(self.block, lambda: self._run_without_graph(args, kwargs), rewound)
 
     def _run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self._note_buffers()
+        self._moment.note_buffers()
         here = self.trial.visit(self.block, Direction.FORWARD, at_home=True)
         with here as visit, torch.no_grad(), self.trial.measuring(self):
             weight_versions = versions_of(visit.leaves)
@@ -339,9 +321,6 @@ class BlockCall:
             self._write_back(visit, visit.changed_buffers())
             raise
 
-    def _note_buffers(self) -> None:
-        self._buffers = [(buffer, version_of(buffer)) for buffer in self.block.buffers()]
-
     def _found_buffers(self) -> list[tuple[int, int]]:
         return [(id(buffer), version_of(buffer)) for buffer in self.block.buffers()]
 
@@ -356,7 +335,7 @@ class BlockCall:
             # a call in a graph that lives may have seen it too
             self.trial.residency.former_buffers[id(host), version_of(host)] = value
         if not in_backward:
-            self._buffers_before = before
+            self._moment.note_written(before)
         self.trial.residency.write_back(visit.device, changed)
 
     def _watch(self, known: Sequence[torch.Tensor]) -> None:
@@ -392,8 +371,7 @@ class BlockCall:
             return saved
         *tensors, mark = saved
         last = self.trial.marked.pop(int(mark), self)
-        for name in _OF_A_REPETITION:
-            setattr(self, name, getattr(last, name))
+        self._moment = last._moment
         return tensors
 
     def run_backward(
@@ -456,40 +434,35 @@ class BlockCall:
         grad_outputs: Sequence[torch.Tensor | None],
         shared: Mapping[int, GradientSums],
     ) -> list[torch.Tensor | None]:
-        if self._versions != versions_of(self.block.parameters) or not all(
-            map(same_values, self._rewritten, self.block.slot_parameters)
-        ):
-            raise RuntimeError(
-                f"a weight of block {self.block.name} was changed in place between forward and backward. "
-                "Call backward before optimizer.step(), or repeat the forward."
-            )
-        assert self._surroundings is not None
+        moment = self._moment
+        moment.refuse_changed_weights()
+        assert moment.surroundings is not None
         ends = accumulate(self.num_edges)
         wanted = [n > 0 and needed[end - 1] for n, end in zip(self.num_edges, ends, strict=True)]
-        buffers = self._buffers_then()
+        buffers = moment.buffers(self.trial.residency.former_buffers)
         generators = self.trial.residency.device.generators()
         with self.trial.visit(self.block, Direction.BACKWARD) as visit:
             now = visit.copy.swap_buffers(self.block, buffers)
-            with self._drawing(drawing_again):
+            with moment.drawing(drawing_again):
                 drawn = generator_states(generators)
                 try:
-                    set_generator_states(generators, self._random_states)
+                    set_generator_states(generators, moment.random_states)
                     given = [alias_of(t).requires_grad_(n) for t, n in zip(tensors, wanted, strict=False)]
                     inputs = list(map(uncached, visit.brought(given)))
                     first_node = torch._C._autograd._get_sequence_nr()
-                    restored = self._surroundings.restored(self.block.name, alone=self.trial.is_alone)
+                    restored = moment.surroundings.restored(self.block.name, alone=self.trial.is_alone)
                     with torch.enable_grad(), saved_as_it_is(), restored:
-                        made = self.made_by(self.block.forward(*self.arguments(inputs, self._again)), inputs)
+                        made = self.made_by(self.block.forward(*self.arguments(inputs, moment.arguments)), inputs)
                 finally:
                     set_generator_states(generators, drawn)
                     visit.copy.swap_buffers(self.block, now)
                     visit.set_buffers()
-            self._refuse_other_outputs(made)
-            if self._surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
+            moment.refuse_other_outputs(made)
+            if moment.surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
             found = self._found_buffers()
             try:
-                with self._drawing(drawing_for_nothing):  # which a checkpoint within undoes, and noise does not
+                with moment.drawing(drawing_for_nothing):  # which a checkpoint within undoes, and noise does not
                     grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit, shared)
             except torch.OutOfMemoryError:  # it may run again, as if it had not
                 if self.block.draws:
@@ -508,34 +481,6 @@ class BlockCall:
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
         return [g for source in grads for g in source]
-
-    def _buffers_then(self) -> list[tuple[int, torch.Tensor]]:
-        """The values that buffers had before this call, of those that have others now, by site."""
-        then = dict(self._buffers_before)
-        for i, (now, (host, version)) in enumerate(zip(self.block.buffers(), self._buffers, strict=True)):
-            if i in then or (now is host and host._version == version):
-                continue
-            if host._version == version:  # the module has another one now
-                then[i] = host
-            else:
-                value = self.trial.residency.former_buffers.get((id(host), version))
-                if value is None:
-                    raise RuntimeError(
-                        f"a block's buffers stay as they are from its forward to its backward, but buffer "
-                        f"{self.block.buffer_sites[i][1]!r} of block {self.block.name} was changed in between, outside "
-                        "of the block. Change it in the block's forward, or after backward."
-                    )
-                then[i] = value
-        return list(then.items())
-
-    def _refuse_other_outputs(self, made: Sequence[torch.Tensor]) -> None:
-        again = [(x.shape, x.dtype) for x in made]
-        if again != self._made_like:
-            raise RuntimeError(
-                f"a block's forward may be repeated, but block {self.block.name} made {_spelt(self._made_like)} at "
-                f"first and {_spelt(again)} then: it depends on something that has changed since, or on random "
-                "numbers other than torch's. Give it what it depends on as an argument, or draw from torch's."
-            )
 
     def _local_backward(
         self,
@@ -606,10 +551,6 @@ def _contents(leaf: object) -> Iterator[object]:
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def _spelt(made: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
-    return ", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in made) or "no tensor"
 
 
 def _padded(counts: Sequence[int], length: int, default: int) -> list[int]:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
 from hydra_tune.journal import Journal
+from hydra_tune.leaves import Leaves
 from models import bytes_batch, gpt, loss_of
 
 
@@ -192,7 +193,7 @@ def test_a_pilot_notes_no_higher_peak_than_it_had():
 
 def test_who_takes_the_memory_of_a_freed_tensor_is_not_taken_for_it():
     """Which plan a model got depended on the allocator's luck: a write into other memory counted as the block's."""
-    journal = Journal([])
+    journal = Journal((), (), Leaves(()))
     output = torch.zeros(4)
     address = output.untyped_storage()._cdata
     journal.watch("a block", [output])

@@ -1,0 +1,127 @@
+"""What a block's forward met, which its repetition in backward must meet again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hydra_tune.block import Block
+from hydra_tune.host_buffer import same_values, version_of
+from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
+from hydra_tune.surroundings import Surroundings
+
+
+class Moment:
+    """One forward's. Notes are made where they cost least: before it, in its visit, or after it."""
+
+    __slots__ = (
+        "_block", "_buffers", "_draws_apart", "_made_like", "_rewritten", "_versions", "_written", "arguments",
+        "random_states", "surroundings",
+    )  # fmt: skip
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self.arguments: Sequence[Any] = ()  # the leaves as they are given to the repeated forward
+        self.surroundings: Surroundings | None = None
+        self.random_states: Sequence[torch.Tensor] = ()
+        self._draws_apart = False  # from those that other threads draw from, too
+        self._buffers: Sequence[tuple[torch.Tensor, int]] = ()  # those that it found, each with its version
+        self._written: Sequence[tuple[int, torch.Tensor]] = ()  # by itself: values from before, by site
+        self._versions: Sequence[int] = ()  # of the block's parameters
+        self._rewritten: Sequence[torch.Tensor] = ()  # values of weights that are written without raising a version
+        self._made_like: Sequence[tuple[torch.Size, torch.dtype]] = ()
+
+    # ---- random numbers ----
+
+    def note_thread(self) -> None:
+        """A runner's trial has a thread that draws from a state of its own anyway."""
+        self._draws_apart = self._block.draws and not has_own_state()
+
+    def drawing(self, how: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+        return how() if self._draws_apart else nullcontext()
+
+    def note_random_states(self, generators: Sequence[torch.Generator]) -> None:
+        self.random_states = generator_states(generators)
+
+    def rewind(self, generators: Sequence[torch.Generator]) -> None:
+        """After a forward that had no room."""
+        if self.random_states and not self._draws_apart:
+            set_generator_states(generators, self.random_states)
+
+    # ---- buffers ----
+
+    def note_buffers(self) -> None:
+        self._buffers = [(buffer, version_of(buffer)) for buffer in self._block.buffers()]
+
+    def note_written(self, before: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Values of the buffers that the forward has written, by site."""
+        self._written = before
+
+    def buffers(self, former: Mapping[tuple[int, int], torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+        """The values that buffers had then, of those that have others now, by site. `former` has values of host
+        buffers that other calls have written since, by id and version.
+
+        Raises:
+            RuntimeError: something else has changed a buffer.
+        """
+        then = dict(self._written)
+        for i, (now, (host, version)) in enumerate(zip(self._block.buffers(), self._buffers, strict=True)):
+            if i in then or (now is host and host._version == version):
+                continue
+            if host._version == version:  # the module has another one now
+                then[i] = host
+            else:
+                value = former.get((id(host), version))
+                if value is None:
+                    raise RuntimeError(
+                        f"a block's buffers stay as they are from its forward to its backward, but buffer "
+                        f"{self._block.buffer_sites[i][1]!r} of block {self._block.name} was changed in between, "
+                        "outside of the block. Change it in the block's forward, or after backward."
+                    )
+                then[i] = value
+        return list(then.items())
+
+    # ---- weights ----
+
+    def note_weights(self) -> None:
+        self._versions = list(map(version_of, self._block.parameters))
+        if self._block.rewritten:
+            self._rewritten = [p.detach().clone() for p in self._block.slot_parameters]
+
+    def refuse_changed_weights(self) -> None:
+        """
+        Raises:
+            RuntimeError: one was written since.
+        """
+        if self._versions != list(map(version_of, self._block.parameters)) or not all(
+            map(same_values, self._rewritten, self._block.slot_parameters)
+        ):
+            raise RuntimeError(
+                f"a weight of block {self._block.name} was changed in place between forward and backward. "
+                "Call backward before optimizer.step(), or repeat the forward."
+            )
+
+    # ---- outputs ----
+
+    def note_outputs(self, made: Sequence[torch.Tensor]) -> None:
+        self._made_like = [(x.shape, x.dtype) for x in made]
+
+    def refuse_other_outputs(self, made: Sequence[torch.Tensor]) -> None:
+        """
+        Raises:
+            RuntimeError: the repetition has `made` others.
+        """
+        again = [(x.shape, x.dtype) for x in made]
+        if again != self._made_like:
+            raise RuntimeError(
+                f"a block's forward may be repeated, but block {self._block.name} made {_spelt(self._made_like)} at "
+                f"first and {_spelt(again)} then: it depends on something that has changed since, or on random "
+                "numbers other than torch's. Give it what it depends on as an argument, or draw from torch's."
+            )
+
+
+def _spelt(made: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in made) or "no tensor"

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 
 from hydra_tune.block import Block, grad_dtype_of
+from hydra_tune.copies import Copies
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.gradient_sums import GradientSums
@@ -38,6 +39,7 @@ from hydra_tune.moment import Moment
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction, Edges
+from hydra_tune.spill import ChangedBuffer
 from hydra_tune.surroundings import Surroundings, kept, refuse_modes
 from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_in_place, map_tensors, tensors_in, unflatten
 from hydra_tune.visit import Visit
@@ -53,6 +55,7 @@ class Executor(Protocol):
     residency: Residency
     marked: dict[int, BlockCall]
     sums: GradientSums
+    copies: Copies
 
     @property
     def has_model(self) -> bool: ...
@@ -272,7 +275,7 @@ class BlockCall:
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if not self.measured and any(map(_has_hooks, block.parameters)):
                 self._cut_unused_edges(made, visit.leaves)
-            plain = visit.taken_home([visit.copy.kept(alias_of(x)) for x in made])
+            plain = visit.taken_home([self._kept(visit, alias_of(x)) for x in made])
             changed = visit.changed_buffers()
             self.refuse_changed_inputs(given, versions)
             del made, given
@@ -301,14 +304,23 @@ class BlockCall:
             self.block.refuse_changed_weights(visit.leaves, weight_versions)
             self.block.refuse_gradients(visit.leaves[: len(self.block.own_parameters)])  # beside borrowed ones
             self.made = made = tensors_in(outputs)
-            if any(visit.copy.kept(x) is not x for x in made):
-                outputs = map_tensors(visit.copy.kept, outputs)
+            if any(map(visit.copy.has, made)):
+                outputs = map_tensors(partial(self._kept, visit), outputs)
             if self._may_change:
-                map_in_place(visit.copy.kept, [*args, *kwargs.values()])
+                map_in_place(partial(self._kept, visit), [*args, *kwargs.values()])
             changed = visit.changed_buffers()
         self._write_back(visit, changed)
         self._watch([*self.tensors, *made])
         return outputs
+
+    def _kept(self, visit: Visit, tensor: torch.Tensor) -> torch.Tensor:
+        """Beyond the visit: a copy, if the slot has it."""
+        if not visit.copy.has(tensor):
+            return tensor
+        with torch.inference_mode(False):
+            copy = tensor.clone()
+        self.trial.copies.watch(self.block.name, copy)
+        return copy
 
     def _computed(self, visit: Visit, forward: Callable[..., Any], *arguments: Any) -> Any:
         """What the forward gives; the buffers that a failing one has changed so far stay changed, unless it is to run
@@ -321,22 +333,21 @@ class BlockCall:
             self._write_back(visit, visit.changed_buffers())
             raise
 
-    def _found_buffers(self) -> list[tuple[int, int]]:
+    def found_buffers(self) -> list[tuple[int, int]]:
+        """Which they are, and their versions."""
         return [(id(buffer), version_of(buffer)) for buffer in self.block.buffers()]
 
-    def _write_back(
-        self, visit: Visit, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]], *, in_backward: bool = False
-    ) -> None:
+    def _write_back(self, visit: Visit, changed: Sequence[ChangedBuffer], *, in_backward: bool = False) -> None:
         """Buffers that the block has changed, as `Visit.changed_buffers` tells them, to their host masters."""
         if not changed:
             return
-        before = [(i, host.clone()) for i, host, _ in changed]
-        for (_, value), (_, host, _) in zip(before, changed, strict=True):
+        before = [(b.site, b.host if b.is_assigned else b.host.clone()) for b in changed]
+        for (_, value), b in zip(before, changed, strict=True):
             # a call in a graph that lives may have seen it too
-            self.trial.residency.former_buffers[id(host), version_of(host)] = value
+            self.trial.residency.former_buffers[id(b.host), version_of(b.host)] = value
         if not in_backward:
             self._moment.note_written(before)
-        self.trial.residency.write_back(visit.device, changed)
+        visit.write_back(changed)
 
     def _watch(self, known: Sequence[torch.Tensor]) -> None:
         """What shares memory and is changed in place later, plain PyTorch would change in both."""
@@ -460,7 +471,7 @@ class BlockCall:
             moment.refuse_other_outputs(made)
             if moment.surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
-            found = self._found_buffers()
+            found = self.found_buffers()
             try:
                 with moment.drawing(drawing_for_nothing):  # which a checkpoint within undoes, and noise does not
                     grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit, shared)
@@ -471,7 +482,7 @@ class BlockCall:
             except BaseException:
                 self._write_back(visit, visit.changed_buffers(), in_backward=True)
                 raise
-            if now or found != self._found_buffers():  # by a hook, a Function, or a checkpoint within the block
+            if now or found != self.found_buffers():  # by a hook, a Function, or a checkpoint within the block
                 self._write_back(visit, visit.changed_buffers(), in_backward=True)
             num_tensors, parameters = len(tensors), self.block.parameters
             masters = [*parameters, *(parameters[i] for i in self._casts)]

@@ -227,12 +227,12 @@ def keep_again() -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def saved() -> AbstractContextManager[None]:
+def saved(keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> AbstractContextManager[None]:
     """Whatever hooks surround it, a forward inside keeps what its backward needs.
 
     Detached: a node that kept its own output with its history would keep itself.
     """
-    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is)
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(keep, _as_it_is)
     return hooks
 
 
@@ -247,6 +247,13 @@ def has_saved_hooks() -> bool:
         not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
         or _top_saved_tensors_hooks(True) is not None
     )
+
+
+def is_checkpointed() -> bool:
+    """Whether PyTorch's checkpoint will repeat what runs here, up to the last tensor that is saved. Torch 2.6 does not
+    tell."""
+    hooks = _top_saved_tensors_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 class ForgottenError(PrepareError):

@@ -33,6 +33,7 @@ from hydra_tune.graph import (
     detached,
     forget_interrupted_backward,
     gradients_of,
+    is_checkpointed,
     saved,
     uncached,
 )
@@ -450,7 +451,15 @@ class Pilot:
         inputs = list(map(uncached, detached(call.tensors)))
         casts, around = remembers_casts(), casts_to()
         call.context = context_number() if casts else 0
-        with torch.enable_grad(), saved(), self.residency.inside(block, copy) as visit, self._measured() as used:
+        is_repeated, buffers = is_checkpointed(), list[tuple[int, int]]()
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            buffers[:] = call.found_buffers()
+            return tensor.detach()
+
+        keeping = saved(keep) if is_repeated else saved()
+        with torch.enable_grad(), keeping, self.residency.inside(block, copy) as visit, self._measured() as used:
+            buffers += call.found_buffers()
             leaves = [*inputs, *visit.leaves]
             device.synchronize()
             before, start = meter.trial_bytes, time.perf_counter()
@@ -458,6 +467,11 @@ class Pilot:
             self._hooks_off.cast_by_hand.clear()
             outputs = block.forward(*call.arguments(inputs))
             saved_bytes = meter.trial_bytes - before
+            if is_repeated and buffers != call.found_buffers():
+                raise UncuttableError(
+                    "a checkpoint repeats a forward up to the last tensor that is saved for backward, but a block as a "
+                    f"whole, and {block.name} writes a buffer after that."
+                )
             with meter.paused():
                 again = tensors_in(outputs)
                 self._repeats = len(again) == len(self._made) and all(map(same_values, self._made, again))

@@ -152,15 +152,13 @@ class Residency:
             device.meter.add(self.meter.trial, copies)
         return copies
 
-    def write_back(self, device: Device, changed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        """Copy buffers that a forward there has changed to their host masters."""
-        if not changed:
-            return
+    def write_back(self, device: Device, slots: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
+        """Copy buffers that a forward there has changed to the host."""
         start_s = self._log.now_s()
         with self.meter.paused():
-            for _, host, slot in changed:
-                host.copy_(slot)
-        self._log.count("spilled_bytes", device, sum(tensor_bytes(host) for _, host, _ in changed), start_s)
+            for slot, master in zip(slots, masters, strict=True):
+                master.copy_(slot)
+        self._log.count("spilled_bytes", device, sum(map(tensor_bytes, masters)), start_s)
 
     def spill_gradients(
         self,

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -82,6 +82,16 @@ class HostWeights:
     def close(self) -> None:
         """Parameters stay views of the buffer, which lives as long as any of them."""
         self._unpin()
+
+
+class ChangedBuffer(NamedTuple):
+    """By a forward of its block, at one of the block's `buffer_sites`: in the slot, and to be on the host. Where it
+    `is_assigned`, the module has another tensor since, and who has kept the one from before finds it as it was."""
+
+    site: int
+    host: torch.Tensor
+    slot: torch.Tensor
+    is_assigned: bool
 
 
 class DeviceCopy:
@@ -217,12 +227,8 @@ class DeviceCopy:
             self._leaves[key] = leaf_like(leaf, leaf.data)
             leaf.data = leaf.data.new_empty(0)
 
-    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a copy of it if it lies in the slot, which will be another shard's."""
-        return tensor.clone() if self.has(tensor) else tensor
-
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in the slot."""
+        """Whether it lies in the slot, which will be another shard's."""
         start = self.slot.data_ptr()
         strided = tensor.layout is torch.strided and tensor.numel() > 0
         return strided and start <= tensor.data_ptr() < start + self.slot.numel()
@@ -267,8 +273,8 @@ class DeviceCopy:
     def buffer(self, module: nn.Module, name: str) -> torch.Tensor:
         return self._buffers[module, name][0]
 
-    def changed_buffers(self, block: Block) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(site, host, device) of each buffer that the forward has changed. Within a visit.
+    def changed_buffers(self, block: Block) -> list[ChangedBuffer]:
+        """Those that the forward has changed. Within a visit.
 
         By value: operators such as batch_norm change running statistics without raising `_version`.
         """
@@ -283,7 +289,7 @@ class DeviceCopy:
             if current is not slot:
                 slot.copy_(current)
             if not same_bits(slot.to(host.device), host):
-                changed.append((i, host, slot))
+                changed.append(ChangedBuffer(i, host, slot, is_assigned=current is not slot))
         return changed
 
     def swap_buffers(self, block: Block, values: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:

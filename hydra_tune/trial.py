@@ -28,6 +28,7 @@ from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.casts import CastsOfForward, watch_clearings
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
+from hydra_tune.copies import Copies
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError, clear_frames
 from hydra_tune.events import TaskReady
@@ -90,6 +91,7 @@ class Trial:
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
         self.sums = GradientSums()  # of weights that blocks use several times
+        self.copies = Copies()
         self.marked: dict[int, BlockCall] = {}  # what a checkpoint repeats in the backward under way, by their marks
         self._configs: list[Any] = []
 
@@ -200,6 +202,8 @@ class Trial:
         self.leave()
         if not self.in_backward:
             self.marked.clear()  # first: they keep their forward
+        self.copies.refuse_writes()
+        self.copies.forget()
         if self.steps.leave_if_done():
             self.sums.forget()
             self._autocast.sums.forget()
@@ -362,6 +366,7 @@ class Trial:
                 if self._backward_within:  # once, however many
                     self.steps.add_backward()
                 made = tensors_in(outputs)
+                self.copies.refuse_writes()
                 forward_pass.joined_casts = casts.join(made)
                 self._warn_of_parted_casts(plan)
                 self.steps.trains |= self._backward_within and with_gradients and not _want_backward(made)

@@ -13,7 +13,7 @@ from hydra_tune.block import Block, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.meter import TrialMeter
 from hydra_tune.process_state import remembers_casts
-from hydra_tune.spill import DeviceCopy
+from hydra_tune.spill import ChangedBuffer, DeviceCopy
 
 OptionalT = TypeVar("OptionalT", torch.Tensor, torch.Tensor | None)
 
@@ -26,6 +26,8 @@ class Visited(Protocol):
     visit: Visit | None
 
     def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    def write_back(self, device: Device, slots: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None: ...
 
 
 class Visit:
@@ -68,12 +70,24 @@ class Visit:
         for m, n in self.block.buffer_sites:
             m._buffers[n] = self.copy.buffer(m, n)
 
-    def changed_buffers(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(site, host, device) of each buffer that the forward has changed."""
+    def changed_buffers(self) -> list[ChangedBuffer]:
+        """Those that the forward has changed."""
         if not self.block.buffer_sites:
             return []
         with self._residency.meter.paused():
             return self.copy.changed_buffers(self.block)
+
+    def write_back(self, changed: Sequence[ChangedBuffer]) -> None:
+        """To the host, during the visit or after it: one that was assigned to a new tensor, as in plain PyTorch."""
+        with self._residency.meter.paused():
+            masters = [torch.empty_like(b.host) if b.is_assigned else b.host for b in changed]
+        self._residency.write_back(self.device, [b.slot for b in changed], masters)
+        for (site, host, _, _), master in zip(changed, masters, strict=True):
+            if master is not host:
+                module, name = self.block.buffer_sites[site]
+                self._buffers[site] = master
+                if self._residency.visit is not self:
+                    module._buffers[name] = master
 
     def __enter__(self) -> Visit:
         block, copy = self.block, self.copy

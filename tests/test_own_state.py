@@ -2,6 +2,7 @@
 the model or the script writes."""
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -274,6 +275,62 @@ def checkpoints(**options):
     return CheckpointsAround
 
 
+class Counts(scripts.Layer):
+    """Writes buffers after the last operator that saves something, up to which PyTorch's checkpoint repeats it."""
+
+    def set_up(self):
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x, *_):
+        out = super().forward(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * out.mean(0))
+            self.count = self.count + 1
+        return out
+
+
+def checkpoints_counted(layers):
+    class CheckpointsAroundCounts(Script):
+        def model(self):
+            class Checkpointed(Net):
+                def forward(self, x):
+                    for i in range(0, 6, layers):
+                        x = checkpoint(nn.Sequential(*self.layers[i : i + layers]), x, use_reentrant=False)
+                    return self.head(x)
+
+            return Checkpointed(Counts)
+
+    return CheckpointsAroundCounts
+
+
+class KeepsWhatWasThere(Script):
+    """The tensor that a buffer was before it was assigned, and a view of it, in graphs too."""
+
+    def model(self):
+        class Keeps(Net):
+            def forward(self, x):
+                for layer in self.layers:
+                    before, view = layer.mean, layer.mean[::2]
+                    x = layer(x * (1 + before)) + x * before
+                    x = x + (layer.mean - before) * view.sum()
+                return self.head(x)
+
+        return Keeps(Assigns)
+
+
+class SharesABuffer(Script):
+    """Two blocks have the same at first; the one that assigns it has another then."""
+
+    def model(self):
+        model = Net(Assigns)
+        model.layers[3].mean = model.layers[1].mean
+        return model
+
+    def after(self, model, optimizer):
+        assert model.layers[3].mean is not model.layers[1].mean
+
+
 class ReachesAnother(Script):
     """A block uses another one's weight, and is evaluated while that has its gradient."""
 
@@ -300,12 +357,22 @@ class ReachesAnother(Script):
         writes_into(Codes), writes_into(Rows), AppendsToWhatABlockReturns, WritesIntoWhatABlockHandsOn,
         appends_to(RemembersTheLast), appends_to(RemembersWithin), WritesIntoWhatABlockHolds,
         WritesIntoAnObjectThatABlockHandsOn, AppendsToWhatABlockHandsOn,
+        KeepsWhatWasThere, SharesABuffer,
         checkpoints(), checkpoints(preserve_rng_state=False), ReachesAnother,
     ],
     ids=lambda script: script().model().layers[0].__class__.__name__ + " " + script.__name__,
 )  # fmt: skip
 def test_it_trains_as_in_plain_pytorch(script, budget):
     trains_as_in_plain_pytorch(script, budget)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="nobody can see the checkpoint"
+)
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_a_checkpoint_repeats_no_more_than_in_plain_pytorch(layers, budget):
+    trains_as_in_plain_pytorch(checkpoints_counted(layers), budget)
 
 
 @pytest.mark.parametrize("kind", [Bank, Codes, Rows])
@@ -362,3 +429,47 @@ def test_a_block_may_hand_on_what_nobody_can_write_into(make):
     with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
         HandsOnWhatItWasGiven().run(pool)
         assert pool.report()["trials"][0]["cut"]["opened"] == {}
+
+
+class Reveals(Bank):
+    """Returns its buffer in evaluations only, which no pilot sees."""
+
+    def forward(self, x, *_):
+        out = scripts.Layer.forward(self, x)
+        return out if self.training else (out, self.queue)
+
+
+class Evaluates(Net):
+    def __init__(self, *, writes):
+        super().__init__(Reveals)
+        self.writes, self.last = writes, []
+
+    def forward(self, x):
+        for layer in self.layers:
+            out = layer(x)
+            x, queue = out if isinstance(out, tuple) else (out, None)
+            if queue is not None and self.writes == "within":
+                queue[: len(x)] = x
+            self.last[:] = [queue]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("writes", ["within", "after", "never"])
+def test_what_is_written_into_a_copy_is_not_lost_in_silence(writes, without):
+    model = Evaluates(writes=writes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        hydra_tune.prepare(model, optimizer, pool=pool)
+        model(torch.randn(4, WIDTH)).sum().backward()
+        optimizer.step()
+        model.eval()
+        expectation = nullcontext() if writes == "never" else pytest.raises(hydra_tune.PrepareError, match="in vain")
+        with without(), expectation:
+            model(torch.randn(4, WIDTH))
+            if writes == "after":
+                model.last[0][:4] = 1
+            model(torch.randn(4, WIDTH))
+        model.train()
+        model(torch.randn(4, WIDTH)).sum().backward()
+        optimizer.step()

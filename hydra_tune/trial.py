@@ -288,8 +288,8 @@ class Trial:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
         self._refuse_other_threads()
-        in_backward = self._backward_passes and torch._C._current_graph_task_id() == self._backward_id
-        if in_backward or (self.planner.pilot is not None and self._running):
+        is_repeated = self.in_backward and torch._C._current_graph_task_id() == self._backward_id
+        if is_repeated or (self.planner.pilot is not None and self._running):
             raise PrepareError(
                 "a prepared model's backward repeats forwards block by block, but its whole forward was called once "
                 "more, by a checkpoint around the model, by a hook or by the model itself. Leave that out."

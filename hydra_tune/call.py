@@ -56,6 +56,7 @@ class Executor(Protocol):
     marked: dict[int, BlockCall]
     sums: GradientSums
     copies: Copies
+    turn: AbstractContextManager[Any]
 
     @property
     def has_model(self) -> bool: ...

@@ -25,6 +25,7 @@ class Journal:
         self._weights = _by_storage(weights)
         self._others = _by_storage(others)
         self._leaves = leaves
+        self._generators: dict[torch.Generator, torch.Tensor] = {}  # states of those that operators were given
         self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # values of what was written, by storage
         self._read: dict[int, bool] = {}  # by storage: beside a tensor on the device?
         self._around: dict[int, torch.UntypedStorage] = {}  # see `looking_around`
@@ -43,7 +44,9 @@ class Journal:
         on_device: bool,
     ) -> None:
         """`inputs` are the tensors among the arguments; `on_device` says that the operator computes there."""
-        self.drew |= draws(func)
+        if draws(func):
+            self.drew = True
+            self._keep_generator(kwargs.get("generator"))
         for tensor in inputs:
             key = _key(tensor)
             self.looked_around |= key in self._around
@@ -99,11 +102,18 @@ class Journal:
             weight for key, beside in self._read.items() if beside or not on_device for weight in self._weights[key]
         ]
 
+    def _keep_generator(self, generator: torch.Generator | None) -> None:
+        """One that no attribute or argument leads to, a global one, is met here."""
+        if generator is not None and generator not in self._generators:
+            self._generators[generator] = generator.get_state()
+
     @property
     def written(self) -> list[torch.nn.Parameter]:
         return [weight for key in self._before for weight in self._weights.get(key, ())]
 
     def undo(self) -> None:
+        for generator, state in self._generators.items():
+            generator.set_state(state)
         with torch.no_grad():
             for written in self._before.values():
                 for memory, value in written:

@@ -39,13 +39,14 @@ class BlockForward:
         self.__wrapped__ = own  # inspect.signature follows it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.trial.residency.in_visit:  # a block within a block
-            return self.block.forward(args, kwargs)
-        try:
-            return self._run(args, kwargs)
-        except (HydraTuneError, AbandonedForward) as error:
-            self.trial.end_forward(error)
-            raise
+        with self.trial.turn:
+            if self.trial.residency.in_visit:  # a block within a block
+                return self.block.forward(args, kwargs)
+            try:
+                return self._run(args, kwargs)
+            except (HydraTuneError, AbandonedForward) as error:
+                self.trial.end_forward(error)
+                raise
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not self.trial.has_model:

@@ -22,10 +22,11 @@ from torch import nn
 from hydra_tune.host_buffer import same_bits, same_values, version_of
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
-_MOST_ITEMS = 10_000  # of one container or array: a data set is not a state
+_MOST_ITEMS = 10_000  # that are followed of a container, or kept of an array: a data set is not a state
 _IMMUTABLE = (int, float, complex, str, bytes, type, type(None))
+_CONTAINERS = (list, set, deque, dict)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_FOREIGN = frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names
+_FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names) - {"collections"}
 _TENSORS_AND_CHILDREN = ("_parameters", "_modules", "forward", "_apply")
 
 
@@ -56,7 +57,12 @@ class Snapshot:
             held = _held_by(value)
             if held is not None:
                 self._saved.append((name, value, held))
-            pending.extend((name, child) for child in _children(value, held) if not isinstance(child, _IMMUTABLE))
+            children = list(_children(value, held))
+            if isinstance(value, _CONTAINERS) and type(value) not in _CONTAINERS:
+                fields = _fields(value)
+                self._saved.append((name, _Fields(value), fields))
+                children += fields.values()
+            pending.extend((name, child) for child in children if not isinstance(child, _IMMUTABLE))
 
     @classmethod
     def of_modules(cls, modules: Iterable[tuple[str, nn.Module]], model: nn.Module) -> Snapshot:
@@ -106,6 +112,13 @@ class _Attributes:
                 yield key, value
 
 
+class _Fields:
+    """The attributes of a container of a class of one's own, beside its items."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+
 def _held_by(value: Any) -> Any:
     """A copy of what the object holds; None if it is not followed."""
     if isinstance(value, torch.Tensor):
@@ -114,9 +127,11 @@ def _held_by(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
-    if isinstance(value, (list, set, deque, dict)):
+    if isinstance(value, _Fields):
+        return _fields(value.owner)
+    if isinstance(value, _CONTAINERS):
         copy = dict if isinstance(value, dict) else list
-        return copy(value) if len(value) <= _MOST_ITEMS else None
+        return copy(value)
     if isinstance(value, tuple):
         return None
     if type(value).__module__ == "numpy":
@@ -158,6 +173,8 @@ def _children(value: Any, held: Any) -> Iterable[Any]:
         return [value.__self__]
     if isinstance(value, tuple):
         return value
+    if isinstance(held, (list, dict)) and len(held) > _MOST_ITEMS:
+        return ()
     if isinstance(held, dict):
         return held.values() if not type(value).__module__.startswith("numpy") else ()
     return held if held is not None and isinstance(value, (list, deque)) else ()
@@ -204,10 +221,11 @@ def _restore(value: Any, held: Any) -> None:
     elif hasattr(value, "bit_generator"):
         value.bit_generator.state = held
     else:
-        for name in [name for name in _fields(value) if name not in held]:
-            object.__delattr__(value, name)
+        owner = value.owner if isinstance(value, _Fields) else value
+        for name in [name for name in _fields(owner) if name not in held]:
+            object.__delattr__(owner, name)
         for name, content in held.items():
-            object.__setattr__(value, name, content)
+            object.__setattr__(owner, name, content)
 
 
 def equal(a: Any, b: Any) -> bool:

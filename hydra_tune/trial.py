@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -92,6 +93,7 @@ class Trial:
         self._backward_passes: set[ForwardPass] = set()
         self.sums = GradientSums()  # of weights that blocks use several times
         self.copies = Copies()
+        self.turn: AbstractContextManager[Any] = threading.RLock()  # of threads that a forward starts, at its blocks
         self.marked: dict[int, BlockCall] = {}  # what a checkpoint repeats in the backward under way, by their marks
         self._configs: list[Any] = []
 

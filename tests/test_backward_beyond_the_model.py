@@ -154,7 +154,17 @@ class GivenAHookedWeight(GivenAWeight):
 
 
 class KeptByTheModel(GivenByAnother):
-    """An activation that another module has made, which is no argument."""
+    """An activation that another module has made, which is no argument; hooks, and a gradient that it adds to."""
+
+    def model(self):
+        model, self.fired = super().model(), []
+        self.first.weight.grad = torch.ones_like(self.first.weight)
+        self.first.weight.register_hook(lambda _: self.fired.append(1))
+        return model
+
+    def between(self, model):
+        super().between(model)
+        self.seen.append(torch.tensor(len(self.fired)))
 
     class Kind(TrainsOnItsInput):
         def forward(self, x):

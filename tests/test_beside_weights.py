@@ -6,6 +6,7 @@ import gc
 import random
 import types
 import weakref
+from collections import UserList
 
 import numpy
 import pytest
@@ -30,6 +31,47 @@ class OwnGenerator(Script):
 
         def forward(self, x):
             return super().forward(x) * (torch.rand(WIDTH, generator=self.generator) > 0.2)
+
+
+_GENERATOR = torch.Generator()
+
+
+class GlobalGenerator(Script):
+    """No attribute and no argument leads to it; blocks and their root draw from it."""
+
+    class Layer(Layer):
+        def forward(self, x, *_):
+            return super().forward(x) + 0.1 * torch.rand(WIDTH, generator=_GENERATOR)
+
+    def forward(self, model, x):
+        return model(x) * torch.rand(8, generator=_GENERATOR)
+
+    def model(self):
+        _GENERATOR.manual_seed(3)
+        return super().model()
+
+
+class CountsInContainers(Script):
+    """Of classes of one's own, with attributes beside the items; some with very many of these."""
+
+    class Layer(Layer):
+        class Items(dict):
+            calls = 0
+
+        class Rows(list):
+            __slots__ = ("calls",)
+
+        def set_up(self):
+            self.items, self.rows, self.user = self.Items(), self.Rows(), UserList()
+            self.rows.calls, self.many = 0, [0] * 20_000
+
+        def forward(self, x, *_):
+            self.items.calls += 1
+            self.rows.calls += 1
+            self.user.append(1)
+            self.many.append(1)
+            scale = self.items.calls + self.rows.calls + len(self.user) + len(self.many) - 20_000
+            return super().forward(x) * (1 + 0.01 * scale)
 
 
 class GeneratorsOfOthers(Script):
@@ -420,6 +462,7 @@ class TeacherByData(Script):
 
 
 SCRIPTS = [
+    GlobalGenerator, CountsInContainers,
     OwnGenerator, GeneratorsOfOthers, ForkedRandomState, KeptInObjects, KeptInOtherObjects, HidesATeacher,
     NotesOnActivations, KeptInATensor, ReadsWhatItKept,
     CountsFromALaterStep, KeepsFromTraining, SharesATable, RebindsABuffer, FillsABufferLater, RoundsToNegativeZeros,

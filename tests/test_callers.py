@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, trains_as_in_plain_pytorch
 
 
 class Stops(Layer):
@@ -137,3 +137,29 @@ def test_threads_that_take_turns_get_the_numbers_of_plain_pytorch():
     with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(expected, prepared.run(pool), strict=True))
     assert prepared.scores == plain.scores and len(plain.scores) == 3
+
+
+class TwoThreads(Script):
+    """A forward's own, one for each branch: their blocks take turns."""
+
+    def model(self):
+        class Branches(Net):
+            def forward(self, x):
+                def branch(layers):
+                    out = x
+                    for layer in layers:
+                        out = layer(out)
+                    return out
+
+                with ThreadPoolExecutor(2) as threads:
+                    first, second = threads.map(branch, (self.layers[:3], self.layers[3:]))
+                return self.head(first + second)
+
+        return Branches(Layer)
+
+
+@pytest.mark.parametrize("budget", ["few blocks", "three shards", "resident"])
+def test_blocks_that_several_threads_of_a_forward_call_take_turns(budget):
+    """What they raised varied: an impossible transition, or budgets too small."""
+    for _ in range(3):
+        trains_as_in_plain_pytorch(TwoThreads, budget)

@@ -290,7 +290,15 @@ class Counts(scripts.Layer):
         return out
 
 
-def checkpoints_counted(layers):
+class CountsAlone(Counts):
+    """Saves nothing at all."""
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return x + self.down.bias
+
+
+def checkpoints_counted(kind, layers):
     class CheckpointsAroundCounts(Script):
         def model(self):
             class Checkpointed(Net):
@@ -299,9 +307,29 @@ def checkpoints_counted(layers):
                         x = checkpoint(nn.Sequential(*self.layers[i : i + layers]), x, use_reentrant=False)
                     return self.head(x)
 
-            return Checkpointed(Counts)
+            return Checkpointed(kind)
 
     return CheckpointsAroundCounts
+
+
+class AssignsInBackward(Script):
+    """A buffer, by a Function's backward within a block."""
+
+    class Layer(Assigns):
+        def forward(self, x, *_):
+            layer = self
+
+            class Notes(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x):
+                    return x.clone()
+
+                @staticmethod
+                def backward(ctx, grad):
+                    layer.mean = layer.mean + grad.mean(0)
+                    return grad
+
+            return Notes.apply(super().forward(x))
 
 
 class KeepsWhatWasThere(Script):
@@ -357,7 +385,7 @@ class ReachesAnother(Script):
         writes_into(Codes), writes_into(Rows), AppendsToWhatABlockReturns, WritesIntoWhatABlockHandsOn,
         appends_to(RemembersTheLast), appends_to(RemembersWithin), WritesIntoWhatABlockHolds,
         WritesIntoAnObjectThatABlockHandsOn, AppendsToWhatABlockHandsOn,
-        KeepsWhatWasThere, SharesABuffer,
+        AssignsInBackward, KeepsWhatWasThere, SharesABuffer,
         checkpoints(), checkpoints(preserve_rng_state=False), ReachesAnother,
     ],
     ids=lambda script: script().model().layers[0].__class__.__name__ + " " + script.__name__,
@@ -369,10 +397,11 @@ def test_it_trains_as_in_plain_pytorch(script, budget):
 @pytest.mark.skipif(
     not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="nobody can see the checkpoint"
 )
+@pytest.mark.parametrize("kind", [Counts, CountsAlone])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
-def test_a_checkpoint_repeats_no_more_than_in_plain_pytorch(layers, budget):
-    trains_as_in_plain_pytorch(checkpoints_counted(layers), budget)
+def test_a_checkpoint_repeats_no_more_than_in_plain_pytorch(layers, budget, kind):
+    trains_as_in_plain_pytorch(checkpoints_counted(kind, layers), budget)
 
 
 @pytest.mark.parametrize("kind", [Bank, Codes, Rows])
@@ -473,3 +502,21 @@ def test_what_is_written_into_a_copy_is_not_lost_in_silence(writes, without):
         model.train()
         model(torch.randn(4, WIDTH)).sum().backward()
         optimizer.step()
+
+
+def test_an_evaluation_that_comes_first_writes_into_what_a_block_returns():
+    """Its pilot has seen that, and no copy of the pilot's counts."""
+
+    def values(pool):
+        torch.manual_seed(0)
+        model = Evaluates(writes="within")
+        if pool is not None:
+            hydra_tune.prepare(model, pool=pool)
+        model.eval()
+        with torch.no_grad():
+            return [model(torch.randn(4, WIDTH)) for _ in range(3)] + [model.layers[2].queue.clone()]
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        found = values(pool)
+        assert not pool.report()["trials"][0]["resident"]
+    assert all(map(torch.equal, found, values(None)))

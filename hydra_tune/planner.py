@@ -615,7 +615,6 @@ class Planner:
         finally:
             trial.meter.counting = counting
             self.pilot = None
-            trial.copies.forget()
             trial.residency.bring_home(trial.optimizer)  # until it is admitted it holds nothing
         free_remains(trial.meter, before)
         return error

@@ -520,3 +520,13 @@ def test_an_evaluation_that_comes_first_writes_into_what_a_block_returns():
         found = values(pool)
         assert not pool.report()["trials"][0]["resident"]
     assert all(map(torch.equal, found, values(None)))
+
+
+def test_a_checkpointed_block_that_leaves_its_buffers_alone_is_one():
+    class Adds(CountsAlone):
+        def forward(self, x):
+            return x + self.mean
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
+        checkpoints_counted(Adds, 1)().run(pool)
+        assert pool.report()["trials"][0]["cut"]["opened"] == {}

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hydra_tune.simulation import Simulation
     from hydra_tune.workload import TrialWork
 
+_TASKS_A_SECOND = 20_000  # that one core simulates
+
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0, or 1 where the demo's proof fails or an argument means nothing."""
@@ -119,6 +121,7 @@ def _simulated(options: argparse.Namespace) -> str:
         checked_path(options.timeline)
     cost = None if options.cost is None else CostModel.load(options.cost)
     trials, links = _sweep(options.workload, cost), _links(options.link, cost)
+    _say_how_long(trials)
     found = simulate(
         trials,
         options.devices,
@@ -133,6 +136,14 @@ def _simulated(options: argparse.Namespace) -> str:
         save(found.timeline, [f"device {number}" for number in range(options.devices)], options.timeline)
     baselines_s = _baselines(trials, options.devices, links)
     return json.dumps(_figures(found, baselines_s), indent=1) if options.json else _tables(found, baselines_s)
+
+
+def _say_how_long(trials: list[TrialWork]) -> None:
+    """Where it is minutes: schedules repeat themselves, and fewer steps show the same."""
+    tasks = sum(trial.steps * 2 * trial.num_shards for trial in trials)
+    minutes = tasks / _TASKS_A_SECOND / 60
+    if minutes > 1:
+        print(f"hydra-tune: {tasks:,} tasks take some {minutes:,.0f} minutes; fewer steps will do", file=sys.stderr)
 
 
 def _links(text: str | None, cost: CostModel | None) -> CostModel:

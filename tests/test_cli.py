@@ -5,6 +5,7 @@ import json
 import pytest
 
 from hydra_tune.cli import main
+from hydra_tune.errors import ConfigError
 
 TRIAL = {"steps": 1, "forward_s": [1.0, 1.0], "backward_s": [1.0, 1.0], "shard_bytes": [10, 10]}
 
@@ -63,6 +64,18 @@ def test_a_timeline_is_saved_and_a_sweep_has_a_name(tmp_path, capsys):
     events = json.loads(out.read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"device 0", "device 3"}
     assert any(event.get("cat") == "run" for event in events)
+
+
+def test_a_simulation_of_minutes_says_so_before_it_begins(tmp_path, capsys, monkeypatch):
+    def begin(*_, **__):
+        raise ConfigError("begun")
+
+    monkeypatch.setattr("hydra_tune.simulation.simulate", begin)
+    path = tmp_path / "long.json"
+    for steps, said in ((100, ""), (10**6, "hydra-tune: 4,000,000 tasks take some 3 minutes; fewer steps will do\n")):
+        path.write_text(json.dumps([{**TRIAL, "steps": steps}]))
+        assert main(["simulate", str(path)]) == 1
+        assert capsys.readouterr().err == said + "hydra-tune: begun\n"
 
 
 @pytest.mark.parametrize(

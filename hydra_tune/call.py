@@ -113,6 +113,7 @@ class BlockCall:
     _sharing: Sequence[tuple[torch.Tensor, int]] = ()  # outputs that share memory, each with its version
     _gate: Gate | None = None
     _is_marked = False
+    _counts_uses = False  # of its tensors, for no pilot has seen them given so
 
     # what a pilot finds
     measured = False
@@ -137,6 +138,7 @@ class BlockCall:
                 places[id(leaf)] = _Place(len(self.tensors))
                 self.tensors.append(leaf)
         self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
+        self.places = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
         self._sum_nodes: dict[int, Any] = {}  # of edges of weights, by their numbers
         self._moment = Moment(block)
 
@@ -217,8 +219,10 @@ class BlockCall:
             refuse_modes(self.block.name, self.block.modules)
         self._moment.arguments = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         edges, block = self.block.edges, self.block
+        counts = next((counts for places, counts in edges.tensors if places == self.places), None)
+        self._counts_uses = counts is None and not self.measured
         self.num_edges = [
-            *_padded(edges.tensors, len(self.tensors), 1),
+            *_padded(counts or (), len(self.tensors), 1),
             *_padded(edges.parameters, len(block.parameters), 1),
         ]
         self._casts, self.cast_once = self.forward_pass.casts_of(block), self.forward_pass.cast_once(block)
@@ -274,6 +278,8 @@ class BlockCall:
             made = self.made_by(outputs, given)
             del outputs, arguments
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
+            if self._counts_uses:
+                self.num_edges = [*_num_uses(made, given), *self.num_edges[len(given) :]]
             if not self.measured and any(map(_has_hooks, block.parameters)):
                 self._cut_unused_edges(made, visit.leaves)
             plain = visit.taken_home([self._kept(visit, alias_of(x)) for x in made])
@@ -565,6 +571,13 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def _num_uses(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[int]:
+    """Of each given tensor in the graph behind what was made; 1 for one that has none there."""
+    nodes = list(nodes_of(made))  # kept: a node's Python object must stay the same one
+    uses = Counter(id(leaf_of(child)) for node in nodes for child, _ in node.next_functions if child is not None)
+    return [uses[id(tensor)] or 1 for tensor in given]
+
+
 def _padded(counts: Sequence[int], length: int, default: int) -> list[int]:
     return [n if n > default else default for n in counts[:length]] + [default] * (length - len(counts))
 
@@ -591,8 +604,11 @@ def edges_for(counts: Edges, other: Edges) -> Edges:
     def either(a: Sequence[bool], b: Sequence[bool]) -> tuple[bool, ...]:
         return tuple(map(any, zip_longest(a, b, fillvalue=False)))
 
+    tensors = dict(counts.tensors)
+    for places, given in other.tensors:
+        tensors[places] = larger(tensors.get(places, ()), given)
     return Edges(
-        larger(counts.tensors, other.tensors),
+        tuple(tensors.items()),
         larger(counts.parameters, other.parameters),
         larger(counts.casts, other.casts),
         tuple(a | b for a, b in zip_longest(counts.casts_to, other.casts_to, fillvalue=_CastsTo())),

@@ -295,7 +295,7 @@ class OuterGraph:
             apart = sum(size * n for size, n in sources if n > 1)
             apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, recast, strict=True))
             added = [n < direct for n, (direct, _) in zip(parameters, call.parameter_uses, strict=True)]
-            counts = tuple(tensors), tuple(parameters), tuple(recast)
+            counts = ((call.places, tuple(tensors)),), tuple(parameters), tuple(recast)
             yield call.block, Edges(*counts, tuple(call.casts_to), tuple(once), tuple(added)), apart
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 
 class ShardState(Enum):
@@ -43,15 +43,19 @@ class Task(NamedTuple):
         return f"{self.trial}/{self.step}/{self.direction.value}{self.shard}"
 
 
+Places: TypeAlias = tuple[int, ...]  # of each thing that a block is given, the number of its tensor; -1 for none
+
+
 @dataclass(frozen=True)
 class Edges:
     """How many edges of the outer graph a block takes for each of its tensors, parameters and autocast's copies
     of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`. `casts_to`
     are the dtypes of the copies, by that of the autocast around the block, where it is another one. Parameters that are
     `cast_once` have a copy for their only use, but no edge for it: one of their own gives the same. And one edge have
-    those that are `added`: a call adds the gradients of their uses itself."""
+    those that are `added`: a call adds the gradients of their uses itself. `tensors` have a count each, for each way in
+    which arguments were given: a mask that is left out gives all behind it another number."""
 
-    tensors: tuple[int, ...] = ()
+    tensors: tuple[tuple[Places, tuple[int, ...]], ...] = ()
     parameters: tuple[int, ...] = ()
     casts: tuple[int, ...] = ()
     casts_to: tuple[frozenset[tuple[Any, Any]], ...] = ()

@@ -106,6 +106,43 @@ class KeepsFeatures(LossOnFeatures):
         return model
 
 
+class LeavesTheMaskOut(Script):
+    """A batch without padding has no mask, as in Hugging Face's decoders: what is behind it has another number then."""
+
+    first = True  # whether the first batch has one
+
+    class Attending(Layer):
+        def set_up(self):
+            self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, mask=None, memory=None):
+            found = (x @ self.key(memory).T).softmax(-1) @ self.value(memory)
+            return super().forward(x if mask is None else x * mask) + found
+
+    class Decoder(Net):
+        def forward(self, x):
+            padding = x[:, :1] > 9
+            mask = 1.0 - padding.float() if padding.any() else None
+            memory = self.layers[0](x.tanh(), None, x)
+            for layer in self.layers[1:]:
+                x = layer(x, mask, memory=memory)
+            return self.head(x)
+
+    def model(self):
+        self.steps = 0
+        return self.Decoder(self.Attending)
+
+    def forward(self, model, x):
+        self.steps += 1
+        if (self.steps == 1) == self.first:
+            x[0, 0] = 10.0
+        return model(x)
+
+
+class HasAMaskLater(LeavesTheMaskOut):
+    first = False
+
+
 class GivesWhatTheLossUses(LossOnFeatures):
     """An image that was generated, for instance."""
 
@@ -196,7 +233,7 @@ class ThroughItself(Script):
 
 SCRIPTS = [
     GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures, KeepsFeatures, GivesWhatTheLossUses,
-    FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
+    LeavesTheMaskOut, HasAMaskLater, FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
 ]  # fmt: skip
 
 

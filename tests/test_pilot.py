@@ -146,7 +146,7 @@ def test_a_tensor_that_is_used_elsewhere_too_has_an_edge_for_each_use_in_a_block
         model = hydra_tune.prepare(Skipping(), pool=pool)
         model(torch.randn(2, 16))
         (plan,) = pool.plans.values()
-        assert [block.edges.tensors for block in plan.blocks] == [(1,), (2,), (1,)]
+        assert [block.edges.tensors for block in plan.blocks] == [(((0,), (n,)),) for n in (1, 2, 1)]
         hydra_tune.release(model)
 
 

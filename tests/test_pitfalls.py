@@ -194,7 +194,8 @@ def always(instead):
 def one_edge_each(original):
     def edges(graph, **options):
         for block, found, *rest in original(graph, **options):
-            yield block, Edges(casts=found.casts, casts_to=found.casts_to), *rest
+            tensors = tuple((places, (1,) * len(counts)) for places, counts in found.tensors)
+            yield block, Edges(tensors, casts=found.casts, casts_to=found.casts_to), *rest
 
     return edges
 

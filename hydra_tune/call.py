@@ -489,7 +489,7 @@ class BlockCall:
             num_tensors, parameters = len(tensors), self.block.parameters
             masters = [*parameters, *(parameters[i] for i in self._casts)]
             residency = self.trial.residency
-            gate = None if shared else self._gate
+            gate = None if shared or visit.is_away else self._gate  # late ones have room at home only
             spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], gate)
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does

@@ -109,6 +109,11 @@ class Block:
             )
         return buffers
 
+    @property
+    def names_device(self) -> bool:
+        """Whether an attribute of its modules says where to make tensors, by a device's number."""
+        return any(_is_numbered_device(value) for module in self.modules for value in vars(module).values())
+
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The module's own forward, whatever stands in its place; one set on the instance goes before its class's."""
         if self.own_forward is not None:
@@ -130,3 +135,9 @@ class Block:
                 f"a block's forward keeps nothing for a backward, but {self.name} runs one within its forward. Do so "
                 "from the first batch on, then it stays on the device as a whole."
             )
+
+
+def _is_numbered_device(value: object) -> bool:
+    if isinstance(value, torch.device):
+        return value.index is not None
+    return isinstance(value, str) and value.startswith("cuda:")

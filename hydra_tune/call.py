@@ -265,7 +265,7 @@ class BlockCall:
         block, moment = self.block, self._moment
         moment.note_buffers()
         moment.surroundings = Surroundings(block.modules)
-        with self.trial.visit(block, Direction.FORWARD) as visit, moment.drawing(drawing_apart):
+        with self.trial.visit(block, Direction.FORWARD) as visit, moment.drawing(drawing_apart), visit.drawing():
             moment.note_random_states(self.trial.residency.device.generators())
             weight_versions = versions_of(visit.leaves)
             given = visit.brought(detached(self.tensors))
@@ -469,7 +469,7 @@ class BlockCall:
                     inputs = list(map(uncached, visit.brought(given)))
                     first_node = torch._C._autograd._get_sequence_nr()
                     restored = moment.surroundings.restored(self.block.name, alone=self.trial.is_alone)
-                    with torch.enable_grad(), saved_as_it_is(), restored:
+                    with torch.enable_grad(), saved_as_it_is(), restored, visit.drawing():
                         made = self.made_by(self.block.forward(*self.arguments(inputs, moment.arguments)), inputs)
                 finally:
                     set_generator_states(generators, drawn)
@@ -480,7 +480,8 @@ class BlockCall:
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
             found = self.found_buffers()
             try:
-                with moment.drawing(drawing_for_nothing):  # which a checkpoint within undoes, and noise does not
+                # what a checkpoint within draws it undoes, and noise does not
+                with moment.drawing(drawing_for_nothing), visit.drawing():
                     grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit, shared)
             except torch.OutOfMemoryError:  # it may run again, as if it had not
                 if self.block.draws:
@@ -494,7 +495,7 @@ class BlockCall:
             num_tensors, parameters = len(tensors), self.block.parameters
             masters = [*parameters, *(parameters[i] for i in self._casts)]
             residency = self.trial.residency
-            gate = None if shared else self._gate
+            gate = None if shared or visit.is_away else self._gate  # late ones have room at home only
             spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], gate)
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does

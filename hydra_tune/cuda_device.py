@@ -25,6 +25,7 @@ class CudaDevice(Device):
     """The budget is kept by reservation alone: `measured_peak_bytes` is what PyTorch's allocator has counted."""
 
     foreach_by_default = True
+    link_bytes_per_s = 12e9  # of 15.75e9 of PCIe 3.0 x16, as pinned copies do; decides only which ways are worth it
     least_ahead_bytes = 1 << 20  # 20 us on a fast link, as long as it takes to wake the thread
     spills_behind = True
     pins = True
@@ -32,6 +33,8 @@ class CudaDevice(Device):
     def __init__(self, number: int, index: int, budget_bytes: int) -> None:
         device = torch.device("cuda", index)
         super().__init__(number, str(device), device, budget_bytes, enforce=False)
+        of = torch.cuda.get_device_properties(device)  # kernels' grids, and so dropout's masks, depend on these
+        self.model = of.name, of.major, of.minor, of.multi_processor_count, of.max_threads_per_multi_processor
         self._h2d = torch.cuda.Stream(device)
         self._d2h = torch.cuda.Stream(device)
         self._pinned: set[int] = set()
@@ -75,6 +78,14 @@ class CudaDevice(Device):
         self._h2d.wait_stream(self._compute())  # tasks before this one may still read what was there
         self.promote(copies)
 
+    def receive(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """PyTorch copies between GPUs in the current stream of the one that sends, and has this and that of the other
+        wait for each other before and after. Other trials' tasks would wait with them; so the host does, before."""
+        others = {t.device for t in tensors if t.is_cuda} - {self.torch_device}
+        for device in (*others, self.torch_device) if others else ():
+            _marked(torch.cuda.current_stream(device)).synchronize()
+        return super().receive(tensors)
+
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         hosts, arrival = self.spill(tensors, like)
         arrival.wait()
@@ -102,6 +113,9 @@ class CudaDevice(Device):
     def generators(self) -> list[torch.Generator]:
         return self._generators
 
+    def current(self) -> _Current:
+        return _Current(self.torch_device)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
@@ -128,6 +142,24 @@ class CudaDevice(Device):
     def _compute(self) -> torch.cuda.Stream:
         """The stream that the calling thread computes on."""
         return torch.cuda.current_stream(self.torch_device)
+
+
+class _Current:
+    """May be left more than once, or before it was entered: an interruption may come in between. Autograd goes on in
+    the calling thread, too: else each GPU has one of its own, which knows of no visit."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda.device(device)
+        self._backward_here: torch.autograd.set_multithreading_enabled | None = None
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+        self._backward_here = torch.autograd.set_multithreading_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        if self._backward_here is not None:
+            self._backward_here.__exit__(None, None, None)
+        self._device.__exit__(None, None, None)
 
 
 class _Spill(Arrival):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Any
 
@@ -38,7 +39,9 @@ class Device(ABC):
 
     foreach_by_default = False  # does torch.optim choose `foreach` here by itself?
     slots_stay = False  # is a slot at the same offset the same memory?
-    takes_travellers = False  # may tasks of trials that are at home elsewhere run here?
+    takes_travellers = False  # may tasks of trials that are at home elsewhere run here, if it is of the same model?
+    homes_move = False  # may a trial have its home elsewhere from one step to the next?
+    model: Hashable = None  # devices of one compute the same numbers
     link_bytes_per_s = inf
     least_ahead_bytes: int | None = 0  # of a promotion that pays in a thread of its own, ahead of its task
     pins = False  # does it make host buffers fast to copy from?
@@ -104,6 +107,11 @@ class Device(ABC):
     def generators(self) -> list[torch.Generator]:
         """The generators that operators on this device draw from by default."""
 
+    def current(self) -> AbstractContextManager[Any]:
+        """Inside, in the calling thread, what names no device of this kind by its number means this one. It may be left
+        before it was entered."""
+        return nullcontext()
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
@@ -128,6 +136,8 @@ class CpuDevice(Device):
 
     slots_stay = True
     takes_travellers = True
+    homes_move = True
+    model = "cpu"
     link_bytes_per_s = 5e9  # as one core copies; decides only which ways are worth it
     least_ahead_bytes = 1 << 20  # a copy of 0.1 ms; to wake the thread takes about as long
 

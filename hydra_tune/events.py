@@ -19,12 +19,13 @@ from hydra_tune.shard import Task, TrialPlan
 @dataclass(slots=True)
 class TrialAdded:
     """`total_steps` mini-batches are to come, if that is known. `host_bytes` of host memory are its own until it
-    ends. With `travels`, its tasks may run on any device, and its steps begin on any."""
+    ends. With `travels`, its tasks may run on any device, and unless its `home_stays`, its steps begin on any."""
 
     trial: int
     total_steps: int | None = None
     host_bytes: int = 0
     travels: bool = False
+    home_stays: bool = False
 
 
 @dataclass(slots=True)

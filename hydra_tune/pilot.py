@@ -399,6 +399,7 @@ class Pilot:
         refuse_changes(block, (*changes, *attributes.changes()), repeats=self._repeats)
         refuse_side_channel(block, leaves, self.findings.uncuttable)
         uses_home = kept or call.shares_memory or block.held or block.borrowed or self._journal.looked_around
+        uses_home = uses_home or block.names_device
         return BlockProfile(
             block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, carried,
             bool(uses_home), forward_s, backward_s,

@@ -176,7 +176,9 @@ class ShardPool:
             links_bytes_per_s=[device.link_bytes_per_s for device in self._devices],
             alignment_bytes=ALIGNMENT_BYTES,
         )
-        self._travels = all(device.takes_travellers for device in self._devices)
+        alike = len({device.model for device in self._devices}) == 1
+        self._travels = alike and all(device.takes_travellers for device in self._devices)
+        self._homes_stay = not all(device.homes_move for device in self._devices)
         self._lock = threading.RLock()
         self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
         self._granted: dict[int, deque[e.Instruction]] = {}
@@ -346,7 +348,8 @@ class ShardPool:
             stop = stop or Stop()
             stop.reaches(self)
             try:
-                home = self._await_place(e.TrialAdded(number, total_steps, host_bytes, self._travels), name, stop)
+                added = e.TrialAdded(number, total_steps, host_bytes, self._travels, self._homes_stay)
+                home = self._await_place(added, name, stop)
                 trial = self._trials[number] = make(number, self._devices[home])
             except BaseException:
                 self._summaries.pop(number, None)

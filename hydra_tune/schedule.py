@@ -8,7 +8,7 @@ task that is to come next is promoted (double buffering).
                              \\_____________________/                        its shard stays, as long as there is room
 
 A trial has a home device, whose bytes its step reserves. If it travels, its tasks may run on any device that has room
-at the time, and the next step may begin on another one.
+at the time, and the next step may begin on another one, unless its home stays (on GPUs what it holds is there).
 
 No deadlock: a trial is admitted only if, beside everything held for life, each admitted trial's largest
 task still fits; a step enters only if, beside all entered steps, the largest task of any of them fits; a pilot leaves
@@ -199,7 +199,9 @@ class Machine:
             home = self._least_loaded()
             home.trials.add(event.trial)
             progress = Progress(event.trial, self.neighbours, event.total_steps)
-            self.trials[event.trial] = TrialState(home.index, event.travels, event.host_bytes, progress)
+            self.trials[event.trial] = TrialState(
+                home.index, event.travels, event.host_bytes, progress, event.home_stays
+            )
             placed.append(Place(event.trial, home.index))
             del self.arrivals[0]
         return placed
@@ -290,7 +292,7 @@ class Machine:
         trial, device = self.trials[event.trial], self._home(event.trial)
         assert trial.admitted and event.trial not in device.ledger.steps, self._impossible(event)
         homes, moved = {trial.home}, list[Instruction]()
-        if trial.travels and not event.estimated:
+        if trial.travels and not (trial.home_stays or event.estimated):
             device = self._choose_home(event.trial)
             if trial.home not in homes:
                 homes.add(trial.home)

@@ -41,6 +41,7 @@ class TrialState:
     travels: bool
     host_bytes: int
     progress: Progress
+    home_stays: bool = False
     plan: TrialPlan | None = None
     admitted: bool = False
     on: int | None = None  # the device that its task is running on, or promised to

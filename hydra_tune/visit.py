@@ -4,6 +4,7 @@ home, what the block is given comes along, and what it makes is taken home."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -13,8 +14,10 @@ from hydra_tune.block import Block, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.meter import TrialMeter
 from hydra_tune.process_state import remembers_casts
+from hydra_tune.random_state import lent
 from hydra_tune.spill import ChangedBuffer, DeviceCopy
 
+_AT_HOME = nullcontext()
 OptionalT = TypeVar("OptionalT", torch.Tensor, torch.Tensor | None)
 
 
@@ -47,23 +50,29 @@ class Visit:
     def is_away(self) -> bool:
         return self.copy.device is not self._residency.device
 
+    def drawing(self) -> AbstractContextManager[None]:
+        """Away, operators draw from another generator than at home, but the same numbers."""
+        return lent(self._residency.device.generators(), self.device.generators()) if self.is_away else _AT_HOME
+
     def brought(self, tensors: Sequence[OptionalT]) -> list[OptionalT]:
         """From home, where the visit is; leaves of a graph of their own, if the given ones are."""
-        return self._carried(self.device, tensors)
+        return self._carried(self._residency.device, self.device, tensors)
 
     def taken_home(self, tensors: Sequence[OptionalT]) -> list[OptionalT]:
-        return self._carried(self._residency.device, tensors)
+        return self._carried(self.device, self._residency.device, tensors)
 
-    def _carried(self, to: Device, tensors: Sequence[OptionalT]) -> list[OptionalT]:
+    def _carried(self, start: Device, to: Device, tensors: Sequence[OptionalT]) -> list[OptionalT]:
+        """What is on the device where it starts; a number on the CPU stays there, and so do others in host memory."""
         if not self.is_away:
             return list(tensors)
-        given: list[torch.Tensor] = [t for t in tensors if t is not None]
+        goes = [t is not None and t.device == start.torch_device for t in tensors]
+        given: list[Any] = [t for t, is_there in zip(tensors, goes, strict=True) if is_there]
         copies = self._residency.received(to, given)
         for copy, tensor in zip(copies, given, strict=True):
             copy.requires_grad_(tensor.requires_grad)
             copy.__dict__.update(tensor.__dict__)
         arrived: Iterator[Any] = iter(copies)
-        return [None if t is None else next(arrived) for t in tensors]
+        return [next(arrived) if is_there else t for t, is_there in zip(tensors, goes, strict=True)]
 
     def set_buffers(self) -> None:
         """To those of the slot; the forward may set others."""
@@ -97,10 +106,12 @@ class Visit:
         self._parameters = [m._parameters[n] for m, n in block.parameter_sites]
         self._buffers = [m._buffers[n] for m, n in block.buffer_sites]
         self._caches_casts = torch.is_autocast_cache_enabled()
+        self._there = self.device.current() if self.is_away else _AT_HOME
         self._residency.visit = self
         if remembers_casts():
             torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
         try:
+            self._there.__enter__()
             held = {id(p): leaf_like(p, p.data) for p in block.held}
 
             def leaf(p: nn.Parameter | None) -> nn.Parameter:
@@ -125,6 +136,7 @@ class Visit:
         for (m, n), b in zip(self.block.buffer_sites, self._buffers, strict=True):
             m._buffers[n] = b
         self._refresh_flat_weights()
+        self._there.__exit__(None, None, None)
         self._residency.visit = self._outer
 
     def _refresh_flat_weights(self) -> None:

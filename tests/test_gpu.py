@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hydra_tune
+from hydra_tune.cuda_device import CudaDevice
 from hydra_tune.demo.gpt import GPT
 from models import bytes_batch, gpt, loss_of
 
@@ -183,3 +184,44 @@ def test_a_gpu_that_has_less_than_was_promised_changes_no_number(share, room, ca
 def test_auto_memory_leaves_a_margin():
     budget = hydra_tune.ShardPool().devices[0].budget_bytes
     assert 0 < budget < torch.cuda.get_device_properties(0).total_memory  # others may use the device now
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_trials_whose_tasks_travel_between_two_gpus_equal_each_alone(restless, monkeypatch):
+    """With dropout; both homes' and the others' random numbers, and gradients that come late."""
+    import optuna
+
+    monkeypatch.setattr(CudaDevice, "takes_travellers", True)
+    monkeypatch.setattr(CudaDevice, "link_bytes_per_s", float("inf"))
+
+    def run(names, concurrency):
+        results = {}
+
+        def objective(trial):
+            torch.manual_seed(trial.number)
+            model = GPT(8, 128, 4, 16, dropout=0.2)
+            optimizer = torch.optim.AdamW(model.parameters())
+            batches = torch.utils.data.TensorDataset(*torch.randint(0, 128, (2, 16, 16)))
+            loader = torch.utils.data.DataLoader(batches, batch_size=2)
+            model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader)
+            losses = []
+            for x, y in loader:  # which are at home
+                loss = loss_of(model, x, y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            results[trial.number] = losses, [p.detach().cpu().clone() for p in model.parameters()]
+            return losses[-1]
+
+        with hydra_tune.ShardPool(names, "6MiB") as pool:
+            hydra_tune.HydraTrialRunner(pool, concurrency).optimize(optuna.create_study(), objective, n_trials=4)
+        return results
+
+    expected = run(["cuda:0"], 1)
+    assert not restless
+    found = run(["cuda:0", "cuda:1"], 4)
+    assert restless
+    for number, (losses, weights) in expected.items():
+        assert found[number][0] == losses
+        assert all(torch.equal(a, b) for a, b in zip(found[number][1], weights, strict=True))

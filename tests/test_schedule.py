@@ -650,6 +650,27 @@ def test_a_shard_that_needs_what_is_held_runs_at_home():
     machine.validate()
 
 
+@pytest.mark.parametrize("home_stays", [False, True])
+def test_a_home_that_stays_is_that_of_the_next_step_too_whose_tasks_travel(home_stays):
+    machine = Machine([100, 100], Fifo(), least_ahead_bytes=None)
+    for trial in (0, 1, 2):
+        machine.handle(TrialAdded(trial, travels=True, home_stays=home_stays))
+        machine.handle(PlanReady(trial, plan()))
+    machine.handle(TrialEnded(1))
+    moved = [] if home_stays else [Move(2, 1)]
+    assert machine.handle(StepReady(2)) == [*moved, Enter(2)], "the second device is nobody's"
+    machine.handle(StepReady(0))
+    a, c = task(0, 0), task(2, 0)
+    assert machine.handle(TaskReady(a)) == [Promote(a, 0, 0, 30)]
+    assert machine.handle(TaskReady(c)) == [Promote(c, 1, 0, 30)]
+    assert machine.trials[2].home == (0 if home_stays else 1)
+    machine.handle(Promoted(c, 1))
+    machine.handle(Done(c, 1.0))
+    assert machine.handle(StepDone(2)) == []
+    assert machine.handle(StepReady(2)) == [Enter(2)]
+    machine.validate()
+
+
 @pytest.mark.parametrize(("bytes_per_s", "goes"), [(50, True), (49, False)])
 def test_a_task_goes_where_the_way_takes_no_longer_than_itself(bytes_per_s, goes):
     machine = three_on_two_devices(plan(boundary=10), links_bytes_per_s=[inf, bytes_per_s])

@@ -1,5 +1,10 @@
 """Tasks that run away from their trial's home, and trials that change it: nothing but the place is different."""
 
+import itertools
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy
 import optuna
 import pytest
@@ -8,8 +13,16 @@ from torch import nn
 from torch.nn import functional
 
 import hydra_tune
+from hydra_tune import random_state
+from hydra_tune.block import Block
+from hydra_tune.device import CpuDevice
 from hydra_tune.events import Move
+from hydra_tune.mode import TrialMode
+from hydra_tune.random_state import RandomState, _taking_generator
 from hydra_tune.transfer import ALIGNMENT, copied_bytes, copies_on
+from hydra_tune.trial import Trial
+from hydra_tune.visit import Visit
+from late_arrivals import come_late
 from test_exactness import EXPECTED_DIFFERENCES, TRAININGS, budget_bytes, largest_difference, plain, train
 from turns import TurnsPool, run_in_turns
 from zoo import ZOO
@@ -192,6 +205,179 @@ def test_six_unequal_trials_equal_each_alone_in_threads(devices):
         runner.optimize(optuna.create_study(), lambda trial: objective(trial.number), n_trials=len(SHAPES))
         assert all(device.used_bytes == 0 for device in pool.devices)
     assert_same(results, results_alone())
+
+
+# ---- a generator for each device, as GPUs have --------------------------------------------------------
+
+
+@pytest.fixture
+def generators(monkeypatch):
+    """Operators that a trial's thread runs draw from the generator of the device where it is, on which a GPU's would;
+    homes stay, gradients come late. Theirs, and where the calling thread is: before it prepares a model, nowhere."""
+    own = [torch.Generator().manual_seed(11), torch.Generator().manual_seed(22)]
+    place = threading.local()
+
+    class There:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            self.before, place.number = place.number, self.device.number
+
+        def __exit__(self, *error):
+            place.number = self.before
+
+    def draw(state, func, args, kwargs):
+        operator = _taking_generator(func, len(args))
+        assert operator is not None, func
+        generator = torch.default_generator if place.number is None else own[place.number]
+        return operator(*args, **{**kwargs, "generator": state.stand_in(generator)})
+
+    def init(trial, number, home, **options):
+        place.number = home.number
+        original(trial, number, home, **options)
+
+    original = Trial.__init__
+    monkeypatch.setattr(Trial, "__init__", init)
+    monkeypatch.setattr(CpuDevice, "current", lambda device: There(device))
+    monkeypatch.setattr(CpuDevice, "homes_move", False)
+    monkeypatch.setattr(CpuDevice, "generators", lambda device: [torch.default_generator, own[device.number]])
+    monkeypatch.setattr(random_state, "_default_generators", lambda: [torch.default_generator, *own])
+    monkeypatch.setattr(RandomState, "draw", draw)
+    come_late(monkeypatch)
+    place.number = None
+    return own, place
+
+
+def with_noise(pool, around, *, fails=False, steps=4):
+    """Losses and gradients of a script, whose steps run `around`."""
+    torch.manual_seed(0)
+    model = Stack(Noisy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if pool is not None:
+        hydra_tune.prepare(model, optimizer, pool=pool)
+    batches, losses = torch.randn(steps, 8, WIDTH), []
+    with around:
+        for step, x in enumerate(batches):
+            Noisy.fails = fails and step == 2
+            if Noisy.fails:
+                with pytest.raises(RuntimeError, match="as told"):
+                    model(x)
+                continue
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    if pool is not None:
+        hydra_tune.release(model)
+    return losses, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+class Noisy(Layer):
+    """Draws in its backward, too, and before it fails."""
+
+    fails = False
+
+    def forward(self, x):
+        x = Noise.apply(super().forward(x))
+        if self.fails:
+            raise RuntimeError("as told")
+        return x
+
+
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + 0.1 * torch.randn_like(grad)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_script_draws_the_numbers_of_its_home_abroad(generators, restless, fails):
+    own, place = generators
+    abroad, state = own[1].get_state(), RandomState.of_defaults()
+    place.number = 0
+    losses, grads = with_noise(None, TrialMode(state), fails=fails)
+    with hydra_tune.ShardPool(["cpu", "cpu"], STACK_BUDGET) as pool:
+        found_losses, found_grads = with_noise(pool, nullcontext(), fails=fails)
+    assert restless
+    assert found_losses == losses
+    assert all(map(torch.equal, found_grads, grads))
+    assert torch.equal(own[0].get_state(), state.stand_in(own[0]).get_state()), "home's has gone on"
+    assert torch.equal(own[1].get_state(), abroad), "the other's has not"
+
+
+@pytest.mark.parametrize("lacks_room", [False, True])
+def test_trials_of_a_runner_draw_the_numbers_of_their_homes_abroad(generators, monkeypatch, restless, lacks_room):
+    """`lacks_room`: blocks run out of memory once they have drawn, now and then, and are repeated."""
+
+    def run(devices, concurrency):
+        results, calls, place = {}, itertools.count(), generators[1]
+
+        def forward(layer, x, *args, **kwargs):
+            out = original(layer, x, *args, **kwargs)
+            if lacks_room and restless and next(calls) % 7 == 3:
+                raise torch.OutOfMemoryError("as told")
+            return out
+
+        monkeypatch.setattr(Layer, "forward", forward)
+        def objective(trial):
+            place.number = None
+            return objective_of(results)(trial.number)
+
+        with hydra_tune.ShardPool(["cpu"] * devices, 2 * BUDGET, seed=3) as pool:
+            runner = hydra_tune.HydraTrialRunner(pool, concurrency=concurrency)
+            runner.optimize(optuna.create_study(), objective, n_trials=4)
+        place.number = None
+        return results
+
+    original = Layer.forward
+    expected = run(1, 1)
+    assert not restless
+    found = run(2, 4)
+    assert len(restless) > 10
+    assert_same(found, expected)
+
+
+def test_devices_of_two_models_keep_their_tasks(monkeypatch, restless):
+    """GPUs that differ draw other numbers from one state."""
+    monkeypatch.setattr(CpuDevice, "model", property(lambda device: device.number))
+    with hydra_tune.ShardPool(["cpu", "cpu"], STACK_BUDGET) as pool:
+        model = hydra_tune.prepare(Stack(Layer), pool=pool)
+        for _ in range(2):
+            model(torch.randn(8, WIDTH)).mean().backward()
+    assert not restless
+
+
+class Elsewhere:
+    """A device, where all that it is given goes, and numbers in host memory do not."""
+
+    def __init__(self, kind):
+        self.torch_device = torch.device(kind)
+
+
+def test_only_what_is_on_the_home_device_travels():
+    home, there = Elsewhere("meta"), Elsewhere("cpu")
+    residency = SimpleNamespace(device=home, received=lambda to, tensors: [torch.zeros(t.shape) for t in tensors])
+    visit = Visit(residency, Block("0", nn.Identity()), SimpleNamespace(device=there))
+    at_home, number = torch.empty(3, device="meta", requires_grad=True), torch.tensor(2.0)
+    came, same, none = visit.brought([at_home, number, None])
+    assert came.device == there.torch_device and came.requires_grad
+    assert same is number and none is None
+
+
+class NamesItsDevice(Layer):
+    def __init__(self, width):
+        super().__init__(width)
+        self.where = torch.device("cuda", 0)
+
+
+def test_a_block_that_names_its_device_stays_at_home():
+    assert Block("0", NamesItsDevice(WIDTH)).names_device
+    assert not Block("0", Layer(WIDTH)).names_device
 
 
 # ---- every architecture, as far from home as it goes ----------------------------------------------------

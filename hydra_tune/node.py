@@ -119,8 +119,9 @@ class BlockFunction(torch.autograd.Function):
             raise RuntimeError(f"Trying to backward through the graph a second time: {ctx.saved_tensors}")
         if torch.is_grad_enabled():
             raise SecondGradientError(
-                "gradients of gradients are not available in a prepared model: backward was called with "
-                "create_graph=True. Call hydra_tune.release(model) first.",
+                "gradients of gradients are not available in a prepared model that is spilled: backward was called "
+                "with create_graph=True. Raise the pool's memory= until the model is resident, or call "
+                "hydra_tune.release(model) first.",
                 [node.call.block for node in nodes_from([ctx]) if isinstance(getattr(node, "call", None), BlockCall)],
             )
         if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grad_outputs):

@@ -59,6 +59,14 @@ def translation_batch():
     return {"input_ids": tokens(), "labels": tokens(length=6)}
 
 
+def padded_batch():
+    """Where it has no padding, Hugging Face's models leave the mask out."""
+    inputs = translation_batch()
+    mask = torch.ones_like(inputs["labels"])
+    mask[0, 4:] = torch.randint(0, 2, ())
+    return {**inputs, "decoder_attention_mask": mask}
+
+
 def image_batch(size=16, classes=10):
     return {"pixel_values": torch.randn(BATCH, 3, size, size), "labels": torch.randint(0, classes, (BATCH,))}
 
@@ -251,8 +259,8 @@ def encoder(name, **options):
     return Architecture("encoder", hugging_face(name, **options), masked_batch, own_loss)
 
 
-def seq2seq(name, **options):
-    return Architecture("encoder-decoder", hugging_face(name, **options), translation_batch, own_loss)
+def seq2seq(name, batch=translation_batch, **options):
+    return Architecture("encoder-decoder", hugging_face(name, **options), batch, own_loss)
 
 
 def vision(name, batch=image_batch, **options):
@@ -369,6 +377,8 @@ ENCODERS = {
 ENCODER_DECODERS = {
     "t5": seq2seq("T5ForConditionalGeneration", **T5),
     "bart": seq2seq("BartForConditionalGeneration", encoder_layerdrop=0.2, decoder_layerdrop=0.2, **SEQ2SEQ),
+    "t5_padded": seq2seq("T5ForConditionalGeneration", padded_batch, **T5),
+    "bart_padded": seq2seq("BartForConditionalGeneration", padded_batch, **SEQ2SEQ),
     "marian": seq2seq("MarianMTModel", pad_token_id=0, decoder_start_token_id=0, **SEQ2SEQ),
 }
 VISION_MODELS = {

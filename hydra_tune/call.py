@@ -104,6 +104,8 @@ class BlockCall:
 
     # what a backward must restore, or compare with
     num_edges: Sequence[int] = ()
+    always_apart: Sequence[bool] | None = None  # gradients of each tensor's uses; of all, where nobody knows
+    used_by_others: Sequence[bool] | None = None  # each tensor, in this step; all, where nobody knows
     nondifferentiable: Sequence[int] = ()
     _casts: Mapping[int, torch.Tensor] = MappingProxyType({})  # in the outer graph, by their parameters' numbers
     cast_once: Mapping[int, torch.dtype] = MappingProxyType({})  # likewise, in a context that may go on
@@ -219,12 +221,16 @@ class BlockCall:
             refuse_modes(self.block.name, self.block.modules)
         self._moment.arguments = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         edges, block = self.block.edges, self.block
-        counts = next((counts for places, counts in edges.tensors if places == self.places), None)
-        self._counts_uses = counts is None and not self.measured
+        counts: Sequence[int] = ()
+        for places, uses, apart in edges.tensors:
+            if places == self.places:
+                counts, self.always_apart = uses, apart
+        self._counts_uses = self.always_apart is None and not self.measured
         self.num_edges = [
-            *_padded(counts or (), len(self.tensors), 1),
+            *_padded(counts, len(self.tensors), 1),
             *_padded(edges.parameters, len(block.parameters), 1),
         ]
+        self.forward_pass.may_join |= self.may_join
         self._casts, self.cast_once = self.forward_pass.casts_of(block), self.forward_pass.cast_once(block)
         self.num_edges += [edges.casts[i] for i in self._casts]
 
@@ -421,6 +427,28 @@ class BlockCall:
         first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
         return [i for i, adds in enumerate(self.block.edges.added) if adds and self.num_edges[first + i] == 1]
 
+    @property
+    def may_join(self) -> bool:
+        """Whether the gradients of some tensor's uses are one, if nobody else uses it in this step."""
+        return self.always_apart is not None and any(
+            n > 1 and not apart for n, apart in zip(self.num_edges, self.always_apart, strict=False)
+        )
+
+    def _is_apart(self, tensor: int) -> bool:
+        """Whether the gradients of its uses are not added here, for others use it, or may do so."""
+        if self.always_apart is None or self.used_by_others is None:
+            return True
+        return self.always_apart[tensor] or self.used_by_others[tensor]
+
+    def note_users(self, edges: Sequence[Any], users: Mapping[Any, int]) -> None:
+        """Once its forward has ended, or a later one: `edges` of its node, and how many lead to each place."""
+        num_edges = self.num_edges[: len(self.always_apart or ())]
+        before = self.used_by_others or [False] * len(num_edges)
+        starts = accumulate(num_edges, initial=0)
+        self.used_by_others = [
+            was or users[edges[start]] > n for was, start, n in zip(before, starts, num_edges, strict=False)
+        ]
+
     def _shared_sums(self) -> dict[int, GradientSums]:
         """Of parameters that other forwards have used, too, by their numbers."""
         autocast, parameters, shared = self.forward_pass.autocast, self.block.parameters, dict[int, GradientSums]()
@@ -518,7 +546,8 @@ class BlockCall:
             (w or i in recast) and leaf.requires_grad
             for i, (w, leaf) in enumerate(zip(wanted[:num_leaves], leaves, strict=True))
         ]
-        split = [i for i in range(num_leaves) if needed[i] and (self.num_edges[i] > 1 or i in recast)]
+        apart = [*map(self._is_apart, range(len(inputs))), *[True] * len(visit.leaves)]
+        split = [i for i in range(num_leaves) if needed[i] and ((self.num_edges[i] > 1 and apart[i]) or i in recast)]
         pairs = [(o, g) for o, g in zip(made, grad_outputs, strict=True) if g is not None and o.requires_grad]
         made.clear()
         if not pairs:
@@ -605,11 +634,12 @@ def edges_for(counts: Edges, other: Edges) -> Edges:
     def either(a: Sequence[bool], b: Sequence[bool]) -> tuple[bool, ...]:
         return tuple(map(any, zip_longest(a, b, fillvalue=False)))
 
-    tensors = dict(counts.tensors)
-    for places, given in other.tensors:
-        tensors[places] = larger(tensors.get(places, ()), given)
+    tensors = {places: (uses, apart) for places, uses, apart in counts.tensors}
+    for places, uses, apart in other.tensors:
+        before = tensors.get(places, ((), ()))
+        tensors[places] = larger(before[0], uses), either(before[1], apart)
     return Edges(
-        tuple(tensors.items()),
+        tuple((places, *seen) for places, seen in tensors.items()),
         larger(counts.parameters, other.parameters),
         larger(counts.casts, other.casts),
         tuple(a | b for a, b in zip_longest(counts.casts_to, other.casts_to, fillvalue=_CastsTo())),

@@ -23,10 +23,12 @@ class ForwardPass:
     """Lives as long as the graph of one forward of the root module; done once that graph was used up.
 
     `ended_by` is what a block raised to end it. A model may catch all exceptions, and would go on without the block.
+    `may_join`: some block uses a tensor several times, whose gradients are one if nothing else uses it.
     `joined_casts` are kept here, and no hook of a node behind the outputs keeps the pass.
     """
 
     done: bool = False
+    may_join: bool = False
     ended_by: Exception | None = None
     joined_casts: list[Any] = field(default_factory=list)
     gates: dict[Block, tuple[Gate, Edges]] = field(default_factory=dict)  # of blocks that were not called yet

@@ -7,6 +7,7 @@ one, or the last bit may differ: (a + b) + c is not a + (b + c).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -43,6 +44,23 @@ def nodes_from(nodes: Iterable[Any]) -> Iterator[Any]:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
+
+
+def users_of(nodes: Iterable[Any], outputs: Iterable[torch.Tensor]) -> Counter[Any]:
+    """How many edges lead to each place in a graph: from these nodes, and from who is given the outputs."""
+    users = Counter[Any]((t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None)
+    users.update(child for node in nodes for child in node.next_functions if child[0] is not None)
+    return users
+
+
+def note_users(outputs: Sequence[torch.Tensor]) -> None:
+    """Tell each call of a block in the graph behind a forward's outputs which of its tensors others use, too."""
+    nodes = list(nodes_of(outputs))
+    users = users_of(nodes, outputs)
+    for node in nodes:
+        call = getattr(node, "call", None) if node.name() == BLOCK else None
+        if call is not None and call.may_join:
+            call.note_users(node.next_functions, users)
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from hydra_tune.block import Block, has_attributes_of
 from hydra_tune.call import BlockCall
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.garbage import collect_until
-from hydra_tune.graph import BLOCK, CAST, leaf_of, nodes_of
+from hydra_tune.graph import BLOCK, CAST, leaf_of, nodes_of, users_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.shard import Edges
 from hydra_tune.shared_random import SharedDraws
@@ -257,8 +257,7 @@ class OuterGraph:
         ]
         self.used_outside = list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
         self.changed_later = [node.call.block for node in measured if _changed(node)]
-        users = Counter((t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None)  # the loss uses these
-        users.update(child for node in nodes for child in node.next_functions if child[0] is not None)
+        users = users_of(nodes, outputs)
         self._casts: Counter[tuple[int, int]] = Counter()  # of a weight in a context
         self._calls: list[tuple[BlockCall, list[bool]]] = []  # and whether something else uses each of its sources
         calls = {node.call: [users[child] > 1 for child in node.next_functions] for node in measured}
@@ -277,10 +276,11 @@ class OuterGraph:
         """
         for call, shared in self._calls:
             num_tensors = len(call.tensor_uses)
-            tensors = [
-                direct if other or (direct > 1 and (hooked or source() is not None)) else 1
+            always = [
+                other or (direct > 1 and (hooked or source() is not None))
                 for other, source, (direct, _) in zip(shared, call.sources, call.tensor_uses, strict=False)
             ]
+            tensors = [n if is_apart else 1 for (n, _), is_apart in zip(call.tensor_uses, always, strict=True)]
             uses = list(zip(call.block.parameters, shared[num_tensors:], call.parameter_uses, strict=True))
             recast = [
                 n if other or direct or self._casts[id(p), call.context] > 1 else 0 for p, other, (direct, n) in uses
@@ -295,7 +295,8 @@ class OuterGraph:
             apart = sum(size * n for size, n in sources if n > 1)
             apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, recast, strict=True))
             added = [n < direct for n, (direct, _) in zip(parameters, call.parameter_uses, strict=True)]
-            counts = ((call.places, tuple(tensors)),), tuple(parameters), tuple(recast)
+            given = call.places, tuple(direct for direct, _ in call.tensor_uses), tuple(always)
+            counts = (given,), tuple(parameters), tuple(recast)
             yield call.block, Edges(*counts, tuple(call.casts_to), tuple(once), tuple(added)), apart
 
 

@@ -37,7 +37,7 @@ from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
 from hydra_tune.gradient_sums import GradientSums
-from hydra_tune.graph import keep_again
+from hydra_tune.graph import keep_again, note_users
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.late_gradients import gates_for
 from hydra_tune.leased_visit import LeasedVisit
@@ -368,6 +368,8 @@ class Trial:
                 if self._backward_within:  # once, however many
                     self.steps.add_backward()
                 made = tensors_in(outputs)
+                if forward_pass.may_join:
+                    note_users(made)
                 self.copies.refuse_writes()
                 forward_pass.joined_casts = casts.join(made)
                 self._warn_of_parted_casts(plan)

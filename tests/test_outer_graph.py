@@ -143,6 +143,29 @@ class HasAMaskLater(LeavesTheMaskOut):
     first = False
 
 
+class SkipsFar(Script):
+    """Who else uses what a block is given, and uses several times, the data say: only some batches have the skip."""
+
+    class Skipping(Net):
+        def forward(self, x):
+            is_far = x[0, 0] > 9
+            for i, layer in enumerate(self.layers):
+                if i == 2:
+                    kept = x
+                x = layer(x)
+            return self.head(x + kept if is_far else x)
+
+    def model(self):
+        self.steps = 0
+        return self.Skipping(self.Layer)
+
+    def forward(self, model, x):
+        self.steps += 1
+        if self.steps == 2:
+            x[0, 0] = 10.0
+        return model(x)
+
+
 class GivesWhatTheLossUses(LossOnFeatures):
     """An image that was generated, for instance."""
 
@@ -233,7 +256,7 @@ class ThroughItself(Script):
 
 SCRIPTS = [
     GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures, KeepsFeatures, GivesWhatTheLossUses,
-    LeavesTheMaskOut, HasAMaskLater, FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
+    LeavesTheMaskOut, HasAMaskLater, SkipsFar, FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
 ]  # fmt: skip
 
 

@@ -140,13 +140,14 @@ class Skipping(nn.Module):
         return self.layers[2](self.layers[1](first)) + first
 
 
-def test_a_tensor_that_is_used_elsewhere_too_has_an_edge_for_each_use_in_a_block():
-    """Else the block would add its two uses before the engine adds the third."""
+def test_a_tensor_that_is_used_elsewhere_too_has_gradients_for_each_use_in_a_block():
+    """Else the block would add its two uses before the engine adds the third. The first layer's needs none."""
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
         model = hydra_tune.prepare(Skipping(), pool=pool)
         model(torch.randn(2, 16))
         (plan,) = pool.plans.values()
-        assert [block.edges.tensors for block in plan.blocks] == [(((0,), (n,)),) for n in (1, 2, 1)]
+        found = [(((0,), (uses,), (apart,)),) for uses, apart in ((0, False), (2, True), (2, False))]
+        assert [block.edges.tensors for block in plan.blocks] == found
         hydra_tune.release(model)
 
 

@@ -194,7 +194,7 @@ def always(instead):
 def one_edge_each(original):
     def edges(graph, **options):
         for block, found, *rest in original(graph, **options):
-            tensors = tuple((places, (1,) * len(counts)) for places, counts in found.tensors)
+            tensors = tuple((places, (1,) * len(uses), apart) for places, uses, apart in found.tensors)
             yield block, Edges(tensors, casts=found.casts, casts_to=found.casts_to), *rest
 
     return edges

@@ -140,7 +140,8 @@ class BlockCall:
                 places[id(leaf)] = _Place(len(self.tensors))
                 self.tensors.append(leaf)
         self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
-        self.places = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
+        numbers = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
+        self.places = self._structure.key, numbers
         self._sum_nodes: dict[int, Any] = {}  # of edges of weights, by their numbers
         self._moment = Moment(block)
 

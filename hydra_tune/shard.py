@@ -43,7 +43,8 @@ class Task(NamedTuple):
         return f"{self.trial}/{self.step}/{self.direction.value}{self.shard}"
 
 
-Places: TypeAlias = tuple[int, ...]  # of each thing that a block is given, the number of its tensor; -1 for none
+# how a block is given its arguments, by name and nesting; and of each the number of its tensor, -1 for none
+Places: TypeAlias = tuple[Hashable, tuple[int, ...]]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import is_
 from typing import Any
 
@@ -24,6 +24,12 @@ class Structure:
     spec: TreeSpec
     nested: dict[int, tuple[Any, tuple[str, ...], Structure, int]]  # shell, fields, its own structure, leaves
     plain: tuple[int, tuple[str, ...]] | None = None
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Equal for equal structures. As text: in torch 2.6 a dict's has no hash."""
+        inner = tuple((i, fields, structure.key) for i, (_, fields, structure, _) in self.nested.items())
+        return self.plain or (str(self.spec), inner)
 
 
 _TENSOR = Structure(tree_flatten(0)[1], {})

@@ -166,6 +166,46 @@ class SkipsFar(Script):
         return model(x)
 
 
+class NamesOtherwise(Script):
+    """The same tensors in the same order, but by other names: the data say which is used once, and which twice."""
+
+    class Crossing(Layer):
+        def forward(self, x, once=None, twice=None):
+            return super().forward(x) + once + (twice + twice.tanh())
+
+    class Crossed(Net):
+        def forward(self, x):
+            u, v = self.layers[0](x, x, x), self.layers[1](x, x, x)
+            first, second = ("twice", "once") if x[0, 0] > 9 else ("once", "twice")
+            for layer in self.layers[2:]:
+                x = layer(x, **{first: u, second: v})
+            return self.head(x)
+
+    def model(self):
+        self.steps = 0
+        return self.Crossed(self.Crossing)
+
+    def forward(self, model, x):
+        self.steps += 1
+        if self.steps == 2:
+            x[0, 0] = 10.0
+        return model(x)
+
+
+class NamesKeysOtherwise(NamesOtherwise):
+    class Crossing(NamesOtherwise.Crossing):
+        def forward(self, x, both):
+            return super().forward(x, **both)
+
+    class Crossed(Net):
+        def forward(self, x):
+            u, v = (self.layers[i](x, {"once": x, "twice": x}) for i in (0, 1))
+            first, second = ("twice", "once") if x[0, 0] > 9 else ("once", "twice")
+            for layer in self.layers[2:]:
+                x = layer(x, {first: u, second: v})
+            return self.head(x)
+
+
 class GivesWhatTheLossUses(LossOnFeatures):
     """An image that was generated, for instance."""
 
@@ -256,7 +296,8 @@ class ThroughItself(Script):
 
 SCRIPTS = [
     GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures, KeepsFeatures, GivesWhatTheLossUses,
-    LeavesTheMaskOut, HasAMaskLater, SkipsFar, FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
+    LeavesTheMaskOut, HasAMaskLater, SkipsFar, NamesOtherwise, NamesKeysOtherwise,
+    FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
 ]  # fmt: skip
 
 

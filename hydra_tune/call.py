@@ -141,7 +141,7 @@ class BlockCall:
                 self.tensors.append(leaf)
         self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
         numbers = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
-        self.places = self._structure.key, numbers
+        self.places = self._structure.key, numbers, tuple([t.requires_grad for t in self.tensors])
         self._sum_nodes: dict[int, Any] = {}  # of edges of weights, by their numbers
         self._moment = Moment(block)
 

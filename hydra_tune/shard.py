@@ -43,8 +43,9 @@ class Task(NamedTuple):
         return f"{self.trial}/{self.step}/{self.direction.value}{self.shard}"
 
 
-# how a block is given its arguments, by name and nesting; and of each the number of its tensor, -1 for none
-Places: TypeAlias = tuple[Hashable, tuple[int, ...]]
+# how a block is given its arguments, by name and nesting; of each the number of its tensor, -1 for none; and whether
+# that requires a gradient
+Places: TypeAlias = tuple[Hashable, tuple[int, ...], tuple[bool, ...]]
 
 
 @dataclass(frozen=True)

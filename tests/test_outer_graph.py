@@ -206,6 +206,33 @@ class NamesKeysOtherwise(NamesOtherwise):
             return self.head(x)
 
 
+class LearnsLater(Script):
+    """What several blocks are given, and use twice, requires a gradient in some batches only, which the data say."""
+
+    class Crossing(Layer):
+        def forward(self, x, memory=None):
+            return super().forward(x) if memory is None else super().forward(x) + memory * memory.tanh()
+
+    class Crossed(Net):
+        def forward(self, x):
+            memory = self.layers[1](self.layers[0](x))
+            if not x[0, 0] > 9:
+                memory = memory.detach()
+            for layer in self.layers[2:]:
+                x = layer(x, memory)
+            return self.head(x)
+
+    def model(self):
+        self.steps = 0
+        return self.Crossed(self.Crossing)
+
+    def forward(self, model, x):
+        self.steps += 1
+        if self.steps == 2:
+            x[0, 0] = 10.0
+        return model(x)
+
+
 class GivesWhatTheLossUses(LossOnFeatures):
     """An image that was generated, for instance."""
 
@@ -296,7 +323,7 @@ class ThroughItself(Script):
 
 SCRIPTS = [
     GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures, KeepsFeatures, GivesWhatTheLossUses,
-    LeavesTheMaskOut, HasAMaskLater, SkipsFar, NamesOtherwise, NamesKeysOtherwise,
+    LeavesTheMaskOut, HasAMaskLater, SkipsFar, NamesOtherwise, NamesKeysOtherwise, LearnsLater,
     FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
 ]  # fmt: skip
 

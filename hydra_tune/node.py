@@ -7,8 +7,8 @@ Forward runs on the promoted weights and keeps nothing. Backward promotes them a
 with gradients on, runs the local backward, and hands the gradients of inputs and weights to the outer
 graph. The host parameters are inputs of the node, so accumulation into `.grad`, its order, ties and
 parameter hooks stay PyTorch's own. (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
-arXiv 1604.06174, with the weights away between the two visits.) A tensor that is used elsewhere too is an
-input once for each of its uses in the block, so that sums are made in plain PyTorch's order: see `graph`.
+arXiv 1604.06174, with the weights away between the two visits.) A tensor is an input once for each of its uses in
+the block, so that sums with uses elsewhere are made in plain PyTorch's order: see `graph`.
 """
 
 from __future__ import annotations

@@ -455,7 +455,7 @@ class BlockCall:
         autocast, parameters, shared = self.forward_pass.autocast, self.block.parameters, dict[int, GradientSums]()
         cast = [i for i in self._sum_nodes if i in self.cast_once]
         added = [i for i in self._sum_nodes if i not in self.cast_once]
-        if autocast.is_shared and autocast.sums.is_shared(parameters[i] for i in cast):
+        if cast and autocast.sums.is_shared(parameters[i] for i in cast):
             shared.update(dict.fromkeys(cast, autocast.sums))
         if added and self.trial.sums.is_shared(parameters[i] for i in added):
             shared.update(dict.fromkeys(added, self.trial.sums))

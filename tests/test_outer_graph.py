@@ -233,6 +233,28 @@ class LearnsLater(Script):
         return model(x)
 
 
+class RepeatsUnderAutocast(Script):
+    """A block is called once in the first batch, then three times in one context: its weights are cast once for all."""
+
+    class Deepening(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                for _ in range(3 if x[0, 0] > 9 else 1):
+                    x = layer(x)
+            return self.head(x)
+
+    def model(self):
+        self.steps = 0
+        return self.Deepening(self.Layer)
+
+    def forward(self, model, x):
+        self.steps += 1
+        if self.steps == 2:
+            x[0, 0] = 100.0
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float()
+
+
 class GivesWhatTheLossUses(LossOnFeatures):
     """An image that was generated, for instance."""
 
@@ -324,6 +346,7 @@ class ThroughItself(Script):
 SCRIPTS = [
     GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures, KeepsFeatures, GivesWhatTheLossUses,
     LeavesTheMaskOut, HasAMaskLater, SkipsFar, NamesOtherwise, NamesKeysOtherwise, LearnsLater,
+    RepeatsUnderAutocast,
     FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
 ]  # fmt: skip
 

@@ -106,10 +106,23 @@ class KeepsFeatures(LossOnFeatures):
         return model
 
 
-class LeavesTheMaskOut(Script):
+class MarksBatches(Script):
+    """What a model does depends on the data: some batches have a mark, and no flag or shape tells them apart."""
+
+    marked = (2,)
+    step = 0
+
+    def forward(self, model, x):
+        self.step += 1
+        if self.step in self.marked:
+            x[0, 0] = 10.0
+        return model(x)
+
+
+class LeavesTheMaskOut(MarksBatches):
     """A batch without padding has no mask, as in Hugging Face's decoders: what is behind it has another number then."""
 
-    first = True  # whether the first batch has one
+    marked = (1,)
 
     class Attending(Layer):
         def set_up(self):
@@ -129,21 +142,14 @@ class LeavesTheMaskOut(Script):
             return self.head(x)
 
     def model(self):
-        self.steps = 0
         return self.Decoder(self.Attending)
-
-    def forward(self, model, x):
-        self.steps += 1
-        if (self.steps == 1) == self.first:
-            x[0, 0] = 10.0
-        return model(x)
 
 
 class HasAMaskLater(LeavesTheMaskOut):
-    first = False
+    marked = (2, 3)
 
 
-class SkipsFar(Script):
+class SkipsFar(MarksBatches):
     """Who else uses what a block is given, and uses several times, the data say: only some batches have the skip."""
 
     class Skipping(Net):
@@ -156,17 +162,9 @@ class SkipsFar(Script):
             return self.head(x + kept if is_far else x)
 
     def model(self):
-        self.steps = 0
         return self.Skipping(self.Layer)
 
-    def forward(self, model, x):
-        self.steps += 1
-        if self.steps == 2:
-            x[0, 0] = 10.0
-        return model(x)
-
-
-class NamesOtherwise(Script):
+class NamesOtherwise(MarksBatches):
     """The same tensors in the same order, but by other names: the data say which is used once, and which twice."""
 
     class Crossing(Layer):
@@ -182,15 +180,7 @@ class NamesOtherwise(Script):
             return self.head(x)
 
     def model(self):
-        self.steps = 0
         return self.Crossed(self.Crossing)
-
-    def forward(self, model, x):
-        self.steps += 1
-        if self.steps == 2:
-            x[0, 0] = 10.0
-        return model(x)
-
 
 class NamesKeysOtherwise(NamesOtherwise):
     class Crossing(NamesOtherwise.Crossing):
@@ -206,7 +196,7 @@ class NamesKeysOtherwise(NamesOtherwise):
             return self.head(x)
 
 
-class LearnsLater(Script):
+class LearnsLater(MarksBatches):
     """What several blocks are given, and use twice, requires a gradient in some batches only, which the data say."""
 
     class Crossing(Layer):
@@ -223,17 +213,9 @@ class LearnsLater(Script):
             return self.head(x)
 
     def model(self):
-        self.steps = 0
         return self.Crossed(self.Crossing)
 
-    def forward(self, model, x):
-        self.steps += 1
-        if self.steps == 2:
-            x[0, 0] = 10.0
-        return model(x)
-
-
-class RepeatsUnderAutocast(Script):
+class RepeatsUnderAutocast(MarksBatches):
     """A block is called once in the first batch, then three times in one context: its weights are cast once for all."""
 
     class Deepening(Net):
@@ -244,15 +226,11 @@ class RepeatsUnderAutocast(Script):
             return self.head(x)
 
     def model(self):
-        self.steps = 0
         return self.Deepening(self.Layer)
 
     def forward(self, model, x):
-        self.steps += 1
-        if self.steps == 2:
-            x[0, 0] = 100.0
         with torch.autocast("cpu", torch.bfloat16):
-            return model(x).float()
+            return super().forward(model, x).float()
 
 
 class GivesWhatTheLossUses(LossOnFeatures):

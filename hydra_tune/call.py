@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate, zip_longest
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -462,17 +462,11 @@ class BlockCall:
         return shared
 
     def _hand_on(self, shared: Mapping[int, GradientSums], grads: list[torch.Tensor | None]) -> None:
-        """Of what other forwards use too, the last node of them hands on all: a `total` where uses were added to it,
-        where they were cast the gradient of this one."""
+        """Of what other forwards use too, the last node of them hands on all."""
         first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
         for i, sums in shared.items():
             weight, place = self.block.parameters[i], sum(self.num_edges[: first + i])
-            total, before = grads[place], sums.total(weight)
-            if total is not None and i in self.cast_once:
-                lower = total.to(self.cast_once[i])
-                total = lower if before is None else before + lower
-            total = sums.hand_on(self._sum_nodes[i], weight, total)
-            grads[place] = None if total is None else total.to(weight.dtype)
+            grads[place] = sums.hand_on(self._sum_nodes[i], weight, grads[place])
 
     def _run_backward(
         self,
@@ -543,6 +537,7 @@ class BlockCall:
         leaves = [*inputs, *visit.leaves]
         num_leaves = len(leaves)
         recast = {len(inputs) + i: cast.dtype for i, cast in self._casts.items()}
+        once = {len(inputs) + i: dtype for i, dtype in self.cast_once.items()}
         needed = [  # a weight may have been frozen since
             (w or i in recast) and leaf.requires_grad
             for i, (w, leaf) in enumerate(zip(wanted[:num_leaves], leaves, strict=True))
@@ -553,20 +548,26 @@ class BlockCall:
         made.clear()
         if not pairs:
             return [[None] * n for n in self.num_edges]
-        totals = {i: sums.total(self.block.parameters[i]) for i, sums in shared.items() if i not in self.cast_once}
-        before = [(len(inputs) + i, total) for i, total in totals.items() if total is not None]
-        arrived = self.trial.residency.received(visit.device, [t for i, t in before if needed[i]])
-        pairs += zip([leaves[i] for i, _ in before if needed[i]], arrived, strict=True)  # first: to add the uses to
-        outs, grads_in = zip(*pairs, strict=True)
-        del pairs, arrived
-        uses = Uses(outs, leaves, cast_once=recast) if split else None
+        uses = Uses([o for o, _ in pairs], leaves, cast_once=once | recast) if split or once else None
+        lowered = {i: dtype for i, dtype in once.items() if uses and needed[i] and not uses.count(i, cast=False)}
+        repeated = [i for i in lowered if uses and uses.count(i, cast=True) > 1]  # the pilot saw fewer
         if uses:
-            uses.record(split)
+            uses.record([*split, *repeated])
+        sums_before = {len(inputs) + i: sums.total(self.block.parameters[i]) for i, sums in shared.items()}
+        before = {i: total for i, total in sums_before.items() if total is not None and needed[i]}
+        arrived = dict(zip(before, self.trial.residency.received(visit.device, [*before.values()]), strict=True))
+        pairs += [(leaves[i], total) for i, total in arrived.items() if i not in lowered]  # first: to add the uses to
+        outs, grads_in = zip(*pairs, strict=True)
+        del pairs
         hide_from_backward()
-        sums = gradients_of(outs, grads_in, leaves, needed, reentrant=self.block.reentrant)
+        totals = gradients_of(outs, grads_in, leaves, needed, reentrant=self.block.reentrant)
         grads: list[list[torch.Tensor | None]] = []
-        for i, total in enumerate(sums):
+        for i, total in enumerate(totals):
             parts = uses.direct[i] if uses and i in split else [] if total is None else [total]
+            if uses and i in repeated:
+                parts = [_sum_in(lowered[i], uses.cast[i], arrived.pop(i, None))]
+            elif i in lowered and i in arrived:
+                parts = [_sum_in(lowered[i], parts, arrived.pop(i))]
             grads.append(_spread(parts, self.num_edges[i]))
         for i, count in zip(recast, self.num_edges[num_leaves:], strict=True):
             assert uses is not None
@@ -623,6 +624,12 @@ def _spread(parts: Sequence[torch.Tensor], num_edges: int) -> list[torch.Tensor 
         assert last is not None
         spread[-1] = last + extra
     return spread
+
+
+def _sum_in(dtype: torch.dtype, parts: Sequence[torch.Tensor], before: torch.Tensor | None) -> torch.Tensor:
+    """Added in that precision, one after another, to what came before."""
+    terms = [part.to(dtype) for part in ([] if before is None else [before]) + [*parts]]
+    return reduce(torch.add, terms).to(torch.float32)
 
 
 def edges_for(counts: Edges, other: Edges) -> Edges:

@@ -288,7 +288,7 @@ class OuterGraph:
             parameters = [
                 direct if other or again else 1 for (_, other, (direct, _)), again in zip(uses, recast, strict=True)
             ]
-            once = [n > again for (_, _, (_, n)), again in zip(uses, recast, strict=True)]
+            once = [n > again or not (direct or n) for (_, _, (direct, n)), again in zip(uses, recast, strict=True)]
             sources = zip(
                 (*call.source_bytes, *map(storage_bytes, call.block.parameters)), (*tensors, *parameters), strict=True
             )

@@ -53,10 +53,10 @@ class Edges:
     """How many edges of the outer graph a block takes for each of its tensors, parameters and autocast's copies
     of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`. `casts_to`
     are the dtypes of the copies, by that of the autocast around the block, where it is another one. Parameters that are
-    `cast_once` have a copy for their only use, but no edge for it: one of their own gives the same. And one edge have
-    those that are `added`: a call adds the gradients of their uses itself. `tensors` have a count each, for each way in
-    which arguments were given: a mask that is left out gives all behind it another number. Beside it stands whether
-    their gradients are always `apart`, or only in steps in which others use them, too."""
+    `cast_once` have a copy for their only use, or none yet, but no edge for it: one of their own gives the same. And
+    one edge have those that are `added`: a call adds the gradients of their uses itself. `tensors` have a count each,
+    for each way in which arguments were given: a mask that is left out gives all behind it another number. Beside it
+    stands whether their gradients are always `apart`, or only in steps in which others use them, too."""
 
     tensors: tuple[tuple[Places, tuple[int, ...], tuple[bool, ...]], ...] = ()
     parameters: tuple[int, ...] = ()

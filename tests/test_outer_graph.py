@@ -164,6 +164,7 @@ class SkipsFar(MarksBatches):
     def model(self):
         return self.Skipping(self.Layer)
 
+
 class NamesOtherwise(MarksBatches):
     """The same tensors in the same order, but by other names: the data say which is used once, and which twice."""
 
@@ -181,6 +182,7 @@ class NamesOtherwise(MarksBatches):
 
     def model(self):
         return self.Crossed(self.Crossing)
+
 
 class NamesKeysOtherwise(NamesOtherwise):
     class Crossing(NamesOtherwise.Crossing):
@@ -215,6 +217,7 @@ class LearnsLater(MarksBatches):
     def model(self):
         return self.Crossed(self.Crossing)
 
+
 class RepeatsUnderAutocast(MarksBatches):
     """A block is called once in the first batch, then three times in one context: its weights are cast once for all."""
 
@@ -231,6 +234,41 @@ class RepeatsUnderAutocast(MarksBatches):
     def forward(self, model, x):
         with torch.autocast("cpu", torch.bfloat16):
             return super().forward(model, x).float()
+
+
+class UsesWeightsMoreUnderAutocast(RepeatsUnderAutocast):
+    """A block uses a weight once in the first batch, and another not at all, then both three times: one cast each."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.near, self.far = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            is_marked = x[0, 0] > 9
+            x = super().forward(x) + self.near(x)
+            if is_marked:
+                x = x + self.near(self.far(x).tanh()) + self.far(self.near(x).tanh()) * self.far(x)
+            return x
+
+    class Net(Net):
+        def forward(self, x):
+            is_marked = x[0, 0] > 9
+            for layer in self.layers:
+                x = x.clone()
+                x[0, 0] = 10.0 if is_marked else 0.0
+                x = layer(x)
+            return self.head(x)
+
+    def model(self):
+        return self.Net(self.Layer)
+
+
+class UsesWeightsMoreInTwoForwards(UsesWeightsMoreUnderAutocast):
+    """The casts serve both."""
+
+    def forward(self, model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (model(x.tanh()) + MarksBatches.forward(self, model, x) + model(x.sin())).float()
 
 
 class GivesWhatTheLossUses(LossOnFeatures):
@@ -325,6 +363,8 @@ SCRIPTS = [
     GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures, KeepsFeatures, GivesWhatTheLossUses,
     LeavesTheMaskOut, HasAMaskLater, SkipsFar, NamesOtherwise, NamesKeysOtherwise, LearnsLater,
     RepeatsUnderAutocast,
+    UsesWeightsMoreUnderAutocast,
+    UsesWeightsMoreInTwoForwards,
     FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
 ]  # fmt: skip
 

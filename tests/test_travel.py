@@ -324,6 +324,7 @@ def test_trials_of_a_runner_draw_the_numbers_of_their_homes_abroad(generators, m
             return out
 
         monkeypatch.setattr(Layer, "forward", forward)
+
         def objective(trial):
             place.number = None
             return objective_of(results)(trial.number)

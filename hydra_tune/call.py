@@ -555,7 +555,8 @@ class BlockCall:
             uses.record([*split, *repeated])
         sums_before = {len(inputs) + i: sums.total(self.block.parameters[i]) for i, sums in shared.items()}
         before = {i: total for i, total in sums_before.items() if total is not None and needed[i]}
-        arrived = dict(zip(before, self.trial.residency.received(visit.device, [*before.values()]), strict=True))
+        copies = self.trial.residency.received(visit.device, [*before.values()]) if before else []
+        arrived = dict(zip(before, copies, strict=True))
         pairs += [(leaves[i], total) for i, total in arrived.items() if i not in lowered]  # first: to add the uses to
         outs, grads_in = zip(*pairs, strict=True)
         del pairs

@@ -14,7 +14,6 @@ import torch
 
 from hydra_tune.casts import Clearings, context_number
 from hydra_tune.errors import PrepareError
-from hydra_tune.gradient_sums import GradientSums
 from hydra_tune.graph import Cast
 from hydra_tune.host_buffer import version_of
 from hydra_tune.process_state import remembers_casts
@@ -27,9 +26,9 @@ class AutocastContext:
         self._number = context_number() if remembers_casts() else None
         self._versions: dict[int, int] = {}  # of weights, by their ids, when they were cast
         self._casts: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}  # by weight, dtype, and a context within
+        self._made: set[tuple[int, torch.dtype, int]] = set()  # likewise
         self._num_forwards = 0
         self._clearings = Clearings()
-        self.sums = GradientSums()  # in the lower precision, of weights that each forward casts for one use
 
     @property
     def goes_on(self) -> bool:
@@ -59,6 +58,13 @@ class AutocastContext:
                 "values, which are not kept here. Leave torch.autocast before the optimizer's step, or give it "
                 "cache_enabled=False."
             )
+
+    def makes(self, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether this use of its cast is the first one, in a context."""
+        key = id(weight), dtype, context_number()
+        is_first = key not in self._made
+        self._made.add(key)
+        return is_first
 
     def cast_of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What stands for it in the outer graph, where a forward casts it for several uses. It is kept when the graph

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
+from functools import partial
 from itertools import accumulate, zip_longest
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -15,10 +15,11 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 
 from hydra_tune.block import Block, grad_dtype_of
+from hydra_tune.casts import context_number
 from hydra_tune.copies import Copies
 from hydra_tune.errors import PrepareError, UncuttableError
-from hydra_tune.forward_pass import ForwardPass
-from hydra_tune.gradient_sums import GradientSums
+from hydra_tune.forward_pass import ForwardPass, casts_inside
+from hydra_tune.gradient_sums import GradientSums, WeightSum, plus
 from hydra_tune.graph import (
     Unsaved,
     Uses,
@@ -108,7 +109,7 @@ class BlockCall:
     used_by_others: Sequence[bool] | None = None  # each tensor, in this step; all, where nobody knows
     nondifferentiable: Sequence[int] = ()
     _casts: Mapping[int, torch.Tensor] = MappingProxyType({})  # in the outer graph, by their parameters' numbers
-    cast_once: Mapping[int, torch.dtype] = MappingProxyType({})  # likewise, in a context that may go on
+    _casts_inside: Mapping[int, torch.dtype] = MappingProxyType({})  # likewise, where the call adds what they give
     _output_leaves: Sequence[Any] = ()
     _output_structure: Structure | None = None
     made: Sequence[torch.Tensor] = ()  # by a call without gradients
@@ -143,6 +144,7 @@ class BlockCall:
         numbers = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
         self.places = self._structure.key, numbers, tuple([t.requires_grad for t in self.tensors])
         self._sum_nodes: dict[int, Any] = {}  # of edges of weights, by their numbers
+        self._casts_elsewhere: set[int] = set()  # weights, whose casts an earlier call has made
         self._moment = Moment(block)
 
     # ---- arguments and outputs ----
@@ -232,19 +234,21 @@ class BlockCall:
             *_padded(edges.parameters, len(block.parameters), 1),
         ]
         self.forward_pass.may_join |= self.may_join
-        self._casts, self.cast_once = self.forward_pass.casts_of(block), self.forward_pass.cast_once(block)
+        self._casts, self._casts_inside = self.forward_pass.casts_of(block), casts_inside(block)
         self.num_edges += [edges.casts[i] for i in self._casts]
 
     def edges_in(self) -> list[torch.Tensor]:
         """Every source as many times as it has edges."""
         self._gate, late = self.forward_pass.gates.pop(self.block, (None, {}))
         weights = [late.get(id(p), p) for p in self.block.parameters]
-        watched = dict.fromkeys(self._added(), self.trial.sums)
-        watched.update(dict.fromkeys(self.cast_once, self.forward_pass.autocast.sums))
-        for i, sums in watched.items():
+        context = context_number()
+        for i in self._watched():
             p = self.block.parameters[i]
             if weights[i].requires_grad and grad_dtype_of(p) == p.dtype:  # the engine casts to an edge's dtype
-                weights[i] = sums.edge(weights[i], p)
+                dtype = self._casts_inside.get(i)
+                if dtype is not None and not self.forward_pass.autocast.makes(p, dtype):
+                    self._casts_elsewhere.add(i)
+                weights[i] = self.trial.sums.edge(weights[i], p, None if dtype is None else (context, dtype))
                 self._sum_nodes[i] = weights[i].grad_fn
         sources = [*self.tensors, *weights, *self._casts.values()]
         return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
@@ -276,6 +280,8 @@ class BlockCall:
             moment.note_random_states(self.trial.residency.device.generators())
             weight_versions = versions_of(visit.leaves)
             given = visit.brought(detached(self.tensors))
+            if self._counts_uses:  # as they are given for the repetition
+                given = list(map(uncached, given))
             versions = versions_of(given)
             arguments = self.arguments(given)
             outputs = self._computed(visit, self.forward_unsaved, arguments)
@@ -372,7 +378,7 @@ class BlockCall:
         """A weight that this call does not use has no edge: its hooks would fire, without a gradient."""
         used = {id(leaf_of(node)) for node in nodes_of(made)}
         unused = {i for i, leaf in enumerate(leaves) if id(leaf) not in used}
-        self.cast_once = {i: dtype for i, dtype in self.cast_once.items() if i not in unused}
+        self._casts_inside = {i: dtype for i, dtype in self._casts_inside.items() if i not in unused}
         has_edge = [True] * len(self.tensors) + [i not in unused for i in (*range(len(leaves)), *self._casts)]
         self.num_edges = [n if has else 0 for n, has in zip(self.num_edges, has_edge, strict=True)]
 
@@ -415,18 +421,21 @@ class BlockCall:
                 f"{self.block.name} was changed in place after the model's forward, which the others' gradients would "
                 "miss. Change a copy (.clone())."
             )
-        shared = self._shared_sums()
-        again = partial(self._run_backward, tensors, needed, grad_outputs, shared)
-        grads = self.trial.with_room(self.block, again, lambda: True)
-        if shared:
-            with self.trial.residency.meter.paused():
-                self._hand_on(shared, grads)
-        return grads
+        is_shared = self.trial.sums.is_shared(self.block.parameters[i] for i in self._sum_nodes)
+        again = partial(self._run_backward, tensors, needed, grad_outputs, is_shared=is_shared)
+        grads, sums = self.trial.with_room(self.block, again, lambda: True)
+        with self.trial.residency.meter.paused() if sums else nullcontext():
+            self._hand_on(sums, grads)
+        return [g for source in grads[: len(self.num_edges)] for g in source]
 
-    def _added(self) -> list[int]:
-        """Numbers of the parameters whose uses this call adds itself, with none elsewhere in this forward."""
-        first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
-        return [i for i, adds in enumerate(self.block.edges.added) if adds and self.num_edges[first + i] == 1]
+    def _watched(self) -> list[int]:
+        """Numbers of the parameters whose uses this call adds itself, to those of other calls."""
+        first, added = len(self.num_edges) - len(self.block.parameters) - len(self._casts), self.block.edges.added
+        return [
+            i
+            for i in range(len(self.block.parameters))
+            if self.num_edges[first + i] == 1 and (i in self._casts_inside or any(added[i : i + 1]))
+        ]
 
     @property
     def may_join(self) -> bool:
@@ -450,32 +459,29 @@ class BlockCall:
             was or users[edges[start]] > n for was, start, n in zip(before, starts, num_edges, strict=False)
         ]
 
-    def _shared_sums(self) -> dict[int, GradientSums]:
-        """Of parameters that other forwards have used, too, by their numbers."""
-        autocast, parameters, shared = self.forward_pass.autocast, self.block.parameters, dict[int, GradientSums]()
-        cast = [i for i in self._sum_nodes if i in self.cast_once]
-        added = [i for i in self._sum_nodes if i not in self.cast_once]
-        if cast and autocast.sums.is_shared(parameters[i] for i in cast):
-            shared.update(dict.fromkeys(cast, autocast.sums))
-        if added and self.trial.sums.is_shared(parameters[i] for i in added):
-            shared.update(dict.fromkeys(added, self.trial.sums))
-        return shared
-
-    def _hand_on(self, shared: Mapping[int, GradientSums], grads: list[torch.Tensor | None]) -> None:
-        """Of what other forwards use too, the last node of them hands on all."""
+    def _hand_on(self, sums: Mapping[int, WeightSum], grads: list[list[torch.Tensor | None]]) -> None:
+        """Of what other calls use too, the last node of them hands on all."""
         first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
-        for i, sums in shared.items():
-            weight, place = self.block.parameters[i], sum(self.num_edges[: first + i])
-            grads[place] = sums.hand_on(self._sum_nodes[i], weight, grads[place])
+        for (i, total), (cast,) in zip(sums.items(), grads[len(self.num_edges) :], strict=True):
+            row = grads[first + i]
+            total.direct, total.cast = plus(total.direct, row[0]), plus(total.cast, cast)
+            if i not in self._casts_elsewhere:
+                total.join()
+            row[0] = self.trial.sums.hand_on(self._sum_nodes[i], self.block.parameters[i], total)
 
     def _run_backward(
         self,
         tensors: Sequence[torch.Tensor],
         needed: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
-        shared: Mapping[int, GradientSums],
-    ) -> list[torch.Tensor | None]:
-        moment = self._moment
+        *,
+        is_shared: bool,
+    ) -> tuple[list[list[torch.Tensor | None]], dict[int, WeightSum]]:
+        """Gradients for each source's edges; then the sums of shared weights before this call, and behind the sources
+        what the uses of their casts here give."""
+        moment, parameters = self._moment, self.block.parameters
+        nodes = self._sum_nodes if is_shared else {}
+        sums = {i: self.trial.sums.before(node, parameters[i]) for i, node in nodes.items()}
         moment.refuse_changed_weights()
         assert moment.surroundings is not None
         ends = accumulate(self.num_edges)
@@ -505,7 +511,7 @@ class BlockCall:
             try:
                 # what a checkpoint within draws it undoes, and noise does not
                 with moment.drawing(drawing_for_nothing), visit.drawing():
-                    grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit, shared)
+                    grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit, sums)
             except torch.OutOfMemoryError:  # it may run again, as if it had not
                 if self.block.draws:
                     set_generator_states(generators, drawn)
@@ -515,14 +521,14 @@ class BlockCall:
                 raise
             if now or found != self.found_buffers():  # by a hook, a Function, or a checkpoint within the block
                 self._write_back(visit, visit.changed_buffers(), in_backward=True)
-            num_tensors, parameters = len(tensors), self.block.parameters
-            masters = [*parameters, *(parameters[i] for i in self._casts)]
+            num_tensors = len(tensors)
+            masters = [*parameters, *(parameters[i] for i in (*self._casts, *sums))]
             residency = self.trial.residency
-            gate = None if shared or visit.is_away else self._gate  # late ones have room at home only
+            gate = None if sums or visit.is_away else self._gate  # late ones have room at home only
             spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], gate)
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
-        return [g for source in grads for g in source]
+        return grads, sums
 
     def _local_backward(
         self,
@@ -531,13 +537,14 @@ class BlockCall:
         wanted: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
         visit: Visit,
-        shared: Mapping[int, GradientSums],
+        sums: Mapping[int, WeightSum],
     ) -> list[list[torch.Tensor | None]]:
-        """For each source the gradients of its edges; uses up what was `made`."""
+        """For each source the gradients of its edges, and what the casts of shared weights give; uses up what was
+        `made`, and of the `sums` what it has added to."""
         leaves = [*inputs, *visit.leaves]
         num_leaves = len(leaves)
         recast = {len(inputs) + i: cast.dtype for i, cast in self._casts.items()}
-        once = {len(inputs) + i: dtype for i, dtype in self.cast_once.items()}
+        inside = {len(inputs) + i: dtype for i, dtype in self._casts_inside.items()}
         needed = [  # a weight may have been frozen since
             (w or i in recast) and leaf.requires_grad
             for i, (w, leaf) in enumerate(zip(wanted[:num_leaves], leaves, strict=True))
@@ -546,34 +553,54 @@ class BlockCall:
         split = [i for i in range(num_leaves) if needed[i] and ((self.num_edges[i] > 1 and apart[i]) or i in recast)]
         pairs = [(o, g) for o, g in zip(made, grad_outputs, strict=True) if g is not None and o.requires_grad]
         made.clear()
+        shared = {len(inputs) + i: total for i, total in sums.items() if needed[len(inputs) + i]}
         if not pairs:
-            return [[None] * n for n in self.num_edges]
-        uses = Uses([o for o, _ in pairs], leaves, cast_once=once | recast) if split or once else None
-        lowered = {i: dtype for i, dtype in once.items() if uses and needed[i] and not uses.count(i, cast=False)}
-        repeated = [i for i in lowered if uses and uses.count(i, cast=True) > 1]  # the pilot saw fewer
+            return [[None] * n for n in (*self.num_edges, *(1 for _ in sums))]
+        uses = Uses([o for o, _ in pairs], leaves, cast_once=inside | recast) if split or inside else None
+        casts = {i: uses.count(i, cast=True) for i in inside if uses and needed[i]}
+        here = {
+            i: WeightSum()
+            for i, n in casts.items()
+            if uses and n > 0 and (n + uses.count(i, cast=False) > 1 or self.num_edges[i] > 1)
+        }
+        made_here = {i for i in inside if i - len(inputs) not in self._casts_elsewhere}
+        for i, total in shared.items():
+            if i in here:
+                here[i].direct, here[i].cast = self._received(visit, total.direct), self._received(visit, total.cast)
+                total.direct = total.cast = None
+            elif not casts.get(i):
+                if i in made_here:
+                    total.join()
+                before, total.direct = self._received(visit, total.direct), None
+                if before is not None:  # first: to add the uses to
+                    pairs.append((leaves[i], before))
         if uses:
-            uses.record([*split, *repeated])
-        sums_before = {len(inputs) + i: sums.total(self.block.parameters[i]) for i, sums in shared.items()}
-        before = {i: total for i, total in sums_before.items() if total is not None and needed[i]}
-        copies = self.trial.residency.received(visit.device, [*before.values()]) if before else []
-        arrived = dict(zip(before, copies, strict=True))
-        pairs += [(leaves[i], total) for i, total in arrived.items() if i not in lowered]  # first: to add the uses to
+            uses.record([i for i in split if i not in here])
+            uses.add_to(here, made_here)
         outs, grads_in = zip(*pairs, strict=True)
         del pairs
         hide_from_backward()
         totals = gradients_of(outs, grads_in, leaves, needed, reentrant=self.block.reentrant)
         grads: list[list[torch.Tensor | None]] = []
-        for i, total in enumerate(totals):
-            parts = uses.direct[i] if uses and i in split else [] if total is None else [total]
-            if uses and i in repeated:
-                parts = [_sum_in(lowered[i], uses.cast[i], arrived.pop(i, None))]
-            elif i in lowered and i in arrived:
-                parts = [_sum_in(lowered[i], parts, arrived.pop(i))]
+        for i, gradient in enumerate(totals):
+            parts = uses.direct[i] if uses and i in split else [] if gradient is None else [gradient]
+            if i in here:
+                if i in made_here or i not in shared:
+                    here[i].join()
+                parts = [x for x in [here[i].direct] if x is not None]
+            elif i in shared and casts.get(i):
+                parts = []
             grads.append(_spread(parts, self.num_edges[i]))
         for i, count in zip(recast, self.num_edges[num_leaves:], strict=True):
             assert uses is not None
             grads.append(_spread(uses.cast[i], count))
+        for i in (len(inputs) + i for i in sums):
+            gradient = totals[i] if i in shared and casts.get(i) else None
+            grads.append([here[i].cast if i in here else None if gradient is None else gradient.to(inside[i])])
         return grads
+
+    def _received(self, visit: Visit, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else self.trial.residency.received(visit.device, [tensor])[0]
 
 
 class _Place:
@@ -627,12 +654,6 @@ def _spread(parts: Sequence[torch.Tensor], num_edges: int) -> list[torch.Tensor 
     return spread
 
 
-def _sum_in(dtype: torch.dtype, parts: Sequence[torch.Tensor], before: torch.Tensor | None) -> torch.Tensor:
-    """Added in that precision, one after another, to what came before."""
-    terms = [part.to(dtype) for part in ([] if before is None else [before]) + [*parts]]
-    return reduce(torch.add, terms).to(torch.float32)
-
-
 def edges_for(counts: Edges, other: Edges) -> Edges:
     """Enough edges for both of two calls."""
 
@@ -652,7 +673,7 @@ def edges_for(counts: Edges, other: Edges) -> Edges:
         larger(counts.parameters, other.parameters),
         larger(counts.casts, other.casts),
         tuple(a | b for a, b in zip_longest(counts.casts_to, other.casts_to, fillvalue=_CastsTo())),
-        either(counts.cast_once, other.cast_once),
+        either(counts.casts_inside, other.casts_inside),
         either(counts.added, other.added),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -41,11 +42,14 @@ class ForwardPass:
             return {}
         return {i: self.autocast.cast_of(p, dtype) for i, p, dtype in _recast(block, edges.casts)}
 
-    def cast_once(self, block: Block) -> dict[int, torch.dtype]:
-        """What becomes of weights that this forward casts for one use, where others may do so in the same context."""
-        if not any(block.edges.cast_once) or not self.autocast.goes_on:
-            return {}
-        return {i: dtype for i, _, dtype in _recast(block, block.edges.cast_once)}
+
+def casts_inside(block: Block) -> dict[int, torch.dtype]:
+    """What becomes of the block's weights that are cast within it, and nowhere else, by their numbers."""
+    if not any(block.edges.casts_inside) or not remembers_casts():
+        return {}
+    edges = zip_longest(block.edges.casts_inside, block.edges.casts, fillvalue=0)
+    inside = [is_cast and not edges for is_cast, edges in edges]
+    return {i: dtype for i, _, dtype in _recast(block, inside)}
 
 
 def _recast(block: Block, which: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.dtype]]:

@@ -1,16 +1,64 @@
-"""Gradients of weights that several forwards use before one backward, added use by use as plain PyTorch adds them.
+"""Gradients of weights that several calls use before one backward, added use by use as plain PyTorch adds them.
 
-plain PyTorch   w <-- u4 + u3 + u2 + u1           the uses of the later forward, then those of the earlier
-here            w <-- node 1 <-- (total) node 2   a node hands on nothing while others of the weight are to come
+plain PyTorch   w <-- u4 + u3 + u2 + u1             the uses of the later call, then those of the earlier
+here            w <-- node 1 <-- (total) node 2     a node hands on nothing while others of the weight are to come
+
+    with torch.autocast("cuda"):         w <-- cast <-- c4 + c3 + c2 + c1     the weight is cast once for all calls;
+        loss = a(model) + b(model)                                            gradients are added in the lower precision
+
+A cast's sum joins the others where the call that has made it is done, between the uses after the cast and those before.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+_EDGE = "edge of a weight into a block"
+
+
+def is_edge(node: Any) -> bool:
+    """Whether it stands for a weight, as the source of one call."""
+    return _EDGE in node.metadata
+
+
+def plus(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient if total is None else total if gradient is None else total + gradient
+
+
+@dataclass
+class WeightSum:
+    """Of one weight: what its uses give in its own precision, and those of its cast in the lower one, until they are
+    joined."""
+
+    direct: torch.Tensor | None = None
+    cast: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor, *, by_cast: bool, joins: bool) -> None:
+        """A use's; `joins`: the cast was made after it, and all that the cast gives is there."""
+        if by_cast:
+            self.cast = plus(self.cast, gradient)
+            return
+        if joins:
+            self.join()
+        self.direct = plus(self.direct, gradient)
+
+    def join(self) -> None:
+        if self.cast is not None:
+            self.direct, self.cast = plus(self.direct, self.cast.to(torch.float32)), None
+
+
+@dataclass
+class _Backward:
+    """Of one weight in one backward: nodes to come, each with its cast, and what came before."""
+
+    to_come: dict[Any, Hashable] = field(default_factory=dict)
+    direct: torch.Tensor | None = None
+    casts: dict[Hashable, torch.Tensor] = field(default_factory=dict)
 
 
 class GradientSums:
@@ -18,45 +66,58 @@ class GradientSums:
     own, and older than the block's: they keep no graph."""
 
     def __init__(self) -> None:
-        self._nodes: list[tuple[Any, int]] = []  # each with the id of its weight
-        self._to_come: dict[int, dict[int, set[Any]]] = {}  # in a backward, for a weight
-        self._totals: dict[tuple[int, int], torch.Tensor] = {}  # in a backward, of a weight
+        self._nodes: list[tuple[Any, int, Hashable]] = []  # each with the id of its weight, and its cast
+        self._backwards: dict[int, dict[int, _Backward]] = {}
 
-    def edge(self, source: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """What stands for the weight, or its gate, as the source of one call."""
+    def edge(self, source: torch.Tensor, weight: torch.Tensor, cast: Hashable) -> torch.Tensor:
+        """What stands for the weight, or its gate, as the source of one call. `cast` is one for all calls that have
+        theirs from the same; None for a call that can't have one."""
         with torch.enable_grad():
             edge = source.expand_as(source)
-        self._nodes.append((edge.grad_fn, id(weight)))
+        node: Any = edge.grad_fn
+        node.metadata[_EDGE] = True
+        self._nodes.append((node, id(weight), cast))
         return edge
 
     def forget(self) -> None:
         """All graphs are gone."""
         self._nodes.clear()
-        self._to_come.clear()
-        self._totals.clear()
+        self._backwards.clear()
 
     def is_shared(self, weights: Iterable[torch.Tensor]) -> bool:
         """Whether one of these, a block's that runs its backward, has other nodes in this backward."""
-        coming = self._coming()
-        return any(len(coming[id(weight)]) > 1 or self.total(weight) is not None for weight in weights)
+        backward = self._backward()
+        found = [backward[id(weight)] for weight in weights]
+        return any(len(w.to_come) > 1 or w.direct is not None or w.casts for w in found)
 
-    def total(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """What came before in this backward."""
-        return self._totals.get((torch._C._current_graph_task_id(), id(weight)))
+    def before(self, node: Any, weight: torch.Tensor) -> WeightSum:
+        """What the calls after this node's have given in this backward."""
+        found = self._backward()[id(weight)]
+        return WeightSum(found.direct, found.casts.get(found.to_come.get(node)))
 
-    def hand_on(self, node: Any, weight: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor | None:
-        """The total with what this node adds, if it is the last; None where it adds nothing keeps what there is."""
-        others, key = self._coming()[id(weight)], (torch._C._current_graph_task_id(), id(weight))
-        others.discard(node)
-        if total is not None:
-            self._totals[key] = total
-        return None if others else self._totals.pop(key, None)
+    def hand_on(self, node: Any, weight: torch.Tensor, now: WeightSum) -> torch.Tensor | None:
+        """The total if this node is the last, of what its call and those before have given `now`. Casts that were made
+        by calls outside of this backward are older than all of it."""
+        backward = self._backward()
+        found = backward[id(weight)]
+        cast = found.to_come.pop(node, None)
+        found.direct = now.direct
+        if cast is not None:
+            found.casts.pop(cast, None)
+            if now.cast is not None:
+                found.casts[cast] = now.cast
+        if found.to_come:
+            return None
+        del backward[id(weight)]
+        for left in found.casts.values():
+            found.direct = plus(found.direct, left.to(torch.float32))
+        return found.direct
 
-    def _coming(self) -> dict[int, set[Any]]:
-        backward = torch._C._current_graph_task_id()
-        if backward not in self._to_come:
-            coming = self._to_come[backward] = defaultdict(set)
-            for node, weight in self._nodes:
+    def _backward(self) -> dict[int, _Backward]:
+        number = torch._C._current_graph_task_id()
+        if number not in self._backwards:
+            found = self._backwards[number] = defaultdict[int, _Backward](_Backward)
+            for node, weight, cast in self._nodes:
                 if torch._C._will_engine_execute_node(node):
-                    coming[weight].add(node)
-        return self._to_come[backward]
+                    found[weight].to_come[node] = cast
+        return self._backwards[number]

@@ -8,7 +8,7 @@ one, or the last bit may differ: (a + b) + c is not a + (b + c).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,9 +18,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hydra_tune.errors import PrepareError, UncuttableError
+from hydra_tune.gradient_sums import WeightSum
 
 REENTRANT = "CheckpointFunctionBackward"
 BLOCK = "BlockFunctionBackward"  # a block's call; its `call` is None once it was used up
+GATE = "_GateFunctionBackward"  # for late gradients, before a block's call
 CAST = "ToCopyBackward0"  # what autocast makes of a float32 weight
 _backward = torch.autograd.graph._engine_run_backward  # torch.autograd.grad looks at each gradient's shape before
 _top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
@@ -95,6 +97,7 @@ class Uses:
         index = {id(leaf): i for i, leaf in enumerate(leaves)}
         cast_of: dict[Any, int] = {}
         self.cast_to: dict[int, torch.dtype] = {}
+        self._first_cast: dict[int, int] = {}  # its place among the nodes, by leaf
         self._edges: list[tuple[Any, int, int, bool]] = []  # node, position of the edge, leaf, by a cast
         for node in nodes:
             for position, (child, _) in enumerate(node.next_functions):
@@ -102,7 +105,8 @@ class Uses:
                 if i is None:
                     continue
                 if i in cast_once and self._is_once(node, i, cast_once[i]):
-                    cast_of[node] = i
+                    cast_of[node], number = i, node._sequence_nr()
+                    self._first_cast[i] = min(number, self._first_cast.get(i, number))
                 else:
                     self._edges.append((node, position, i, False))
         if cast_of:
@@ -128,20 +132,41 @@ class Uses:
     def record(self, wanted: Iterable[int]) -> None:
         """Note the gradients of these leaves in the backward that follows."""
         chosen = set(wanted)
-        sinks: dict[Any, list[tuple[int, list[torch.Tensor]]]] = {}
-        for node, position, i, by_cast in self._edges:
-            if i in chosen:
-                sinks.setdefault(node, []).append((position, (self.cast if by_cast else self.direct)[i]))
+        self._hook(
+            (node, position, (self.cast if by_cast else self.direct)[i].append)
+            for node, position, i, by_cast in self._edges
+            if i in chosen
+        )
+
+    def add_to(self, sums: Mapping[int, WeightSum], made: Container[int]) -> None:
+        """Add the gradients of these leaves in the backward that follows, those of casts that are `made` here where
+        autograd would."""
+
+        def adding(node: Any, i: int, *, by_cast: bool) -> Callable[[torch.Tensor], None]:
+            joins = not by_cast and i in made and node._sequence_nr() < self._first_cast[i]
+            return partial(sums[i].add, by_cast=by_cast, joins=joins)
+
+        self._hook(
+            (node, position, adding(node, i, by_cast=by_cast))
+            for node, position, i, by_cast in self._edges
+            if i in sums
+        )
+
+    def _hook(self, edges: Iterable[tuple[Any, int, Callable[[torch.Tensor], None]]]) -> None:
+        """Hand on the gradient of each edge, a node's at that position."""
+        sinks: dict[Any, list[tuple[int, Callable[[torch.Tensor], None]]]] = {}
+        for node, position, sink in edges:
+            sinks.setdefault(node, []).append((position, sink))
         for node, places in sinks.items():
             node.register_hook(_noting(places))
 
 
-def _noting(places: Sequence[tuple[int, list[torch.Tensor]]]) -> Callable[[Any, Any], None]:
+def _noting(places: Sequence[tuple[int, Callable[[torch.Tensor], None]]]) -> Callable[[Any, Any], None]:
     def note(grad_inputs: Sequence[torch.Tensor | None], _: Any) -> None:
         for position, sink in places:
             gradient = grad_inputs[position]
             if gradient is not None:
-                sink.append(gradient)
+                sink(gradient)
 
     return note
 

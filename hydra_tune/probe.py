@@ -19,7 +19,8 @@ from hydra_tune.block import Block, has_attributes_of
 from hydra_tune.call import BlockCall
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.garbage import collect_until
-from hydra_tune.graph import BLOCK, CAST, leaf_of, nodes_of, users_of
+from hydra_tune.gradient_sums import is_edge
+from hydra_tune.graph import BLOCK, CAST, GATE, leaf_of, nodes_of, users_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.shard import Edges
 from hydra_tune.shared_random import SharedDraws
@@ -258,14 +259,16 @@ class OuterGraph:
         self.used_outside = list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
         self.changed_later = [node.call.block for node in measured if _changed(node)]
         users = users_of(nodes, outputs)
-        self._casts: Counter[tuple[int, int]] = Counter()  # of a weight in a context
-        self._calls: list[tuple[BlockCall, list[bool]]] = []  # and whether something else uses each of its sources
-        calls = {node.call: [users[child] > 1 for child in node.next_functions] for node in measured}
-        calls.update((call, [True] * sum(call.num_edges)) for call in run_back if call.measured)
-        for call, shared in calls.items():
-            uses = zip(call.block.parameters, call.parameter_uses, strict=True)
-            self._casts.update({(id(p), call.context): n for p, (_, n) in uses})
-            self._calls.append((call, shared))
+        into_blocks = {*called, *(node for node in nodes if is_edge(node) or node.name() == GATE)}
+        outside = users_of([node for node in nodes if node not in into_blocks], outputs)
+        self._owners = Counter(id(p) for block in blocks for p in {*block.parameters})
+        self._calls: list[tuple[BlockCall, list[bool]]] = []  # and whether something else uses each of its sources, of
+        for node in measured:  # weights other operators than blocks, which add up theirs themselves
+            num_tensors = sum(node.call.num_edges[: len(node.call.tensor_uses)])
+            tensors, weights = node.next_functions[:num_tensors], node.next_functions[num_tensors:]
+            shared = [*(users[child] > 1 for child in tensors), *(outside[child] > 0 for child in weights)]
+            self._calls.append((node.call, shared))
+        self._calls += [(call, [True] * sum(call.num_edges)) for call in run_back if call.measured]
 
     def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int]]:
         """For each call: sources that other operators use too have an edge for each use in the block; and the bytes of
@@ -282,22 +285,19 @@ class OuterGraph:
             ]
             tensors = [n if is_apart else 1 for (n, _), is_apart in zip(call.tensor_uses, always, strict=True)]
             uses = list(zip(call.block.parameters, shared[num_tensors:], call.parameter_uses, strict=True))
-            recast = [
-                n if other or direct or self._casts[id(p), call.context] > 1 else 0 for p, other, (direct, n) in uses
-            ]
-            parameters = [
-                direct if other or again else 1 for (_, other, (direct, _)), again in zip(uses, recast, strict=True)
-            ]
-            once = [n > again or not (direct or n) for (_, _, (direct, n)), again in zip(uses, recast, strict=True)]
+            recast = [n if other else 0 for _, other, (_, n) in uses]
+            parameters = [direct if other else 1 for _, other, (direct, _) in uses]
+            inside = [not other and (n > 0 or not direct) for _, other, (direct, n) in uses]
             sources = zip(
                 (*call.source_bytes, *map(storage_bytes, call.block.parameters)), (*tensors, *parameters), strict=True
             )
             apart = sum(size * n for size, n in sources if n > 1)
-            apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, recast, strict=True))
-            added = [n < direct for n, (direct, _) in zip(parameters, call.parameter_uses, strict=True)]
+            in_halves = [n if other else 2 * (n > 0 and n + direct > 1) for _, other, (direct, n) in uses]
+            apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, in_halves, strict=True))
+            added = [not other and (direct > 1 or self._owners[id(p)] > 1) for p, other, (direct, _) in uses]
             given = call.places, tuple(direct for direct, _ in call.tensor_uses), tuple(always)
             counts = (given,), tuple(parameters), tuple(recast)
-            yield call.block, Edges(*counts, tuple(call.casts_to), tuple(once), tuple(added)), apart
+            yield call.block, Edges(*counts, tuple(call.casts_to), tuple(inside), tuple(added)), apart
 
 
 def refuse_own_leaves(name: str, made: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> None:

@@ -53,8 +53,8 @@ class Edges:
     """How many edges of the outer graph a block takes for each of its tensors, parameters and autocast's copies
     of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`. `casts_to`
     are the dtypes of the copies, by that of the autocast around the block, where it is another one. Parameters that are
-    `cast_once` have a copy for their only use, or none yet, but no edge for it: one of their own gives the same. And
-    one edge have those that are `added`: a call adds the gradients of their uses itself. `tensors` have a count each,
+    that have `casts_inside`, or no use yet, have no edge for their copy: who else uses it are calls of blocks, which
+    add the gradients of their uses themselves, as they do for those that are `added`. `tensors` have a count each,
     for each way in which arguments were given: a mask that is left out gives all behind it another number. Beside it
     stands whether their gradients are always `apart`, or only in steps in which others use them, too."""
 
@@ -62,11 +62,11 @@ class Edges:
     parameters: tuple[int, ...] = ()
     casts: tuple[int, ...] = ()
     casts_to: tuple[frozenset[tuple[Any, Any]], ...] = ()
-    cast_once: tuple[bool, ...] = ()
+    casts_inside: tuple[bool, ...] = ()
     added: tuple[bool, ...] = ()
 
     def casts_weight(self, index: int) -> bool:
-        return any(self.casts[index : index + 1]) or any(self.cast_once[index : index + 1])
+        return any(self.casts[index : index + 1]) or any(self.casts_inside[index : index + 1])
 
 
 @dataclass(frozen=True)

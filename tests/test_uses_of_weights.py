@@ -1,0 +1,116 @@
+"""Which calls use a weight, how often, and cast or not: their gradients are added in plain PyTorch's order.
+
+A program says it: one string for each forward, a word for each call of a block. "c" uses the weight by autocast's copy,
+"d" as it is, a capital letter the other block, which shares it. No flag or shape of an argument tells calls apart.
+"""
+
+import random
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from compared import compare
+
+WIDTH = 16
+SEEDS = range(40)
+
+
+class Block(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+        self.own = nn.Linear(WIDTH, 4 * WIDTH)
+        self.back = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x, word):
+        for use in word.lower():
+            if use == "c":
+                x = x + nn.functional.linear(x, self.weight).tanh()
+            elif use == "d":
+                x = x + x * self.weight.square().sum(0).sin()
+        return x + self.back(self.own(x).relu())
+
+
+class Programmed(nn.Module):
+    def __init__(self, within):
+        super().__init__()
+        self.within = within  # as accelerate has it
+        weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.first, self.second = Block(weight), Block(weight)
+        self.others = nn.ModuleList([Block(nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)) for _ in range(4)])
+
+    def forward(self, x, words):
+        with self.within:
+            for other in self.others:
+                x = other(x, "cd")
+            for word in words:
+                x = (self.second if word.isupper() else self.first)(x, word)
+            return x
+
+
+def trained(steps, *, autocast=True, inside=False):
+    """`steps` are lists of forwards before one backward."""
+
+    within = partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = Programmed(within() if inside else nullcontext())
+        model = prepare(model)
+        found = []
+        for forwards in steps:
+            model.zero_grad()
+            with nullcontext() if inside else within():
+                losses = [model(torch.randn(5, WIDTH), words.split()).float().square().mean() for words in forwards]
+            sum(losses).backward()
+            found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        return found
+
+    return scenario
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [["c"], ["ccc"], ["c c c"], ["cc"]],
+        [["cc"], ["ccc"], ["cccc"]],
+        [["- c"], ["cc c"], ["cc - cc"]],
+        [["- dd dd"], ["dd dd -"], ["dd - dd"]],
+        [["- d"], ["d - d"]],
+        [["dcd dcd"], ["dc cd"], ["dcc", "ddc"], ["cd", "dc", "d"]],
+        [["c"], ["c", "ccc"], ["cc", "c c"]],
+        [["cc"], ["C"], ["cc", "C"], ["C", "cc"], ["C cc"], ["DC dc", "dd DD"]],
+        [["c", "c c"], ["cc c", "c"]],
+    ],
+    ids=str,
+)
+def test_sums_are_those_of_plain_pytorch_under_autocast(steps, inside):
+    compare(trained(steps, inside=inside), num_bytes=40_000)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [[["cc"], ["C"], ["cc", "C"], ["C", "cc"], ["C cc"]], [["cd cd"], ["c", "cd"], ["dd", "cc c"]]],
+    ids=str,
+)
+def test_sums_are_those_of_plain_pytorch_in_float32(steps):
+    compare(trained(steps, autocast=False), num_bytes=40_000)
+
+
+def word_of(rng):
+    word = "".join(rng.choice("ccdd") for _ in range(rng.randint(0, 3))) or "-"
+    return word.upper() if rng.random() < 0.3 else word
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_of_random_programs(seed):
+    rng = random.Random(seed)
+    steps = [
+        [" ".join(word_of(rng) for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(1, 3))] for _ in range(6)
+    ]
+    compare(trained(steps, inside=rng.random() < 0.3), num_bytes=40_000)

@@ -18,7 +18,7 @@ from hydra_tune.block import Block, grad_dtype_of
 from hydra_tune.casts import context_number
 from hydra_tune.copies import Copies
 from hydra_tune.errors import PrepareError, UncuttableError
-from hydra_tune.forward_pass import ForwardPass, casts_inside
+from hydra_tune.forward_pass import ForwardPass, may_be_cast
 from hydra_tune.gradient_sums import GradientSums, WeightSum, plus
 from hydra_tune.graph import (
     Unsaved,
@@ -109,7 +109,7 @@ class BlockCall:
     used_by_others: Sequence[bool] | None = None  # each tensor, in this step; all, where nobody knows
     nondifferentiable: Sequence[int] = ()
     _casts: Mapping[int, torch.Tensor] = MappingProxyType({})  # in the outer graph, by their parameters' numbers
-    _casts_inside: Mapping[int, torch.dtype] = MappingProxyType({})  # likewise, where the call adds what they give
+    _may_be_cast: Mapping[int, torch.dtype] = MappingProxyType({})  # likewise, where the call adds what they give
     _output_leaves: Sequence[Any] = ()
     _output_structure: Structure | None = None
     made: Sequence[torch.Tensor] = ()  # by a call without gradients
@@ -125,6 +125,7 @@ class BlockCall:
     parameter_uses: Sequence[tuple[int, int]] = ()
     context = 0  # of autocast, in this forward
     casts_to: Sequence[_CastsTo] = ()  # of each parameter
+    may_be_cast: Sequence[bool] = ()  # likewise
     sources: Sequence[weakref.ref[torch.Tensor]] = ()  # of each tensor
     source_bytes: Sequence[int] = ()
 
@@ -144,7 +145,8 @@ class BlockCall:
         numbers = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
         self.places = self._structure.key, numbers, tuple([t.requires_grad for t in self.tensors])
         self._sum_nodes: dict[int, Any] = {}  # of edges of weights, by their numbers
-        self._casts_elsewhere: set[int] = set()  # weights, whose casts an earlier call has made
+        self._uncast: set[int] = set()  # mixed weights of which its forward has no cast
+        self._casts_elsewhere: set[int] = set()  # weights of which another call has made the cast
         self._moment = Moment(block)
 
     # ---- arguments and outputs ----
@@ -234,7 +236,7 @@ class BlockCall:
             *_padded(edges.parameters, len(block.parameters), 1),
         ]
         self.forward_pass.may_join |= self.may_join
-        self._casts, self._casts_inside = self.forward_pass.casts_of(block), casts_inside(block)
+        self._casts, self._may_be_cast = self.forward_pass.casts_of(block), may_be_cast(block)
         self.num_edges += [edges.casts[i] for i in self._casts]
 
     def edges_in(self) -> list[torch.Tensor]:
@@ -245,8 +247,8 @@ class BlockCall:
         for i in self._watched():
             p = self.block.parameters[i]
             if weights[i].requires_grad and grad_dtype_of(p) == p.dtype:  # the engine casts to an edge's dtype
-                dtype = self._casts_inside.get(i)
-                if dtype is not None and not self.forward_pass.autocast.makes(p, dtype):
+                dtype = self._may_be_cast.get(i)
+                if dtype is not None and (i in self._uncast or not self.forward_pass.autocast.makes(p, dtype)):
                     self._casts_elsewhere.add(i)
                 weights[i] = self.trial.sums.edge(weights[i], p, None if dtype is None else (context, dtype))
                 self._sum_nodes[i] = weights[i].grad_fn
@@ -293,6 +295,15 @@ class BlockCall:
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if self._counts_uses:
                 self.num_edges = [*_num_uses(made, given), *self.num_edges[len(given) :]]
+            mixed = {
+                len(given) + i: self._may_be_cast[i]
+                for i in self._watched()
+                if i in self._may_be_cast and block.edges.is_mixed[i]
+            }
+            if mixed:
+                uses = Uses(made, [*given, *visit.leaves], cast_once=mixed)
+                self._uncast = {i - len(given) for i in mixed if not uses.count(i, cast=True)}
+                del uses
             if not self.measured and any(map(_has_hooks, block.parameters)):
                 self._cut_unused_edges(made, visit.leaves)
             plain = visit.taken_home([self._kept(visit, alias_of(x)) for x in made])
@@ -378,7 +389,7 @@ class BlockCall:
         """A weight that this call does not use has no edge: its hooks would fire, without a gradient."""
         used = {id(leaf_of(node)) for node in nodes_of(made)}
         unused = {i for i, leaf in enumerate(leaves) if id(leaf) not in used}
-        self._casts_inside = {i: dtype for i, dtype in self._casts_inside.items() if i not in unused}
+        self._may_be_cast = {i: dtype for i, dtype in self._may_be_cast.items() if i not in unused}
         has_edge = [True] * len(self.tensors) + [i not in unused for i in (*range(len(leaves)), *self._casts)]
         self.num_edges = [n if has else 0 for n, has in zip(self.num_edges, has_edge, strict=True)]
 
@@ -430,11 +441,11 @@ class BlockCall:
 
     def _watched(self) -> list[int]:
         """Numbers of the parameters whose uses this call adds itself, to those of other calls."""
-        first, added = len(self.num_edges) - len(self.block.parameters) - len(self._casts), self.block.edges.added
+        first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
         return [
             i
-            for i in range(len(self.block.parameters))
-            if self.num_edges[first + i] == 1 and (i in self._casts_inside or any(added[i : i + 1]))
+            for i, is_watched in enumerate(self.block.edges.is_watched)
+            if is_watched and self.num_edges[first + i] == 1
         ]
 
     @property
@@ -544,7 +555,7 @@ class BlockCall:
         leaves = [*inputs, *visit.leaves]
         num_leaves = len(leaves)
         recast = {len(inputs) + i: cast.dtype for i, cast in self._casts.items()}
-        inside = {len(inputs) + i: dtype for i, dtype in self._casts_inside.items()}
+        inside = {len(inputs) + i: dtype for i, dtype in self._may_be_cast.items()}
         needed = [  # a weight may have been frozen since
             (w or i in recast) and leaf.requires_grad
             for i, (w, leaf) in enumerate(zip(wanted[:num_leaves], leaves, strict=True))
@@ -673,8 +684,10 @@ def edges_for(counts: Edges, other: Edges) -> Edges:
         larger(counts.parameters, other.parameters),
         larger(counts.casts, other.casts),
         tuple(a | b for a, b in zip_longest(counts.casts_to, other.casts_to, fillvalue=_CastsTo())),
-        either(counts.casts_inside, other.casts_inside),
-        either(counts.added, other.added),
+        either(counts.is_cast, other.is_cast),
+        either(counts.may_be_cast, other.may_be_cast),
+        either(counts.is_watched, other.is_watched),
+        either(counts.is_mixed, other.is_mixed),
     )
 
 

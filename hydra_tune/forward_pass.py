@@ -43,13 +43,12 @@ class ForwardPass:
         return {i: self.autocast.cast_of(p, dtype) for i, p, dtype in _recast(block, edges.casts)}
 
 
-def casts_inside(block: Block) -> dict[int, torch.dtype]:
-    """What becomes of the block's weights that are cast within it, and nowhere else, by their numbers."""
-    if not any(block.edges.casts_inside) or not remembers_casts():
+def may_be_cast(block: Block) -> dict[int, torch.dtype]:
+    """What becomes of the block's weights if they are cast within it, and have no edge for that, by their numbers."""
+    if not any(block.edges.may_be_cast) or not remembers_casts():
         return {}
-    edges = zip_longest(block.edges.casts_inside, block.edges.casts, fillvalue=0)
-    inside = [is_cast and not edges for is_cast, edges in edges]
-    return {i: dtype for i, _, dtype in _recast(block, inside)}
+    which = [may and not edges for may, edges in zip_longest(block.edges.may_be_cast, block.edges.casts, fillvalue=0)]
+    return {i: dtype for i, _, dtype in _recast(block, which)}
 
 
 def _recast(block: Block, which: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.dtype]]:

@@ -488,7 +488,7 @@ class Pilot:
             if borrowed:
                 self.findings.borrowed[block] = borrowed
             by_hand = self._hooks_off.cast_by_hand
-            weights = [i for i in range(len(inputs), len(leaves)) if casts and id(leaves[i]) not in by_hand]
+            weights = {i for i in range(len(inputs), len(leaves)) if casts and id(leaves[i]) not in by_hand}
             uses = Uses(differentiable, leaves, cast_once=dict.fromkeys(weights))
             counts = [(uses.count(i, cast=False), uses.count(i, cast=True)) for i in range(len(leaves))]
             call.sources = list(map(weakref.ref, call.tensors))
@@ -496,6 +496,7 @@ class Pilot:
             call.tensor_uses, call.parameter_uses = counts[: len(inputs)], counts[len(inputs) :]
             dtypes = [uses.cast_to.get(i) for i in range(len(inputs), len(leaves))]
             call.casts_to = [frozenset({(around, dtype)} if dtype not in (None, around) else ()) for dtype in dtypes]
+            call.may_be_cast = [i in weights for i in range(len(inputs), len(leaves))]
             call.measured = True
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]

@@ -287,17 +287,24 @@ class OuterGraph:
             uses = list(zip(call.block.parameters, shared[num_tensors:], call.parameter_uses, strict=True))
             recast = [n if other else 0 for _, other, (_, n) in uses]
             parameters = [direct if other else 1 for _, other, (direct, _) in uses]
-            inside = [not other and (n > 0 or not direct) for _, other, (direct, n) in uses]
             sources = zip(
                 (*call.source_bytes, *map(storage_bytes, call.block.parameters)), (*tensors, *parameters), strict=True
             )
             apart = sum(size * n for size, n in sources if n > 1)
             in_halves = [n if other else 2 * (n > 0 and n + direct > 1) for _, other, (direct, n) in uses]
             apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, in_halves, strict=True))
-            added = [not other and (direct > 1 or self._owners[id(p)] > 1) for p, other, (direct, _) in uses]
+            is_cast = tuple(n > 0 for *_, (_, n) in uses)
+            may_be_cast = tuple(m and not other for m, (_, other, _) in zip(call.may_be_cast, uses, strict=True))
+            is_watched = tuple(
+                not other and (n > 0 or direct != 1 or self._owners[id(p)] > 1) for p, other, (direct, n) in uses
+            )
+            is_mixed = tuple(
+                may and (direct > 0 or n == 0 or self._owners[id(p)] > 1)
+                for may, (p, _, (direct, n)) in zip(may_be_cast, uses, strict=True)
+            )
             given = call.places, tuple(direct for direct, _ in call.tensor_uses), tuple(always)
             counts = (given,), tuple(parameters), tuple(recast)
-            yield call.block, Edges(*counts, tuple(call.casts_to), tuple(inside), tuple(added)), apart
+            yield call.block, Edges(*counts, tuple(call.casts_to), is_cast, may_be_cast, is_watched, is_mixed), apart
 
 
 def refuse_own_leaves(name: str, made: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> None:

@@ -51,22 +51,25 @@ Places: TypeAlias = tuple[Hashable, tuple[int, ...], tuple[bool, ...]]
 @dataclass(frozen=True)
 class Edges:
     """How many edges of the outer graph a block takes for each of its tensors, parameters and autocast's copies
-    of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`. `casts_to`
-    are the dtypes of the copies, by that of the autocast around the block, where it is another one. Parameters that are
-    that have `casts_inside`, or no use yet, have no edge for their copy: who else uses it are calls of blocks, which
-    add the gradients of their uses themselves, as they do for those that are `added`. `tensors` have a count each,
-    for each way in which arguments were given: a mask that is left out gives all behind it another number. Beside it
-    stands whether their gradients are always `apart`, or only in steps in which others use them, too."""
+    of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`. `tensors` have
+    a count each, for each way in which arguments were given: a mask that is left out gives all behind it another
+    number. Beside it stands whether their gradients are always `apart`, or only in steps in which others use them, too.
+    Of parameters, which `is_cast` by autocast, and `casts_to` which dtype, by that of the autocast around the block,
+    where it is another one. Those that `may_be_cast` are used by no others than blocks, and nobody casts them by hand:
+    calls add the gradients of their uses, by a copy or not, and those of other calls, too, where it `is_watched`. Which
+    calls cast it is to be seen in each, where it `is_mixed`."""
 
     tensors: tuple[tuple[Places, tuple[int, ...], tuple[bool, ...]], ...] = ()
     parameters: tuple[int, ...] = ()
     casts: tuple[int, ...] = ()
     casts_to: tuple[frozenset[tuple[Any, Any]], ...] = ()
-    casts_inside: tuple[bool, ...] = ()
-    added: tuple[bool, ...] = ()
+    is_cast: tuple[bool, ...] = ()
+    may_be_cast: tuple[bool, ...] = ()
+    is_watched: tuple[bool, ...] = ()
+    is_mixed: tuple[bool, ...] = ()
 
     def casts_weight(self, index: int) -> bool:
-        return any(self.casts[index : index + 1]) or any(self.casts_inside[index : index + 1])
+        return any(self.is_cast[index : index + 1])
 
 
 @dataclass(frozen=True)

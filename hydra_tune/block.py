@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -141,3 +142,8 @@ def _is_numbered_device(value: object) -> bool:
     if isinstance(value, torch.device):
         return value.index is not None
     return isinstance(value, str) and value.startswith("cuda:")
+
+
+def owners_of(blocks: Iterable[Block]) -> Counter[int]:
+    """How many blocks have each weight, by its id."""
+    return Counter(id(p) for block in blocks for p in {*block.parameters})

@@ -123,7 +123,6 @@ class BlockCall:
     shares_memory = False
     tensor_uses: Sequence[tuple[int, int]] = ()  # in the block's own graph, direct and by a cast
     parameter_uses: Sequence[tuple[int, int]] = ()
-    context = 0  # of autocast, in this forward
     casts_to: Sequence[_CastsTo] = ()  # of each parameter
     may_be_cast: Sequence[bool] = ()  # likewise
     sources: Sequence[weakref.ref[torch.Tensor]] = ()  # of each tensor
@@ -281,6 +280,7 @@ class BlockCall:
         with self.trial.visit(block, Direction.FORWARD) as visit, moment.drawing(drawing_apart), visit.drawing():
             moment.note_random_states(self.trial.residency.device.generators())
             weight_versions = versions_of(visit.leaves)
+            moment.trains = [leaf.requires_grad for leaf in visit.leaves]
             given = visit.brought(detached(self.tensors))
             if self._counts_uses:  # as they are given for the repetition
                 given = list(map(uncached, given))
@@ -500,6 +500,7 @@ class BlockCall:
         buffers = moment.buffers(self.trial.residency.former_buffers)
         generators = self.trial.residency.device.generators()
         with self.trial.visit(self.block, Direction.BACKWARD) as visit:
+            visit.train(moment.trains)
             now = visit.copy.swap_buffers(self.block, buffers)
             with moment.drawing(drawing_again):
                 drawn = generator_states(generators)
@@ -556,7 +557,7 @@ class BlockCall:
         num_leaves = len(leaves)
         recast = {len(inputs) + i: cast.dtype for i, cast in self._casts.items()}
         inside = {len(inputs) + i: dtype for i, dtype in self._may_be_cast.items()}
-        needed = [  # a weight may have been frozen since
+        needed = [
             (w or i in recast) and leaf.requires_grad
             for i, (w, leaf) in enumerate(zip(wanted[:num_leaves], leaves, strict=True))
         ]

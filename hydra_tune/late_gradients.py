@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hydra_tune.block import Block, grad_dtype_of
+from hydra_tune.block import Block, grad_dtype_of, owners_of
 from hydra_tune.device import Arrival
 
 
@@ -32,7 +32,7 @@ Edges = dict[int, torch.Tensor]  # of a gate into a block's node, by the id of t
 
 def gates_for(blocks: Sequence[Block]) -> dict[Block, tuple[Gate, Edges]]:
     """One for the first call of each block whose gradients may come late. Call it where gradients are on."""
-    owners = Counter(id(p) for block in blocks for p in {*block.parameters})
+    owners = owners_of(blocks)
     gates = {}
     for block in blocks:
         weights = [p for p in block.slot_parameters if p.requires_grad]

@@ -19,7 +19,7 @@ class Moment:
 
     __slots__ = (
         "_block", "_buffers", "_draws_apart", "_made_like", "_rewritten", "_versions", "_written", "arguments",
-        "random_states", "surroundings",
+        "random_states", "surroundings", "trains",
     )  # fmt: skip
 
     def __init__(self, block: Block) -> None:
@@ -30,6 +30,7 @@ class Moment:
         self._draws_apart = False  # from those that other threads draw from, too
         self._buffers: Sequence[tuple[torch.Tensor, int]] = ()  # those that it found, each with its version
         self._written: Sequence[tuple[int, torch.Tensor]] = ()  # by itself: values from before, by site
+        self.trains: Sequence[bool] = ()  # which of the block's parameters
         self._versions: Sequence[int] = ()  # of the block's parameters
         self._rewritten: Sequence[torch.Tensor] = ()  # values of weights that are written without raising a version
         self._made_like: Sequence[tuple[torch.Size, torch.dtype]] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_tune.block import Block, gradient_bytes
+from hydra_tune.block import Block, gradient_bytes, owners_of
 from hydra_tune.call import BlockCall, edges_for, versions_of
-from hydra_tune.casts import context_number
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import HydraTuneError, SecondGradientError, UncuttableError
 from hydra_tune.forward_pass import AbandonedForward
@@ -280,11 +279,12 @@ class Pilot:
 
     def _profile_uncalled(self) -> None:
         """A block that this batch has passed over is like a called one of its kind, or unknown."""
-        known = {_kind(block): profile for block, profile in self.profiles.items()}
+        owners = owners_of(self.blocks)
+        known = {_kind(block, owners): profile for block, profile in self.profiles.items()}
         uncalled = {}
         for block in self.blocks:
             if block not in self.profiles:
-                like = known.get(_kind(block), BlockProfile("", block.weight_bytes, measured=False))
+                like = known.get(_kind(block, owners), BlockProfile("", block.weight_bytes, measured=False))
                 uncalled[block] = replace(like, name=block.name, visits=0)
         self.profiles = uncalled | self.profiles
 
@@ -451,7 +451,6 @@ class Pilot:
         block, meter, device = call.block, self.residency.meter, self.residency.device
         inputs = list(map(uncached, detached(call.tensors)))
         casts, around = remembers_casts(), casts_to()
-        call.context = context_number() if casts else 0
         is_repeated, buffers = is_checkpointed(), list[tuple[int, int]]()
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -548,8 +547,9 @@ def free_remains(meter: TrialMeter, num_bytes: int) -> None:
             collect_until(lambda: meter.trial_bytes <= num_bytes, generation)
 
 
-def _kind(block: Block) -> tuple[Any, ...]:
-    return type(block.module), *((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters)
+def _kind(block: Block, owners: Mapping[int, int]) -> tuple[Any, ...]:
+    weights = ((tuple(p.shape), p.dtype, p.requires_grad, owners[id(p)] > 1) for p in block.parameters)
+    return type(block.module), *weights
 
 
 def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:

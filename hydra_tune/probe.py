@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from hydra_tune.block import Block, has_attributes_of
+from hydra_tune.block import Block, has_attributes_of, owners_of
 from hydra_tune.call import BlockCall
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.garbage import collect_until
@@ -253,15 +253,14 @@ class OuterGraph:
         called = [node for node in nodes if node.name() == BLOCK and hasattr(node, "call")]
         measured = [node for node in called if node.call is not None and node.call.measured]  # not used up already
         owned = {id(p): p for block in blocks for p in block.slot_parameters}
-        children = [
-            leaf_of(c) for node in set(nodes).difference(called, nodes_of(inputs)) for c, _ in node.next_functions
-        ]
+        into_blocks = {*called, *(node for node in nodes if is_edge(node) or node.name() == GATE)}
+        others = set(nodes).difference(into_blocks, nodes_of(inputs))
+        children = [leaf_of(c) for node in others for c, _ in node.next_functions]
         self.used_outside = list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
         self.changed_later = [node.call.block for node in measured if _changed(node)]
         users = users_of(nodes, outputs)
-        into_blocks = {*called, *(node for node in nodes if is_edge(node) or node.name() == GATE)}
         outside = users_of([node for node in nodes if node not in into_blocks], outputs)
-        self._owners = Counter(id(p) for block in blocks for p in {*block.parameters})
+        self._owners = owners_of(blocks)
         self._calls: list[tuple[BlockCall, list[bool]]] = []  # and whether something else uses each of its sources, of
         for node in measured:  # weights other operators than blocks, which add up theirs themselves
             num_tensors = sum(node.call.num_edges[: len(node.call.tensor_uses)])

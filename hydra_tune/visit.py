@@ -122,10 +122,17 @@ class Visit:
             self.set_buffers()
             self._refresh_flat_weights()
             self.leaves = [*map(leaf, block.own_parameters), *block.borrowed]
+            self.train([p.requires_grad for p in block.parameters])
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def train(self, flags: Sequence[bool]) -> None:
+        """Which leaves require gradients: those whose parameters do so, or did in a forward that is repeated."""
+        for leaf, p, flag in zip(self.leaves, self.block.parameters, flags, strict=True):
+            if leaf is not p and leaf.requires_grad != flag:
+                leaf.requires_grad_(flag)
 
     def __exit__(self, *error: object) -> None:
         if self._residency.visit is not self:

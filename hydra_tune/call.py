@@ -249,7 +249,8 @@ class BlockCall:
                 dtype = self._may_be_cast.get(i)
                 if dtype is not None and (i in self._uncast or not self.forward_pass.autocast.makes(p, dtype)):
                     self._casts_elsewhere.add(i)
-                weights[i] = self.trial.sums.edge(weights[i], p, None if dtype is None else (context, dtype))
+                cast = None if dtype is None else (context, dtype)
+                weights[i] = self.trial.sums.edge(weights[i], p, cast, graph=self.forward_pass)
                 self._sum_nodes[i] = weights[i].grad_fn
         sources = [*self.tensors, *weights, *self._casts.values()]
         return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
@@ -275,7 +276,7 @@ class BlockCall:
 
     def _run_forward(self) -> tuple[torch.Tensor, ...]:
         block, moment = self.block, self._moment
-        moment.note_buffers()
+        moment.note_buffers(self.trial.residency.found_buffers)
         moment.surroundings = Surroundings(block.modules)
         with self.trial.visit(block, Direction.FORWARD) as visit, moment.drawing(drawing_apart), visit.drawing():
             moment.note_random_states(self.trial.residency.device.generators())
@@ -327,7 +328,7 @@ class BlockCall:
         return self.trial.with_room(self.block, lambda: self._run_without_graph(args, kwargs), rewound)
 
     def _run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self._moment.note_buffers()
+        self._moment.note_buffers(self.trial.residency.found_buffers)
         here = self.trial.visit(self.block, Direction.FORWARD, at_home=True)
         with here as visit, torch.no_grad(), self.trial.measuring(self):
             weight_versions = versions_of(visit.leaves)
@@ -374,8 +375,9 @@ class BlockCall:
             return
         before = [(b.site, b.host if b.is_assigned else b.host.clone()) for b in changed]
         for (_, value), b in zip(before, changed, strict=True):
-            # a call in a graph that lives may have seen it too
-            self.trial.residency.former_buffers[id(b.host), version_of(b.host)] = value
+            found = self.trial.residency.found_buffers.get((id(b.host), version_of(b.host)))
+            if found is not None:  # by a call in a graph that lives
+                found.value = value
         if not in_backward:
             self._moment.note_written(before)
         visit.write_back(changed)
@@ -497,7 +499,7 @@ class BlockCall:
         assert moment.surroundings is not None
         ends = accumulate(self.num_edges)
         wanted = [n > 0 and needed[end - 1] for n, end in zip(self.num_edges, ends, strict=True)]
-        buffers = moment.buffers(self.trial.residency.former_buffers)
+        buffers = moment.buffers()
         generators = self.trial.residency.device.generators()
         with self.trial.visit(self.block, Direction.BACKWARD) as visit:
             visit.train(moment.trains)

@@ -14,9 +14,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+
+MOST_BACKWARDS = 100  # one within another; those that have ended are forgotten when all graphs are gone
 
 _EDGE = "edge of a weight into a block"
 
@@ -66,17 +70,18 @@ class GradientSums:
     own, and older than the block's: they keep no graph."""
 
     def __init__(self) -> None:
-        self._nodes: list[tuple[Any, int, Hashable]] = []  # each with the id of its weight, and its cast
-        self._backwards: dict[int, dict[int, _Backward]] = {}
+        # by what lives as long as their graph; each with the id of its weight, and its cast
+        self._nodes: WeakKeyDictionary[object, list[tuple[Any, int, Hashable]]] = WeakKeyDictionary()
+        self._backwards: dict[int, dict[int, _Backward]] = {}  # the last one used is last
 
-    def edge(self, source: torch.Tensor, weight: torch.Tensor, cast: Hashable) -> torch.Tensor:
-        """What stands for the weight, or its gate, as the source of one call. `cast` is one for all calls that have
-        theirs from the same; None for a call that can't have one."""
+    def edge(self, source: torch.Tensor, weight: torch.Tensor, cast: Hashable, graph: object) -> torch.Tensor:
+        """What stands for the weight, or its gate, as the source of one call, in a graph that goes when `graph` goes.
+        `cast` is one for all calls that have theirs from the same; None for a call that can't have one."""
         with torch.enable_grad():
             edge = source.expand_as(source)
         node: Any = edge.grad_fn
         node.metadata[_EDGE] = True
-        self._nodes.append((node, id(weight), cast))
+        self._nodes.setdefault(graph, []).append((node, id(weight), cast))
         return edge
 
     def forget(self) -> None:
@@ -115,9 +120,13 @@ class GradientSums:
 
     def _backward(self) -> dict[int, _Backward]:
         number = torch._C._current_graph_task_id()
-        if number not in self._backwards:
-            found = self._backwards[number] = defaultdict[int, _Backward](_Backward)
-            for node, weight, cast in self._nodes:
+        found = self._backwards.pop(number, None)
+        if found is None:
+            found = defaultdict[int, _Backward](_Backward)
+            for node, weight, cast in chain.from_iterable(self._nodes.values()):
                 if torch._C._will_engine_execute_node(node):
                     found[weight].to_come[node] = cast
-        return self._backwards[number]
+            if len(self._backwards) >= MOST_BACKWARDS:
+                del self._backwards[next(iter(self._backwards))]
+        self._backwards[number] = found
+        return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -12,6 +13,20 @@ from hydra_tune.block import Block
 from hydra_tune.host_buffer import same_values, version_of
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.surroundings import Surroundings
+
+
+class FoundBuffer:
+    """A buffer's state that some forward found, for as long as that may be repeated."""
+
+    __slots__ = ("__weakref__", "host", "value", "version")
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+        self.version = version_of(host)
+        self.value: torch.Tensor | None = None  # if a call has written another one since
+
+
+FoundBuffers: TypeAlias = "WeakValueDictionary[tuple[int, int], FoundBuffer]"  # by id and version
 
 
 class Moment:
@@ -28,7 +43,7 @@ class Moment:
         self.surroundings: Surroundings | None = None
         self.random_states: Sequence[torch.Tensor] = ()
         self._draws_apart = False  # from those that other threads draw from, too
-        self._buffers: Sequence[tuple[torch.Tensor, int]] = ()  # those that it found, each with its version
+        self._buffers: Sequence[FoundBuffer] = ()
         self._written: Sequence[tuple[int, torch.Tensor]] = ()  # by itself: values from before, by site
         self.trains: Sequence[bool] = ()  # which of the block's parameters
         self._versions: Sequence[int] = ()  # of the block's parameters
@@ -54,35 +69,35 @@ class Moment:
 
     # ---- buffers ----
 
-    def note_buffers(self) -> None:
-        self._buffers = [(buffer, version_of(buffer)) for buffer in self._block.buffers()]
+    def note_buffers(self, found: FoundBuffers) -> None:
+        """`found` knows those that other forwards have found, too."""
+        self._buffers = [found.setdefault((id(b), version_of(b)), FoundBuffer(b)) for b in self._block.buffers()]
 
     def note_written(self, before: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Values of the buffers that the forward has written, by site."""
         self._written = before
 
-    def buffers(self, former: Mapping[tuple[int, int], torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-        """The values that buffers had then, of those that have others now, by site. `former` has values of host
-        buffers that other calls have written since, by id and version.
+    def buffers(self) -> list[tuple[int, torch.Tensor]]:
+        """The values that buffers had then, of those that have others now, by site.
 
         Raises:
             RuntimeError: something else has changed a buffer.
         """
         then = dict(self._written)
-        for i, (now, (host, version)) in enumerate(zip(self._block.buffers(), self._buffers, strict=True)):
-            if i in then or (now is host and host._version == version):
+        for i, (now, found) in enumerate(zip(self._block.buffers(), self._buffers, strict=True)):
+            is_unchanged = found.host._version == found.version
+            if i in then or (now is found.host and is_unchanged):
                 continue
-            if host._version == version:  # the module has another one now
-                then[i] = host
+            if is_unchanged:  # the module has another one now
+                then[i] = found.host
             else:
-                value = former.get((id(host), version))
-                if value is None:
+                if found.value is None:
                     raise RuntimeError(
                         f"a block's buffers stay as they are from its forward to its backward, but buffer "
                         f"{self._block.buffer_sites[i][1]!r} of block {self._block.name} was changed in between, "
                         "outside of the block. Change it in the block's forward, or after backward."
                     )
-                then[i] = value
+                then[i] = found.value
         return list(then.items())
 
     # ---- weights ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.late_gradients import Gate
 from hydra_tune.meter import TrialMeter
+from hydra_tune.moment import FoundBuffers
 from hydra_tune.optim import load_exactly
 from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.trace import During
@@ -48,7 +50,7 @@ class Residency:
         self.visit: Visit | None = None  # the one under way
         self._arrival: Arrival | None = None  # of gradients on their way to the host
         self.late_bytes = 0  # of these, on the device
-        self.former_buffers: dict[tuple[int, int], torch.Tensor] = {}  # by buffer and version, for graphs that live
+        self.found_buffers: FoundBuffers = WeakValueDictionary()
 
     def move_home(self, to: Device) -> None:
         """Between two steps. On virtual devices, bytes move by being counted elsewhere."""

@@ -208,7 +208,6 @@ class Trial:
         self.copies.forget()
         if self.steps.leave_if_done():
             self.sums.forget()
-            self.residency.former_buffers.clear()
 
     def open_step(self, plan: TrialPlan) -> None:
         self._boundary()

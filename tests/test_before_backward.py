@@ -159,6 +159,24 @@ class FreezesBeforeBackward(Script):
         model.layers[1].requires_grad_(True)
 
 
+class FreezesForAnotherForward(Script):
+    """As a generator's step does with its discriminator: the first forward's weights get their gradients."""
+
+    def between(self, model):
+        model.requires_grad_(False)
+        model(torch.randn(8, WIDTH, requires_grad=True)).sum().backward()
+        model.requires_grad_(True)
+
+
+class FreezesSomeToEvaluate(FreezesForAnotherForward):
+    def between(self, model):
+        model.layers[-2:].requires_grad_(False)
+        model.head.bias.requires_grad_(False)
+        with torch.no_grad():
+            model(torch.randn(8, WIDTH))
+        model.requires_grad_(True)
+
+
 class OtherKernels(Script):
     class Layer(Layer):
         def forward(self, x):
@@ -182,7 +200,7 @@ SCRIPTS = [
     LendsAnAverage,
     EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
     AnAttributeForEachCall, TensorAttributes, AssignsBeforeBackward, FreezesBeforeBackward,
-    OtherKernels, AutocastWithinABlock,
+    FreezesForAnotherForward, FreezesSomeToEvaluate, OtherKernels, AutocastWithinABlock,
 ]  # fmt: skip
 
 

@@ -322,6 +322,19 @@ def test_a_graph_that_is_gone_leaves_nothing():
             assert not any(map(vars(trial.sums).get, vars(GradientSums())))
 
 
+def test_a_graph_that_is_kept_makes_later_steps_leave_nothing():
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model, _ = made(lambda model, optimizer: hydra_tune.prepare(model, optimizer, pool=pool))
+        residency, sums = model.forward.trial.residency, model.forward.trial.sums
+        kept, left = loss_on(model, *batch()), []
+        for _ in range(4):
+            one_backward(model)
+            buffers = sum(found.value is not None for found in residency.found_buffers.values())
+            left.append((sum(map(len, sums._nodes.values())), len(residency.found_buffers), buffers))
+        assert left[1] == left[-1] and left[0][-1] > 0
+        kept.backward()
+
+
 # ---- weights that change in the context ----
 
 

@@ -144,7 +144,7 @@ class BlockCall:
         numbers = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
         self.places = self._structure.key, numbers, tuple([t.requires_grad for t in self.tensors])
         self._sum_nodes: dict[int, Any] = {}  # of edges of weights, by their numbers
-        self._uncast: set[int] = set()  # mixed weights of which its forward has no cast
+        self._counted: dict[int, tuple[int, int]] = {}  # uses of mixed weights in its forward, direct and by a cast
         self._casts_elsewhere: set[int] = set()  # weights of which another call has made the cast
         self._moment = Moment(block)
 
@@ -247,10 +247,12 @@ class BlockCall:
             p = self.block.parameters[i]
             if weights[i].requires_grad and grad_dtype_of(p) == p.dtype:  # the engine casts to an edge's dtype
                 dtype = self._may_be_cast.get(i)
-                if dtype is not None and (i in self._uncast or not self.forward_pass.autocast.makes(p, dtype)):
+                has_cast = i not in self._counted or self._counted[i][1] > 0
+                makes = dtype is not None and has_cast and self.forward_pass.autocast.makes(p, dtype)
+                if not makes:
                     self._casts_elsewhere.add(i)
-                cast = None if dtype is None else (context, dtype)
-                weights[i] = self.trial.sums.edge(weights[i], p, cast, graph=self.forward_pass)
+                edge = partial(self.trial.sums.edge, makes=makes, several=self._has_several(i), graph=self.forward_pass)
+                weights[i] = edge(weights[i], p, None if dtype is None else (context, dtype))
                 self._sum_nodes[i] = weights[i].grad_fn
         sources = [*self.tensors, *weights, *self._casts.values()]
         return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
@@ -296,14 +298,12 @@ class BlockCall:
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if self._counts_uses:
                 self.num_edges = [*_num_uses(made, given), *self.num_edges[len(given) :]]
-            mixed = {
-                len(given) + i: self._may_be_cast[i]
-                for i in self._watched()
-                if i in self._may_be_cast and block.edges.is_mixed[i]
-            }
+            mixed = [i for i in self._watched() if block.edges.is_mixed[i]]
             if mixed:
-                uses = Uses(made, [*given, *visit.leaves], cast_once=mixed)
-                self._uncast = {i - len(given) for i in mixed if not uses.count(i, cast=True)}
+                casts = {len(given) + i: dtype for i, dtype in self._may_be_cast.items()}
+                uses = Uses(made, [*given, *visit.leaves], cast_once=casts)
+                at = {i: len(given) + i for i in mixed}
+                self._counted = {i: (uses.count(n, cast=False), uses.count(n, cast=True)) for i, n in at.items()}
                 del uses
             if not self.measured and any(map(_has_hooks, block.parameters)):
                 self._cut_unused_edges(made, visit.leaves)
@@ -441,6 +441,11 @@ class BlockCall:
             self._hand_on(sums, grads)
         return [g for source in grads[: len(self.num_edges)] for g in source]
 
+    def _has_several(self, i: int) -> bool:
+        """Whether this call's uses of a weight are several terms of a sum, as far as anybody knows."""
+        counts = self._counted.get(i)
+        return not self.block.edges.is_cast[i] if counts is None else counts[0] + (counts[1] > 0) > 1
+
     def _watched(self) -> list[int]:
         """Numbers of the parameters whose uses this call adds itself, to those of other calls."""
         first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
@@ -477,7 +482,8 @@ class BlockCall:
         first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
         for (i, total), (cast,) in zip(sums.items(), grads[len(self.num_edges) :], strict=True):
             row = grads[first + i]
-            total.direct, total.cast = plus(total.direct, row[0]), plus(total.cast, cast)
+            lower = None if cast is None else cast.to(self._may_be_cast[i])
+            total.direct, total.cast = plus(total.direct, row[0]), plus(total.cast, lower)
             if i not in self._casts_elsewhere:
                 total.join()
             row[0] = self.trial.sums.hand_on(self._sum_nodes[i], self.block.parameters[i], total)
@@ -610,7 +616,7 @@ class BlockCall:
             grads.append(_spread(uses.cast[i], count))
         for i in (len(inputs) + i for i in sums):
             gradient = totals[i] if i in shared and casts.get(i) else None
-            grads.append([here[i].cast if i in here else None if gradient is None else gradient.to(inside[i])])
+            grads.append([here[i].cast if i in here else gradient])
         return grads
 
     def _received(self, visit: Visit, tensor: torch.Tensor | None) -> torch.Tensor | None:

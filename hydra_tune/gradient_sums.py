@@ -1,7 +1,7 @@
 """Gradients of weights that several calls use before one backward, added use by use as plain PyTorch adds them.
 
 plain PyTorch   w <-- u4 + u3 + u2 + u1             the uses of the later call, then those of the earlier
-here            w <-- node 1 <-- (total) node 2     a node hands on nothing while others of the weight are to come
+here            w <-- node 1 <-- (total) node 2     a node hands on nothing while others with several uses are to come
 
     with torch.autocast("cuda"):         w <-- cast <-- c4 + c3 + c2 + c1     the weight is cast once for all calls;
         loss = a(model) + b(model)                                            gradients are added in the lower precision
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,13 +56,27 @@ class WeightSum:
             self.direct, self.cast = plus(self.direct, self.cast.to(torch.float32)), None
 
 
+class _Uses(NamedTuple):
+    """Of a weight in one call: of which cast, whether that was made there, and whether they are several terms."""
+
+    cast: Hashable = None
+    makes_cast: bool = False
+    several: bool = False
+
+
 @dataclass
 class _Backward:
-    """Of one weight in one backward: nodes to come, each with its cast, and what came before."""
+    """Of one weight in one backward: nodes to come, and what came before and is not handed on."""
 
-    to_come: dict[Any, Hashable] = field(default_factory=dict)
+    to_come: dict[Any, _Uses] = field(default_factory=dict)
     direct: torch.Tensor | None = None
     casts: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    has_older_casts: bool = False  # than all of its nodes
+
+    @property
+    def is_held(self) -> bool:
+        """There are terms to add to it one by one: of several uses, or of one use and then of a cast."""
+        return any(uses.several for uses in self.to_come.values()) or (self.has_older_casts and bool(self.to_come))
 
 
 class GradientSums:
@@ -71,17 +85,23 @@ class GradientSums:
 
     def __init__(self) -> None:
         # by what lives as long as their graph; each with the id of its weight, and its cast
-        self._nodes: WeakKeyDictionary[object, list[tuple[Any, int, Hashable]]] = WeakKeyDictionary()
+        self._nodes: WeakKeyDictionary[object, list[tuple[Any, int, _Uses]]] = WeakKeyDictionary()
         self._backwards: dict[int, dict[int, _Backward]] = {}  # the last one used is last
 
-    def edge(self, source: torch.Tensor, weight: torch.Tensor, cast: Hashable, graph: object) -> torch.Tensor:
+    def edge(
+        self, source: torch.Tensor, weight: torch.Tensor, cast: Hashable, *, makes: bool, several: bool, graph: object
+    ) -> torch.Tensor:
         """What stands for the weight, or its gate, as the source of one call, in a graph that goes when `graph` goes.
-        `cast` is one for all calls that have theirs from the same; None for a call that can't have one."""
+
+        `cast` is one for all calls that have theirs from the same, which one of them `makes`; None for a call that
+        can't have one. `several` terms are to be added one by one; but those of casts are one.
+        """
         with torch.enable_grad():
             edge = source.expand_as(source)
         node: Any = edge.grad_fn
-        node.metadata[_EDGE] = True
-        self._nodes.setdefault(graph, []).append((node, id(weight), cast))
+        if node is not None:
+            node.metadata[_EDGE] = True
+            self._nodes.setdefault(graph, []).append((node, id(weight), _Uses(cast, makes, several)))
         return edge
 
     def forget(self) -> None:
@@ -98,34 +118,39 @@ class GradientSums:
     def before(self, node: Any, weight: torch.Tensor) -> WeightSum:
         """What the calls after this node's have given in this backward."""
         found = self._backward()[id(weight)]
-        return WeightSum(found.direct, found.casts.get(found.to_come.get(node)))
+        return WeightSum(found.direct, found.casts.get(found.to_come.get(node, _Uses()).cast))
 
     def hand_on(self, node: Any, weight: torch.Tensor, now: WeightSum) -> torch.Tensor | None:
-        """The total if this node is the last, of what its call and those before have given `now`. Casts that were made
-        by calls outside of this backward are older than all of it."""
+        """Of what its call and those before have given `now`: all, if no node to come has several terms to add to it.
+        Casts that were made by calls outside of this backward are older than all of it."""
         backward = self._backward()
         found = backward[id(weight)]
-        cast = found.to_come.pop(node, None)
+        cast = found.to_come.pop(node, _Uses()).cast
         found.direct = now.direct
         if cast is not None:
             found.casts.pop(cast, None)
             if now.cast is not None:
                 found.casts[cast] = now.cast
-        if found.to_come:
+        if found.is_held:
             return None
-        del backward[id(weight)]
-        for left in found.casts.values():
-            found.direct = plus(found.direct, left.to(torch.float32))
-        return found.direct
+        total, found.direct = found.direct, None
+        if not found.to_come:
+            for left in found.casts.values():
+                total = plus(total, left.to(torch.float32))
+            del backward[id(weight)]
+        return total
 
     def _backward(self) -> dict[int, _Backward]:
         number = torch._C._current_graph_task_id()
         found = self._backwards.pop(number, None)
         if found is None:
             found = defaultdict[int, _Backward](_Backward)
-            for node, weight, cast in chain.from_iterable(self._nodes.values()):
+            for node, weight, uses in chain.from_iterable(self._nodes.values()):
                 if torch._C._will_engine_execute_node(node):
-                    found[weight].to_come[node] = cast
+                    found[weight].to_come[node] = uses
+            for one in found.values():
+                made = {None, *(uses.cast for uses in one.to_come.values() if uses.makes_cast)}
+                one.has_older_casts = any(uses.cast not in made for uses in one.to_come.values())
             if len(self._backwards) >= MOST_BACKWARDS:
                 del self._backwards[next(iter(self._backwards))]
         self._backwards[number] = found

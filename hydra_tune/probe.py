@@ -298,8 +298,8 @@ class OuterGraph:
                 not other and (n > 0 or direct != 1 or self._owners[id(p)] > 1) for p, other, (direct, n) in uses
             )
             is_mixed = tuple(
-                may and (direct > 0 or n == 0 or self._owners[id(p)] > 1)
-                for may, (p, _, (direct, n)) in zip(may_be_cast, uses, strict=True)
+                not other and (self._owners[id(p)] > 1 or direct + n == 0 or (may and direct > 0))
+                for may, (p, other, (direct, n)) in zip(may_be_cast, uses, strict=True)
             )
             given = call.places, tuple(direct for direct, _ in call.tensor_uses), tuple(always)
             counts = (given,), tuple(parameters), tuple(recast)

@@ -56,8 +56,8 @@ class Edges:
     number. Beside it stands whether their gradients are always `apart`, or only in steps in which others use them, too.
     Of parameters, which `is_cast` by autocast, and `casts_to` which dtype, by that of the autocast around the block,
     where it is another one. Those that `may_be_cast` are used by no others than blocks, and nobody casts them by hand:
-    calls add the gradients of their uses, by a copy or not, and those of other calls, too, where it `is_watched`. Which
-    calls cast it is to be seen in each, where it `is_mixed`."""
+    calls add the gradients of their uses, by a copy or not, and those of other calls, too, where it `is_watched`. What
+    a call makes of it is to be seen in each, where it `is_mixed`."""
 
     tensors: tuple[tuple[Places, tuple[int, ...], tuple[bool, ...]], ...] = ()
     parameters: tuple[int, ...] = ()

@@ -246,9 +246,8 @@ class BlockCall:
         for i in self._watched():
             p = self.block.parameters[i]
             if weights[i].requires_grad and grad_dtype_of(p) == p.dtype:  # the engine casts to an edge's dtype
-                dtype = self._may_be_cast.get(i)
-                has_cast = i not in self._counted or self._counted[i][1] > 0
-                makes = dtype is not None and has_cast and self.forward_pass.autocast.makes(p, dtype)
+                dtype = self._may_be_cast.get(i) if i not in self._counted or self._counted[i][1] else None
+                makes = dtype is not None and self.forward_pass.autocast.makes(p, dtype)
                 if not makes:
                     self._casts_elsewhere.add(i)
                 edge = partial(self.trial.sums.edge, makes=makes, several=self._has_several(i), graph=self.forward_pass)

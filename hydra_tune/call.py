@@ -26,7 +26,6 @@ from hydra_tune.graph import (
     alias_of,
     borrowed_by,
     detached,
-    gradients_of,
     has_saved_hooks,
     leaf_of,
     nodes_of,
@@ -35,7 +34,8 @@ from hydra_tune.graph import (
 )
 from hydra_tune.host_buffer import version_of
 from hydra_tune.late_gradients import Gate
-from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing, hide_from_backward
+from hydra_tune.local_backward import LocalBackward
+from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
 from hydra_tune.moment import Moment
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
@@ -558,68 +558,22 @@ class BlockCall:
         visit: Visit,
         sums: Mapping[int, WeightSum],
     ) -> list[list[torch.Tensor | None]]:
-        """For each source the gradients of its edges, and what the casts of shared weights give; uses up what was
-        `made`, and of the `sums` what it has added to."""
-        leaves = [*inputs, *visit.leaves]
-        num_leaves = len(leaves)
-        recast = {len(inputs) + i: cast.dtype for i, cast in self._casts.items()}
-        inside = {len(inputs) + i: dtype for i, dtype in self._may_be_cast.items()}
-        needed = [
-            (w or i in recast) and leaf.requires_grad
-            for i, (w, leaf) in enumerate(zip(wanted[:num_leaves], leaves, strict=True))
-        ]
-        apart = [*map(self._is_apart, range(len(inputs))), *[True] * len(visit.leaves)]
-        split = [i for i in range(num_leaves) if needed[i] and ((self.num_edges[i] > 1 and apart[i]) or i in recast)]
-        pairs = [(o, g) for o, g in zip(made, grad_outputs, strict=True) if g is not None and o.requires_grad]
-        made.clear()
-        shared = {len(inputs) + i: total for i, total in sums.items() if needed[len(inputs) + i]}
-        if not pairs:
-            return [[None] * n for n in (*self.num_edges, *(1 for _ in sums))]
-        uses = Uses([o for o, _ in pairs], leaves, cast_once=inside | recast) if split or inside else None
-        casts = {i: uses.count(i, cast=True) for i in inside if uses and needed[i]}
-        here = {
-            i: WeightSum()
-            for i, n in casts.items()
-            if uses and n > 0 and (n + uses.count(i, cast=False) > 1 or self.num_edges[i] > 1)
-        }
-        made_here = {i for i in inside if i - len(inputs) not in self._casts_elsewhere}
-        for i, total in shared.items():
-            if i in here:
-                here[i].direct, here[i].cast = self._received(visit, total.direct), self._received(visit, total.cast)
-                total.direct = total.cast = None
-            elif not casts.get(i):
-                if i in made_here:
-                    total.join()
-                before, total.direct = self._received(visit, total.direct), None
-                if before is not None:  # first: to add the uses to
-                    pairs.append((leaves[i], before))
-        if uses:
-            uses.record([i for i in split if i not in here])
-            uses.add_to(here, made_here)
-        outs, grads_in = zip(*pairs, strict=True)
-        del pairs
-        hide_from_backward()
-        totals = gradients_of(outs, grads_in, leaves, needed, reentrant=self.block.reentrant)
-        grads: list[list[torch.Tensor | None]] = []
-        for i, gradient in enumerate(totals):
-            parts = uses.direct[i] if uses and i in split else [] if gradient is None else [gradient]
-            if i in here:
-                if i in made_here or i not in shared:
-                    here[i].join()
-                parts = [x for x in [here[i].direct] if x is not None]
-            elif i in shared and casts.get(i):
-                parts = []
-            grads.append(_spread(parts, self.num_edges[i]))
-        for i, count in zip(recast, self.num_edges[num_leaves:], strict=True):
-            assert uses is not None
-            grads.append(_spread(uses.cast[i], count))
-        for i in (len(inputs) + i for i in sums):
-            gradient = totals[i] if i in shared and casts.get(i) else None
-            grads.append([here[i].cast if i in here else gradient])
-        return grads
-
-    def _received(self, visit: Visit, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else self.trial.residency.received(visit.device, [tensor])[0]
+        """As `LocalBackward.run`; uses up what was `made`."""
+        leaves, first = [*inputs, *visit.leaves], len(inputs)
+        recast = {first + i: cast.dtype for i, cast in self._casts.items()}
+        backward = LocalBackward(
+            leaves,
+            [(w or i in recast) and x.requires_grad for i, (w, x) in enumerate(zip(wanted, leaves, strict=False))],
+            self.num_edges,
+            [*map(self._is_apart, range(first)), *[True] * len(visit.leaves)],
+            recast,
+            {first + i: dtype for i, dtype in self._may_be_cast.items()},
+            {first + i for i in self._casts_elsewhere},
+            {first + i: total for i, total in sums.items()},
+            self.block.reentrant,
+        )
+        residency = self.trial.residency
+        return backward.run(made, grad_outputs, lambda gradient: residency.received(visit.device, [gradient])[0])
 
 
 class _Place:
@@ -659,18 +613,6 @@ def _num_uses(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> li
 
 def _padded(counts: Sequence[int], length: int, default: int) -> list[int]:
     return [n if n > default else default for n in counts[:length]] + [default] * (length - len(counts))
-
-
-def _spread(parts: Sequence[torch.Tensor], num_edges: int) -> list[torch.Tensor | None]:
-    """The gradients of a source's uses on its edges; uses beyond the pilot's count are summed on the last."""
-    if num_edges == 0:
-        return []
-    spread: list[torch.Tensor | None] = [*parts[:num_edges], *[None] * (num_edges - len(parts))]
-    for extra in parts[num_edges:]:
-        last = spread[-1]
-        assert last is not None
-        spread[-1] = last + extra
-    return spread
 
 
 def edges_for(counts: Edges, other: Edges) -> Edges:

@@ -442,8 +442,10 @@ class BlockCall:
 
     def _has_several(self, i: int) -> bool:
         """Whether this call's uses of a weight are several terms of a sum, as far as anybody knows."""
-        counts = self._counted.get(i)
-        return not self.block.edges.is_cast[i] if counts is None else counts[0] + (counts[1] > 0) > 1
+        if i in self._counted:
+            direct, by_cast = self._counted[i]
+            return direct + (by_cast > 0) > 1
+        return self.block.edges.has_several[i] and i not in self._may_be_cast
 
     def _watched(self) -> list[int]:
         """Numbers of the parameters whose uses this call adds itself, to those of other calls."""
@@ -638,6 +640,7 @@ def edges_for(counts: Edges, other: Edges) -> Edges:
         either(counts.may_be_cast, other.may_be_cast),
         either(counts.is_watched, other.is_watched),
         either(counts.is_mixed, other.is_mixed),
+        either(counts.has_several, other.has_several),
     )
 
 

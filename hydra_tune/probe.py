@@ -301,9 +301,14 @@ class OuterGraph:
                 not other and (self._owners[id(p)] > 1 or direct + n == 0 or (may and direct > 0))
                 for may, (p, other, (direct, n)) in zip(may_be_cast, uses, strict=True)
             )
+            has_several = tuple(direct > 1 for *_, (direct, _) in uses)
             given = call.places, tuple(direct for direct, _ in call.tensor_uses), tuple(always)
             counts = (given,), tuple(parameters), tuple(recast)
-            yield call.block, Edges(*counts, tuple(call.casts_to), is_cast, may_be_cast, is_watched, is_mixed), apart
+            yield (
+                call.block,
+                Edges(*counts, tuple(call.casts_to), is_cast, may_be_cast, is_watched, is_mixed, has_several),
+                apart,
+            )
 
 
 def refuse_own_leaves(name: str, made: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> None:

@@ -57,7 +57,7 @@ class Edges:
     Of parameters, which `is_cast` by autocast, and `casts_to` which dtype, by that of the autocast around the block,
     where it is another one. Those that `may_be_cast` are used by no others than blocks, and nobody casts them by hand:
     calls add the gradients of their uses, by a copy or not, and those of other calls, too, where it `is_watched`. What
-    a call makes of it is to be seen in each, where it `is_mixed`."""
+    a call makes of it is to be seen in each, where it `is_mixed`; others, with no copy, `has_several` uses or not."""
 
     tensors: tuple[tuple[Places, tuple[int, ...], tuple[bool, ...]], ...] = ()
     parameters: tuple[int, ...] = ()
@@ -67,6 +67,7 @@ class Edges:
     may_be_cast: tuple[bool, ...] = ()
     is_watched: tuple[bool, ...] = ()
     is_mixed: tuple[bool, ...] = ()
+    has_several: tuple[bool, ...] = ()
 
     def casts_weight(self, index: int) -> bool:
         return any(self.is_cast[index : index + 1])

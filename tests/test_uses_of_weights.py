@@ -6,7 +6,6 @@ A program says it: one string for each forward, a word for each call of a block.
 
 import random
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -44,26 +43,28 @@ class Programmed(nn.Module):
 
     def forward(self, x, words):
         with self.within:
-            for other in self.others:
-                x = other(x, "cd")
+            for other, word in zip(self.others, ("cd", "cc", "c", "dd"), strict=True):
+                x = other(x, word)
             for word in words:
                 x = (self.second if word.isupper() else self.first)(x, word)
             return x
 
 
 def trained(steps, *, autocast=True, inside=False):
-    """`steps` are lists of forwards before one backward."""
+    """`steps` are lists of forwards before one backward; `autocast` may say it for each step."""
 
-    within = partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
+    def within(step=0):
+        enabled = autocast if isinstance(autocast, bool) else autocast[step]
+        return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
     def scenario(prepare):
         torch.manual_seed(0)
         model = Programmed(within() if inside else nullcontext())
         model = prepare(model)
         found = []
-        for forwards in steps:
+        for step, forwards in enumerate(steps):
             model.zero_grad()
-            with nullcontext() if inside else within():
+            with nullcontext() if inside else within(step):
                 losses = [model(torch.randn(5, WIDTH), words.split()).float().square().mean() for words in forwards]
             sum(losses).backward()
             found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
@@ -99,6 +100,12 @@ def test_sums_are_those_of_plain_pytorch_under_autocast(steps, inside):
 )
 def test_sums_are_those_of_plain_pytorch_in_float32(steps):
     compare(trained(steps, autocast=False), num_bytes=40_000)
+
+
+@pytest.mark.parametrize("autocast", [(True, False, True, False), (False, True, False, True)], ids=str)
+@pytest.mark.parametrize("words", ["c", "cc", "dd", "cd", "c c", "cc cc", "d C"])
+def test_sums_are_those_of_plain_pytorch_with_and_without_autocast(words, autocast):
+    compare(trained([[words, words]] * 4, autocast=autocast), num_bytes=40_000)
 
 
 def word_of(rng):

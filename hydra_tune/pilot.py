@@ -278,14 +278,17 @@ class Pilot:
                 self.profiles[block] = replace(profile, rewritten=True)
 
     def _profile_uncalled(self) -> None:
-        """A block that this batch has passed over is like a called one of its kind, or unknown."""
+        """A block that this batch has passed over is like a called one of its kind, or unknown. How it uses its weights
+        is to be seen when it is called: it may loop."""
         owners = owners_of(self.blocks)
         known = {_kind(block, owners): profile for block, profile in self.profiles.items()}
         uncalled = {}
         for block in self.blocks:
             if block not in self.profiles:
                 like = known.get(_kind(block, owners), BlockProfile("", block.weight_bytes, measured=False))
-                uncalled[block] = replace(like, name=block.name, visits=0)
+                unsure = (True,) * len(block.parameters)
+                edges = replace(like.edges, is_watched=unsure, is_mixed=unsure)
+                uncalled[block] = replace(like, name=block.name, visits=0, edges=edges)
         self.profiles = uncalled | self.profiles
 
     # ---- one block ----

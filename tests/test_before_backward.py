@@ -377,3 +377,46 @@ def test_a_hidden_state_carried_into_the_second_forward():
         spilled = gradients(lambda model: hydra_tune.prepare(model, pool=pool))
         assert not pool.report()["trials"][0]["resident"]
     assert all(map(torch.equal, spilled, gradients(lambda model: None)))
+
+
+class UsesWeightsTwice(Layer):
+    def forward(self, x, memory=None):
+        x = super().forward(super().forward(x))
+        return x if memory is None else x + memory.tanh() * memory
+
+
+class RemembersLastTime(Net):
+    """An activation, with its graph, in an attribute."""
+
+    def set_up(self):
+        self.last = None
+
+    def forward(self, x):
+        memory = self.last
+        for i, layer in enumerate(self.layers):
+            x = layer(x, memory if i == 2 else None)
+            if i == 1:
+                self.last = x
+        return self.head(x)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_an_activation_of_an_earlier_forward_makes_no_weights_stay_on_the_device(autocast):
+    def gradients(prepare):
+        torch.manual_seed(0)
+        model = RemembersLastTime(UsesWeightsTwice)
+        prepare(model)
+        for _ in range(2):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = sum(model(torch.randn(8, WIDTH)).float().square().mean() for _ in range(2))
+            loss.backward()
+            model.last = None
+        return [p.grad for p in model.parameters()]
+
+    plain = gradients(lambda model: None)
+    with hydra_tune.ShardPool(["cpu"], 90 << 10) as pool:
+        spilled = gradients(lambda model: hydra_tune.prepare(model, pool=pool))
+        (trial,) = pool.report()["trials"]
+    assert len(trial["shards"]) > 1 and not trial["cut"]["held"]
+    assert all(map(torch.equal, spilled, plain))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_tune.edges import Edges
 from hydra_tune.errors import UncuttableError
 from hydra_tune.host_buffer import storage_bytes, version_of
-from hydra_tune.shard import Edges
 
 _HAVE_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -39,7 +39,7 @@ from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
 from hydra_tune.moment import Moment
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
-from hydra_tune.shard import Direction, Edges
+from hydra_tune.shard import Direction
 from hydra_tune.spill import ChangedBuffer
 from hydra_tune.surroundings import Surroundings, kept, refuse_modes
 from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_in_place, map_tensors, tensors_in, unflatten
@@ -225,18 +225,15 @@ class BlockCall:
             refuse_modes(self.block.name, self.block.modules)
         self._moment.arguments = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         edges, block = self.block.edges, self.block
-        counts: Sequence[int] = ()
-        for places, uses, apart in edges.tensors:
-            if places == self.places:
-                counts, self.always_apart = uses, apart
-        self._counts_uses = self.always_apart is None and not self.measured
-        self.num_edges = [
-            *_padded(counts, len(self.tensors), 1),
-            *_padded(edges.parameters, len(block.parameters), 1),
-        ]
-        self.forward_pass.may_join |= self.may_join
+        given = edges.of_tensors(self.places)
+        if given is not None:
+            self.always_apart = given.apart
+        self._counts_uses = given is None and not self.measured
+        of_tensors = [1] * len(self.tensors) if given is None else given.counts
         self._casts, self._may_be_cast = self.forward_pass.casts_of(block), may_be_cast(block)
-        self.num_edges += [edges.casts[i] for i in self._casts]
+        of_casts = [edges.weights[i].by_cast for i in self._casts]
+        self.num_edges = [*of_tensors, *(edges.counts or [1] * len(block.parameters)), *of_casts]
+        self.forward_pass.may_join |= self.may_join
 
     def edges_in(self) -> list[torch.Tensor]:
         """Every source as many times as it has edges."""
@@ -297,7 +294,7 @@ class BlockCall:
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if self._counts_uses:
                 self.num_edges = [*_num_uses(made, given), *self.num_edges[len(given) :]]
-            mixed = [i for i in self._watched() if block.edges.is_mixed[i]]
+            mixed = [i for i in self._watched() if block.edges.weights[i].is_mixed]
             if mixed:
                 casts = {len(given) + i: dtype for i, dtype in self._may_be_cast.items()}
                 uses = Uses(made, [*given, *visit.leaves], cast_once=casts)
@@ -445,16 +442,12 @@ class BlockCall:
         if i in self._counted:
             direct, by_cast = self._counted[i]
             return direct + (by_cast > 0) > 1
-        return self.block.edges.has_several[i] and i not in self._may_be_cast
+        return self.block.edges.weights[i].has_several and i not in self._may_be_cast
 
     def _watched(self) -> list[int]:
         """Numbers of the parameters whose uses this call adds itself, to those of other calls."""
         first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
-        return [
-            i
-            for i, is_watched in enumerate(self.block.edges.is_watched)
-            if is_watched and self.num_edges[first + i] == 1
-        ]
+        return [i for i in self.block.edges.watched if self.num_edges[first + i] == 1]
 
     @property
     def may_join(self) -> bool:
@@ -611,37 +604,6 @@ def _num_uses(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> li
     nodes = list(nodes_of(made))  # kept: a node's Python object must stay the same one
     uses = Counter(id(leaf_of(child)) for node in nodes for child, _ in node.next_functions if child is not None)
     return [uses[id(tensor)] or 1 for tensor in given]
-
-
-def _padded(counts: Sequence[int], length: int, default: int) -> list[int]:
-    return [n if n > default else default for n in counts[:length]] + [default] * (length - len(counts))
-
-
-def edges_for(counts: Edges, other: Edges) -> Edges:
-    """Enough edges for both of two calls."""
-
-    def larger(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-        size = max(len(a), len(b))
-        return tuple(map(max, _padded(a, size, 0), _padded(b, size, 0)))
-
-    def either(a: Sequence[bool], b: Sequence[bool]) -> tuple[bool, ...]:
-        return tuple(map(any, zip_longest(a, b, fillvalue=False)))
-
-    tensors = {places: (uses, apart) for places, uses, apart in counts.tensors}
-    for places, uses, apart in other.tensors:
-        before = tensors.get(places, ((), ()))
-        tensors[places] = larger(before[0], uses), either(before[1], apart)
-    return Edges(
-        tuple((places, *seen) for places, seen in tensors.items()),
-        larger(counts.parameters, other.parameters),
-        larger(counts.casts, other.casts),
-        tuple(a | b for a, b in zip_longest(counts.casts_to, other.casts_to, fillvalue=_CastsTo())),
-        either(counts.is_cast, other.is_cast),
-        either(counts.may_be_cast, other.may_be_cast),
-        either(counts.is_watched, other.is_watched),
-        either(counts.is_mixed, other.is_mixed),
-        either(counts.has_several, other.has_several),
-    )
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -37,25 +36,23 @@ class ForwardPass:
 
     def casts_of(self, block: Block) -> dict[int, torch.Tensor]:
         """What stands for autocast's copies of the block's weights, one for all uses in a context, by their numbers."""
-        edges = block.edges
-        if not any(edges.casts) or not remembers_casts():
+        if not block.edges.recast or not remembers_casts():
             return {}
-        return {i: self.autocast.cast_of(p, dtype) for i, p, dtype in _recast(block, edges.casts)}
+        return {i: self.autocast.cast_of(p, dtype) for i, p, dtype in _cast(block, block.edges.recast)}
 
 
 def may_be_cast(block: Block) -> dict[int, torch.dtype]:
     """What becomes of the block's weights if they are cast within it, and have no edge for that, by their numbers."""
-    if not any(block.edges.may_be_cast) or not remembers_casts():
+    if not block.edges.castable or not remembers_casts():
         return {}
-    which = [may and not edges for may, edges in zip_longest(block.edges.may_be_cast, block.edges.casts, fillvalue=0)]
-    return {i: dtype for i, _, dtype in _recast(block, which)}
+    return {i: dtype for i, _, dtype in _cast(block, block.edges.castable)}
 
 
-def _recast(block: Block, which: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.dtype]]:
-    """Each with its number, and what autocast makes of it here."""
+def _cast(block: Block, numbers: Iterable[int]) -> Iterator[tuple[int, torch.Tensor, torch.dtype]]:
+    """Of these weights those that can be, with what autocast makes of them here."""
     around = casts_to()
-    weights = zip(block.parameters, which, block.edges.casts_to, strict=False)
-    for i, (parameter, is_cast, others) in enumerate(weights):
-        dtype = dict(others).get(around, around)
-        if is_cast and dtype and parameter.requires_grad and parameter.dtype is torch.float32:
+    for i in numbers:
+        parameter = block.parameters[i]
+        dtype = dict(block.edges.weights[i].casts_to).get(around, around)
+        if dtype and parameter.requires_grad and parameter.dtype is torch.float32:
             yield i, parameter, dtype

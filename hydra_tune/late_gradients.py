@@ -46,7 +46,7 @@ def gates_for(blocks: Sequence[Block]) -> dict[Block, tuple[Gate, Edges]]:
 def _may_be_late(block: Block, weights: Sequence[torch.Tensor], owners: Counter[int]) -> bool:
     """Each weight is used once in the model, nobody looks at its gradient before the others are there, and there is
     none yet to add it to, nor another dtype to cast it to: the host has room for one of each."""
-    single = max(block.edges.parameters, default=0) <= 1 and not any(block.edges.casts)
+    single = max(block.edges.counts, default=0) <= 1 and not block.edges.recast
     return single and all(
         p.is_leaf
         and p.grad is None

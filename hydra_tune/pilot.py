@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hydra_tune.block import Block, gradient_bytes, owners_of
-from hydra_tune.call import BlockCall, edges_for, versions_of
+from hydra_tune.call import BlockCall, versions_of
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import HydraTuneError, SecondGradientError, UncuttableError
 from hydra_tune.forward_pass import AbandonedForward
@@ -264,7 +264,7 @@ class Pilot:
             profile = self.profiles[block]
             self.profiles[block] = replace(
                 profile,
-                edges=edges_for(profile.edges, edges),
+                edges=profile.edges | edges,
                 backward_work_bytes=max(profile.backward_work_bytes, measured[block] + extra_bytes),
             )
         for block in graph.changed_later:
@@ -286,8 +286,9 @@ class Pilot:
         for block in self.blocks:
             if block not in self.profiles:
                 like = known.get(_kind(block, owners), BlockProfile("", block.weight_bytes, measured=False))
-                unsure = (True,) * len(block.parameters)
-                edges = replace(like.edges, is_watched=unsure, is_mixed=unsure)
+                known_edges = map(like.edges.of_weight, range(len(block.parameters)))
+                weights = tuple(edges._replace(is_watched=True, is_mixed=True) for edges in known_edges)
+                edges = replace(like.edges, weights=weights)
                 uncalled[block] = replace(like, name=block.name, visits=0, edges=edges)
         self.profiles = uncalled | self.profiles
 
@@ -558,4 +559,4 @@ def _kind(block: Block, owners: Mapping[int, int]) -> tuple[Any, ...]:
 def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:
     """Enough for both."""
     figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if k not in ("name", "edges", "modes")}
-    return replace(a, **figures, edges=edges_for(a.edges, b.edges), modes=a.modes | b.modes)
+    return replace(a, **figures, edges=a.edges | b.edges, modes=a.modes | b.modes)

@@ -17,12 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hydra_tune.block import Block, has_attributes_of, owners_of
 from hydra_tune.call import BlockCall
+from hydra_tune.edges import Edges, TensorEdges, WeightEdges
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.garbage import collect_until
 from hydra_tune.gradient_sums import is_edge
 from hydra_tune.graph import BLOCK, CAST, GATE, leaf_of, nodes_of, users_of
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.shard import Edges
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.snapshot import Snapshot
 from hydra_tune.tree import containers_in
@@ -282,33 +282,36 @@ class OuterGraph:
                 other or (direct > 1 and (hooked or source() is not None))
                 for other, source, (direct, _) in zip(shared, call.sources, call.tensor_uses, strict=False)
             ]
-            tensors = [n if is_apart else 1 for (n, _), is_apart in zip(call.tensor_uses, always, strict=True)]
-            uses = list(zip(call.block.parameters, shared[num_tensors:], call.parameter_uses, strict=True))
-            recast = [n if other else 0 for _, other, (_, n) in uses]
-            parameters = [direct if other else 1 for _, other, (direct, _) in uses]
-            sources = zip(
-                (*call.source_bytes, *map(storage_bytes, call.block.parameters)), (*tensors, *parameters), strict=True
-            )
-            apart = sum(size * n for size, n in sources if n > 1)
-            in_halves = [n if other else 2 * (n > 0 and n + direct > 1) for _, other, (direct, n) in uses]
-            apart += sum(storage_bytes(p) * n // 2 for p, n in zip(call.block.parameters, in_halves, strict=True))
-            is_cast = tuple(n > 0 for *_, (_, n) in uses)
-            may_be_cast = tuple(m and not other for m, (_, other, _) in zip(call.may_be_cast, uses, strict=True))
-            is_watched = tuple(
-                not other and (n > 0 or direct != 1 or self._owners[id(p)] > 1) for p, other, (direct, n) in uses
-            )
-            is_mixed = tuple(
-                not other and (self._owners[id(p)] > 1 or direct + n == 0 or (may and direct > 0))
-                for may, (p, other, (direct, n)) in zip(may_be_cast, uses, strict=True)
-            )
-            has_several = tuple(direct > 1 for *_, (direct, _) in uses)
-            given = call.places, tuple(direct for direct, _ in call.tensor_uses), tuple(always)
-            counts = (given,), tuple(parameters), tuple(recast)
-            yield (
-                call.block,
-                Edges(*counts, tuple(call.casts_to), is_cast, may_be_cast, is_watched, is_mixed, has_several),
-                apart,
-            )
+            given = TensorEdges(call.places, tuple(max(n, 1) for n, _ in call.tensor_uses), tuple(always))
+            counts = zip(call.source_bytes, given.counts, always, strict=True)
+            apart = sum(size * n for size, n, is_apart in counts if is_apart and n > 1)
+            weights = []
+            for i, (p, other) in enumerate(zip(call.block.parameters, shared[num_tensors:], strict=True)):
+                weights.append(self._weight_edges(call, i, used_by_others=other))
+                apart += _bytes_apart(p, *call.parameter_uses[i], used_by_others=other)
+            yield call.block, Edges((given,), tuple(weights)), apart
+
+    def _weight_edges(self, call: BlockCall, number: int, *, used_by_others: bool) -> WeightEdges:
+        direct, by_cast = call.parameter_uses[number]
+        casts_to, may_be_cast = call.casts_to[number], call.may_be_cast[number]
+        if used_by_others:
+            return WeightEdges(max(direct, 1), by_cast, casts_to, by_cast > 0, has_several=direct > 1)
+        is_shared = self._owners[id(call.block.parameters[number])] > 1
+        return WeightEdges(
+            casts_to=casts_to,
+            is_cast=by_cast > 0,
+            may_be_cast=may_be_cast,
+            is_watched=is_shared or by_cast > 0 or direct != 1,
+            is_mixed=is_shared or direct + by_cast == 0 or (may_be_cast and direct > 0),
+            has_several=direct > 1,
+        )
+
+
+def _bytes_apart(weight: torch.Tensor, direct: int, by_cast: int, *, used_by_others: bool) -> int:
+    """Of gradients of its uses that are apart; those of a cast are half as large."""
+    if not used_by_others:
+        return storage_bytes(weight) if by_cast and direct + by_cast > 1 else 0
+    return storage_bytes(weight) * (direct if direct > 1 else 0) + storage_bytes(weight) * by_cast // 2
 
 
 def refuse_own_leaves(name: str, made: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> None:

@@ -9,11 +9,13 @@ plan    how one architecture is cut, and what that costs, for one budget
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
+
+from hydra_tune.edges import Edges
 
 
 class ShardState(Enum):
@@ -41,36 +43,6 @@ class Task(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.trial}/{self.step}/{self.direction.value}{self.shard}"
-
-
-# how a block is given its arguments, by name and nesting; of each the number of its tensor, -1 for none; and whether
-# that requires a gradient
-Places: TypeAlias = tuple[Hashable, tuple[int, ...], tuple[bool, ...]]
-
-
-@dataclass(frozen=True)
-class Edges:
-    """How many edges of the outer graph a block takes for each of its tensors, parameters and autocast's copies
-    of those. Where nothing is said it is one, and none for a copy; more keep a sum's order: see `graph`. `tensors` have
-    a count each, for each way in which arguments were given: a mask that is left out gives all behind it another
-    number. Beside it stands whether their gradients are always `apart`, or only in steps in which others use them, too.
-    Of parameters, which `is_cast` by autocast, and `casts_to` which dtype, by that of the autocast around the block,
-    where it is another one. Those that `may_be_cast` are used by no others than blocks, and nobody casts them by hand:
-    calls add the gradients of their uses, by a copy or not, and those of other calls, too, where it `is_watched`. What
-    a call makes of it is to be seen in each, where it `is_mixed`; others, with no copy, `has_several` uses or not."""
-
-    tensors: tuple[tuple[Places, tuple[int, ...], tuple[bool, ...]], ...] = ()
-    parameters: tuple[int, ...] = ()
-    casts: tuple[int, ...] = ()
-    casts_to: tuple[frozenset[tuple[Any, Any]], ...] = ()
-    is_cast: tuple[bool, ...] = ()
-    may_be_cast: tuple[bool, ...] = ()
-    is_watched: tuple[bool, ...] = ()
-    is_mixed: tuple[bool, ...] = ()
-    has_several: tuple[bool, ...] = ()
-
-    def casts_weight(self, index: int) -> bool:
-        return any(self.is_cast[index : index + 1])
 
 
 @dataclass(frozen=True)
@@ -120,7 +92,7 @@ class BlockProfile:
     visits: int = 2
     measured: bool = True
     modes: frozenset[tuple[Hashable, Hashable]] = frozenset()
-    edges: Edges = Edges()
+    edges: Edges = field(default_factory=Edges)
     keeps_clones: bool = False
     reentrant: bool = False
     rewritten: bool = False

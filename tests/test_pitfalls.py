@@ -15,7 +15,8 @@ from torch import nn
 import hydra_tune
 from hydra_tune import call, context, mode, node, pilot, planner, probe, spill, surroundings, trial
 from hydra_tune.context import TrialContext
-from hydra_tune.shard import Direction, Edges
+from hydra_tune.edges import Edges, WeightEdges
+from hydra_tune.shard import Direction
 from hydra_tune.visit import Visit
 
 WIDTH = 32
@@ -194,8 +195,9 @@ def always(instead):
 def one_edge_each(original):
     def edges(graph, **options):
         for block, found, *rest in original(graph, **options):
-            tensors = tuple((places, (1,) * len(uses), apart) for places, uses, apart in found.tensors)
-            yield block, Edges(tensors, casts=found.casts, casts_to=found.casts_to), *rest
+            tensors = tuple(given._replace(counts=(1,) * len(given.counts)) for given in found.tensors)
+            weights = tuple(WeightEdges(1, weight.by_cast, weight.casts_to) for weight in found.weights)
+            yield block, Edges(tensors, weights), *rest
 
     return edges
 
@@ -203,7 +205,7 @@ def one_edge_each(original):
 def uncast(original):
     def edges(graph, **options):
         for block, found, *rest in original(graph, **options):
-            yield block, Edges(found.tensors, found.parameters), *rest
+            yield block, Edges(found.tensors, tuple(WeightEdges(weight.direct) for weight in found.weights)), *rest
 
     return edges
 

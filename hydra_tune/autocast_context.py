@@ -9,6 +9,7 @@ PyTorch forgets the casts where the outermost context is left. Until then it doe
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
 
@@ -18,6 +19,9 @@ from hydra_tune.graph import Cast
 from hydra_tune.host_buffer import version_of
 from hydra_tune.process_state import remembers_casts
 
+_Key: TypeAlias = tuple[int, torch.dtype, int]  # a weight, what it is cast to, and the number of a context within
+_Noted: TypeAlias = tuple[dict[int, int], dict[_Key, torch.Tensor], set[_Key], int]
+
 
 class AutocastContext:
     """The one that this thread is in, or none."""
@@ -25,8 +29,8 @@ class AutocastContext:
     def __init__(self) -> None:
         self._number = context_number() if remembers_casts() else None
         self._versions: dict[int, int] = {}  # of weights, by their ids, when they were cast
-        self._casts: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}  # by weight, dtype, and a context within
-        self._made: set[tuple[int, torch.dtype, int]] = set()  # likewise
+        self._casts: dict[_Key, torch.Tensor] = {}
+        self._made: set[_Key] = set()
         self._num_forwards = 0
         self._clearings = Clearings()
 
@@ -43,6 +47,14 @@ class AutocastContext:
     def is_parted(self) -> bool:
         """Other threads have cleared casts of earlier forwards, which this one would have used."""
         return self.is_shared and self.goes_on and self._clearings.by_others
+
+    def noted(self) -> _Noted:
+        """What forwards have done so far."""
+        return dict(self._versions), dict(self._casts), set(self._made), self._num_forwards
+
+    def take_back(self, before: _Noted) -> None:
+        """All that a forward has done since, which will be started anew."""
+        self._versions, self._casts, self._made, self._num_forwards = before
 
     def begin_forward(self, weights: Iterable[torch.Tensor], name: str) -> None:
         """One that casts these.

@@ -34,7 +34,7 @@ from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError, clear_frames
 from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
-from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.forward_pass import AbandonedForward, ForwardPass
 from hydra_tune.garbage import collect_until
 from hydra_tune.gradient_sums import GradientSums
 from hydra_tune.graph import keep_again, note_users
@@ -430,12 +430,15 @@ class Trial:
         if not self._autocast.goes_on:
             self._autocast = AutocastContext()
         self._pass = forward_pass = ForwardPass(autocast=self._autocast)
+        before = self._autocast.noted()
         try:
             yield forward_pass
             if forward_pass.ended_by is not None:
                 raise forward_pass.ended_by
         finally:
             forward_pass.gates.clear()
+            if isinstance(forward_pass.ended_by, AbandonedForward):
+                self._autocast.take_back(before)  # the forward proper will cast it
             self._pass = forward_pass.ended_by = None  # its frames refer to the pass
 
     def end_forward(self, error: Exception) -> None:

@@ -34,12 +34,16 @@ class Block(nn.Module):
         return x + self.back(self.own(x).relu())
 
 
+class Stranger(Block):
+    """Of another class: no pilot takes it for a block that it has seen called."""
+
+
 class Programmed(nn.Module):
-    def __init__(self, within):
+    def __init__(self, within, second=Block):
         super().__init__()
         self.within = within  # as accelerate has it
         weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        self.first, self.second = Block(weight), Block(weight)
+        self.first, self.second = Block(weight), second(weight)
         self.others = nn.ModuleList([Block(nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)) for _ in range(4)])
 
     def forward(self, x):
@@ -58,7 +62,7 @@ def loss_of(model, words):
     return model(torch.randn(5, WIDTH)).float().square().mean()
 
 
-def trained(steps, *, autocast=True, inside=False):
+def trained(steps, *, autocast=True, inside=False, second=Block):
     """`steps` are lists of forwards before one backward; `autocast` may say it for each step."""
 
     def within(step=0):
@@ -67,7 +71,7 @@ def trained(steps, *, autocast=True, inside=False):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Programmed(within() if inside else nullcontext())
+        model = Programmed(within() if inside else nullcontext(), second)
         model = prepare(model)
         found = []
         for step, forwards in enumerate(steps):
@@ -103,6 +107,13 @@ def test_sums_are_those_of_plain_pytorch_under_autocast(steps, inside):
 
 
 @pytest.mark.parametrize(
+    "steps", [[["dcd"], ["dcd D"]], [["cc"], ["dcd dd CC"]], [["dcd"], ["dcd", "D dcd"]], [["dcd"], ["C dcd"]]], ids=str
+)
+def test_what_a_forward_has_cast_before_it_is_started_anew_is_cast_again(steps):
+    compare(trained(steps, second=Stranger), num_bytes=40_000)
+
+
+@pytest.mark.parametrize(
     "steps",
     [
         [["cc"], ["C"], ["cc", "C"], ["C", "cc"], ["C cc"]],
@@ -133,4 +144,5 @@ def test_sums_of_random_programs(seed):
     steps = [
         [" ".join(word_of(rng) for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(1, 3))] for _ in range(6)
     ]
-    compare(trained(steps, inside=rng.random() < 0.3), num_bytes=40_000)
+    second = rng.choice([Block, Stranger])
+    compare(trained(steps, inside=rng.random() < 0.3, second=second), num_bytes=40_000)

@@ -56,6 +56,11 @@ class AutocastContext:
         """All that a forward has done since, which will be started anew."""
         self._versions, self._casts, self._made, self._num_forwards = before
 
+    def end_forward(self) -> None:
+        """One that has not left it, though it may have cleared its casts."""
+        if self._number is not None and remembers_casts():
+            self._number = context_number()
+
     def begin_forward(self, weights: Iterable[torch.Tensor], name: str) -> None:
         """One that casts these.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +38,7 @@ from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
 from hydra_tune.moment import Moment
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
+from hydra_tune.seen_call import SeenCall
 from hydra_tune.shard import Direction
 from hydra_tune.spill import ChangedBuffer
 from hydra_tune.surroundings import Surroundings, kept, refuse_modes
@@ -119,14 +119,8 @@ class BlockCall:
     _counts_uses = False  # of its tensors, for no pilot has seen them given so
 
     # what a pilot finds
-    measured = False
+    seen: SeenCall | None = None
     shares_memory = False
-    tensor_uses: Sequence[tuple[int, int]] = ()  # in the block's own graph, direct and by a cast
-    parameter_uses: Sequence[tuple[int, int]] = ()
-    casts_to: Sequence[_CastsTo] = ()  # of each parameter
-    may_be_cast: Sequence[bool] = ()  # likewise
-    sources: Sequence[weakref.ref[torch.Tensor]] = ()  # of each tensor
-    source_bytes: Sequence[int] = ()
 
     def __init__(self, block: Block, trial: Executor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.block = block
@@ -221,14 +215,14 @@ class BlockCall:
 
     def start_graph(self) -> None:
         """A backward may come: count the edges, and give autocast's copies their places in the outer graph."""
-        if not self.measured:
+        if self.seen is None:
             refuse_modes(self.block.name, self.block.modules)
         self._moment.arguments = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         edges, block = self.block.edges, self.block
         given = edges.of_tensors(self.places)
         if given is not None:
             self.always_apart = given.apart
-        self._counts_uses = given is None and not self.measured
+        self._counts_uses = given is None and self.seen is None
         of_tensors = [1] * len(self.tensors) if given is None else given.counts
         self._casts, self._may_be_cast = self.forward_pass.casts_of(block), may_be_cast(block)
         of_casts = [edges.weights[i].by_cast for i in self._casts]
@@ -301,7 +295,7 @@ class BlockCall:
                 at = {i: len(given) + i for i in mixed}
                 self._counted = {i: (uses.count(n, cast=False), uses.count(n, cast=True)) for i, n in at.items()}
                 del uses
-            if not self.measured and any(map(_has_hooks, block.parameters)):
+            if self.seen is None and any(map(_has_hooks, block.parameters)):
                 self._cut_unused_edges(made, visit.leaves)
             plain = visit.taken_home([self._kept(visit, alias_of(x)) for x in made])
             changed = visit.changed_buffers()
@@ -315,6 +309,7 @@ class BlockCall:
 
     def run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block as it is called: no backward follows, so it may change what it is given."""
+        self.forward_pass.note_casts(self.block)
         self._moment.note_random_states(self.trial.residency.device.generators())
         versions = versions_of(self.tensors)
 

@@ -40,6 +40,13 @@ class ForwardPass:
             return {}
         return {i: self.autocast.cast_of(p, dtype) for i, p, dtype in _cast(block, block.edges.recast)}
 
+    def note_casts(self, block: Block) -> None:
+        """Those that a call without gradients is likely to make, with their graph, for calls that have some."""
+        self.casts_of(block)
+        for i, dtype in may_be_cast(block).items():
+            if block.edges.weights[i].is_cast:
+                self.autocast.makes(block.parameters[i], dtype)
+
 
 def may_be_cast(block: Block) -> dict[int, torch.dtype]:
     """What becomes of the block's weights if they are cast within it, and have no edge for that, by their numbers."""

@@ -61,6 +61,7 @@ from hydra_tune.process_state import casts_to, remembers_casts, thread_settings_
 from hydra_tune.random_state import random_state_kept
 from hydra_tune.residency import Residency
 from hydra_tune.rewind import Rewind
+from hydra_tune.seen_call import SeenCall
 from hydra_tune.shard import BlockProfile
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.snapshot import Snapshot
@@ -112,7 +113,8 @@ class Pilot:
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
     peak_bytes: int = 0
     written: Sequence[nn.Parameter] = ()  # weights that the forward itself writes into
-    run_back: list[BlockCall] = field(default_factory=list)  # by backwards within the forward
+    calls: list[SeenCall] = field(default_factory=list)
+    run_back: list[SeenCall] = field(default_factory=list)  # by backwards within the forward
     _journal: Journal = field(default_factory=lambda: Journal((), (), Leaves(())))
     _copy: tuple[Block, DeviceCopy] | None = None
     _hooks_off: TensorHooksOff = field(default_factory=TensorHooksOff)
@@ -147,7 +149,7 @@ class Pilot:
                     if _is_of_pilots(error) or self.findings or last:
                         raise
                 free_remains(self.residency.meter, before)
-                self.profiles, self.findings, self.run_back = {}, Findings(), []
+                self.profiles, self.findings, self.calls, self.run_back = {}, Findings(), [], []
 
     def _run(
         self,
@@ -205,7 +207,7 @@ class Pilot:
             saved_between = max(0, held - sum(boundaries))
             loss_bytes = max(OUTPUT_COPIES * output_bytes, saved_between)
             self.step_bytes = forward_peak + loss_bytes + 2 * max(boundaries, default=0)
-            graph = None if self.findings else OuterGraph(inputs, outputs, self.blocks, self.run_back)
+            graph = None if self.findings else OuterGraph(inputs, outputs, self.blocks, self.calls, self.run_back)
             del outputs
             if graph is not None:
                 self._read(graph, hooked=hooked)
@@ -339,6 +341,8 @@ class Pilot:
         finally:
             meter.outside_starts()
         self._note(block, profile)
+        assert call.seen is not None
+        self.calls.append(call.seen)
         return True
 
     @contextmanager
@@ -491,16 +495,17 @@ class Pilot:
             if borrowed:
                 self.findings.borrowed[block] = borrowed
             by_hand = self._hooks_off.cast_by_hand
-            weights = {i for i in range(len(inputs), len(leaves)) if casts and id(leaves[i]) not in by_hand}
-            uses = Uses(differentiable, leaves, cast_once=dict.fromkeys(weights))
+            weights = {i for i in range(len(inputs), len(leaves)) if id(leaves[i]) not in by_hand}
+            uses = Uses(differentiable, leaves, cast_once=dict.fromkeys(weights if casts else ()))
             counts = [(uses.count(i, cast=False), uses.count(i, cast=True)) for i in range(len(leaves))]
-            call.sources = list(map(weakref.ref, call.tensors))
-            call.source_bytes = list(map(storage_bytes, inputs))
-            call.tensor_uses, call.parameter_uses = counts[: len(inputs)], counts[len(inputs) :]
             dtypes = [uses.cast_to.get(i) for i in range(len(inputs), len(leaves))]
-            call.casts_to = [frozenset({(around, dtype)} if dtype not in (None, around) else ()) for dtype in dtypes]
-            call.may_be_cast = [i in weights for i in range(len(inputs), len(leaves))]
-            call.measured = True
+            call.seen = SeenCall(
+                block, call.places, casts, around is not None,
+                list(map(weakref.ref, call.tensors)), list(map(storage_bytes, inputs)),
+                counts[: len(inputs)], counts[len(inputs) :],
+                [frozenset({(around, dtype)} if dtype not in (None, around) else ()) for dtype in dtypes],
+                [i in weights for i in range(len(inputs), len(leaves))],
+            )  # fmt: skip
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]
                 needed = [x.requires_grad for x in leaves]

@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from hydra_tune.block import Block, has_attributes_of, owners_of
-from hydra_tune.call import BlockCall
 from hydra_tune.edges import Edges, TensorEdges, WeightEdges
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.garbage import collect_until
 from hydra_tune.gradient_sums import is_edge
 from hydra_tune.graph import BLOCK, CAST, GATE, leaf_of, nodes_of, users_of
 from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.process_state import casts_to, remembers_casts
+from hydra_tune.seen_call import SeenCall
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.snapshot import Snapshot
 from hydra_tune.tree import containers_in
@@ -245,13 +246,15 @@ class OuterGraph:
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         blocks: Iterable[Block],
-        run_back: Iterable[BlockCall],
+        calls: Iterable[SeenCall],
+        run_back: Iterable[SeenCall],
     ) -> None:
         """An earlier forward may have given the inputs of this one, and used weights in its own way. Who else used the
-        sources of calls that a backward within the forward has run back, nobody knows."""
+        sources of calls that a backward within the forward has run back, nobody knows; nor who will, of those that
+        are not behind the outputs of this batch."""
         nodes = list(nodes_of(outputs))
         called = [node for node in nodes if node.name() == BLOCK and hasattr(node, "call")]
-        measured = [node for node in called if node.call is not None and node.call.measured]  # not used up already
+        measured = [node for node in called if node.call is not None and node.call.seen is not None]  # not used up
         owned = {id(p): p for block in blocks for p in block.slot_parameters}
         into_blocks = {*called, *(node for node in nodes if is_edge(node) or node.name() == GATE)}
         others = set(nodes).difference(into_blocks, nodes_of(inputs))
@@ -261,13 +264,17 @@ class OuterGraph:
         users = users_of(nodes, outputs)
         outside = users_of([node for node in nodes if node not in into_blocks], outputs)
         self._owners = owners_of(blocks)
-        self._calls: list[tuple[BlockCall, list[bool]]] = []  # and whether something else uses each of its sources, of
+        self._remembers_casts = remembers_casts() or any(call.remembers_casts for call in calls)
+        self._under_autocast = casts_to() is not None or any(call.under_autocast for call in calls)
+        self._calls: dict[SeenCall, list[bool]] = {}  # and whether something else uses each of its sources, of
         for node in measured:  # weights other operators than blocks, which add up theirs themselves
-            num_tensors = sum(node.call.num_edges[: len(node.call.tensor_uses)])
+            num_tensors = sum(node.call.num_edges[: len(node.call.seen.tensor_uses)])
             tensors, weights = node.next_functions[:num_tensors], node.next_functions[num_tensors:]
             shared = [*(users[child] > 1 for child in tensors), *(outside[child] > 0 for child in weights)]
-            self._calls.append((node.call, shared))
-        self._calls += [(call, [True] * sum(call.num_edges)) for call in run_back if call.measured]
+            self._calls[node.call.seen] = shared
+        self._calls.update((call, [True] * (len(call.tensor_uses) + len(call.weight_uses))) for call in run_back)
+        self._unreached = set(calls).difference(self._calls)
+        self._calls.update((c, [True] * len(c.tensor_uses) + [False] * len(c.weight_uses)) for c in self._unreached)
 
     def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int]]:
         """For each call: sources that other operators use too have an edge for each use in the block; and the bytes of
@@ -276,7 +283,7 @@ class OuterGraph:
         An activation that still lives, now that the graph does not, is someone's, who may give it to the loss; so
         may the user's hooks, where the model is `hooked`: they do not fire in a pilot.
         """
-        for call, shared in self._calls:
+        for call, shared in self._calls.items():
             num_tensors = len(call.tensor_uses)
             always = [
                 other or (direct > 1 and (hooked or source() is not None))
@@ -288,21 +295,22 @@ class OuterGraph:
             weights = []
             for i, (p, other) in enumerate(zip(call.block.parameters, shared[num_tensors:], strict=True)):
                 weights.append(self._weight_edges(call, i, used_by_others=other))
-                apart += _bytes_apart(p, *call.parameter_uses[i], used_by_others=other)
+                apart += _bytes_apart(p, *call.weight_uses[i], used_by_others=other)
             yield call.block, Edges((given,), tuple(weights)), apart
 
-    def _weight_edges(self, call: BlockCall, number: int, *, used_by_others: bool) -> WeightEdges:
-        direct, by_cast = call.parameter_uses[number]
-        casts_to, may_be_cast = call.casts_to[number], call.may_be_cast[number]
+    def _weight_edges(self, call: SeenCall, number: int, *, used_by_others: bool) -> WeightEdges:
+        direct, by_cast = call.weight_uses[number]
+        casts_to, may_be_cast = call.casts_to[number], call.may_be_cast[number] and self._remembers_casts
         if used_by_others:
             return WeightEdges(max(direct, 1), by_cast, casts_to, by_cast > 0, has_several=direct > 1)
         is_shared = self._owners[id(call.block.parameters[number])] > 1
+        is_unsure = call in self._unreached or (self._under_autocast and not call.under_autocast)
         return WeightEdges(
             casts_to=casts_to,
             is_cast=by_cast > 0,
             may_be_cast=may_be_cast,
-            is_watched=is_shared or by_cast > 0 or direct != 1,
-            is_mixed=is_shared or direct + by_cast == 0 or (may_be_cast and direct > 0),
+            is_watched=is_unsure or is_shared or by_cast > 0 or direct != 1,
+            is_mixed=is_unsure or is_shared or direct + by_cast == 0 or (may_be_cast and direct > 0),
             has_several=direct > 1,
         )
 

@@ -437,6 +437,7 @@ class Trial:
                 raise forward_pass.ended_by
         finally:
             forward_pass.gates.clear()
+            self._autocast.end_forward()
             if isinstance(forward_pass.ended_by, AbandonedForward):
                 self._autocast.take_back(before)  # the forward proper will cast it
             self._pass = forward_pass.ended_by = None  # its frames refer to the pass
@@ -531,8 +532,8 @@ class Trial:
         return self.planner.measuring(call)
 
     def note_backward(self, call: BlockCall) -> None:
-        if self.planner.pilot is not None:
-            self.planner.pilot.run_back.append(call)
+        if self.planner.pilot is not None and call.seen is not None:
+            self.planner.pilot.run_back.append(call.seen)
 
     def finds(self, block: Block, error: PrepareError) -> bool:
         return self.planner.finds(block, error)

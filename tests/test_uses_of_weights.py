@@ -2,6 +2,7 @@
 
 A program says it: one string for each forward, a word for each call of a block. "c" uses the weight by autocast's copy,
 "d" as it is, a capital letter the other block, which shares it. No flag or shape of an argument tells calls apart.
+Behind a word "!" switches autocast off around the call, "^" gradients, "~" lets go of its output, "*" clears casts.
 """
 
 import random
@@ -53,8 +54,19 @@ class Programmed(nn.Module):
                 if f"drop{i}" not in words:
                     x = other(x, word)
             for word in (word for word in words if "drop" not in word):
-                x = (self.second if word.isupper() else self.first)(x, word)
+                x = self.called(x, word)
             return x
+
+    def called(self, x, word):
+        block = self.second if word.isupper() else self.first
+        with (
+            torch.autocast("cpu", enabled=False) if "!" in word else nullcontext(),
+            torch.no_grad() if "^" in word else nullcontext(),
+        ):
+            y = block(x, word)
+        if "*" in word:
+            torch.clear_autocast_cache()
+        return y + (x - x.detach()) if "^" in word else x + y.detach() if "~" in word else y
 
 
 def loss_of(model, words):
@@ -116,6 +128,22 @@ def test_what_a_forward_has_cast_before_it_is_started_anew_is_cast_again(steps):
 @pytest.mark.parametrize(
     "steps",
     [
+        [["c!"], ["c c"]],
+        [["c!"], ["c", "c"], ["c c!", "cc"]],
+        [["c^"], ["dcd dcd"], ["c", "cc^ cd"]],
+        [["c"], ["c^", "d DC"], ["c^ dcd"], ["cd^", "dcd"]],
+        [["dc~"], ["dcd dcd"], ["c", "cc~ cd"]],
+        [["c", "c* c", "c"], ["c*", "c"]],
+    ],
+    ids=str,
+)
+def test_sums_of_calls_in_other_contexts(steps):
+    compare(trained(steps), num_bytes=40_000)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
         [["cc"], ["C"], ["cc", "C"], ["C", "cc"], ["C cc"]],
         [["cd cd"], ["c", "cd"], ["dd", "cc c"]],
         [["c drop0 drop3"], ["c drop1", "c"]],
@@ -134,7 +162,8 @@ def test_sums_are_those_of_plain_pytorch_with_and_without_autocast(words, autoca
 
 def word_of(rng):
     word = "".join(rng.choice("ccdd") for _ in range(rng.randint(0, 3))) or "-"
-    return word.upper() if rng.random() < 0.3 else word
+    word = word.upper() if rng.random() < 0.3 else word
+    return word + "!" if rng.random() < 0.15 else word
 
 
 @pytest.mark.sample(8)

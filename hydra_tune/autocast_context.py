@@ -20,7 +20,7 @@ from hydra_tune.host_buffer import version_of
 from hydra_tune.process_state import remembers_casts
 
 _Key: TypeAlias = tuple[int, torch.dtype, int]  # a weight, what it is cast to, and the number of a context within
-_Noted: TypeAlias = tuple[dict[int, int], dict[_Key, torch.Tensor], set[_Key], int]
+_Noted: TypeAlias = tuple[dict[int, int], dict[_Key, torch.Tensor], dict[_Key, int], int]
 
 
 class AutocastContext:
@@ -30,7 +30,7 @@ class AutocastContext:
         self._number = context_number() if remembers_casts() else None
         self._versions: dict[int, int] = {}  # of weights, by their ids, when they were cast
         self._casts: dict[_Key, torch.Tensor] = {}
-        self._made: set[_Key] = set()
+        self._made_by: dict[_Key, int] = {}  # numbers of calls
         self._num_forwards = 0
         self._clearings = Clearings()
 
@@ -50,11 +50,11 @@ class AutocastContext:
 
     def noted(self) -> _Noted:
         """What forwards have done so far."""
-        return dict(self._versions), dict(self._casts), set(self._made), self._num_forwards
+        return dict(self._versions), dict(self._casts), dict(self._made_by), self._num_forwards
 
     def take_back(self, before: _Noted) -> None:
         """All that a forward has done since, which will be started anew."""
-        self._versions, self._casts, self._made, self._num_forwards = before
+        self._versions, self._casts, self._made_by, self._num_forwards = before
 
     def end_forward(self) -> None:
         """One that has not left it, though it may have cleared its casts."""
@@ -76,12 +76,10 @@ class AutocastContext:
                 "cache_enabled=False."
             )
 
-    def makes(self, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether this use of its cast is the first one, in a context."""
-        key = id(weight), dtype, context_number()
-        is_first = key not in self._made
-        self._made.add(key)
-        return is_first
+    def made_by(self, weight: torch.Tensor, dtype: torch.dtype, call: int) -> int:
+        """Which call has made the cast that this one uses: the first one, in a context. Later ones have higher
+        numbers."""
+        return self._made_by.setdefault((id(weight), dtype, context_number()), call)
 
     def cast_of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What stands for it in the outer graph, where a forward casts it for several uses. It is kept when the graph

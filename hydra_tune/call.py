@@ -18,7 +18,7 @@ from hydra_tune.casts import context_number
 from hydra_tune.copies import Copies
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.forward_pass import ForwardPass, may_be_cast
-from hydra_tune.gradient_sums import GradientSums, WeightSum, plus
+from hydra_tune.gradient_sums import Cast, GradientSums, WeightSum, plus
 from hydra_tune.graph import (
     Unsaved,
     Uses,
@@ -233,16 +233,18 @@ class BlockCall:
         """Every source as many times as it has edges."""
         self._gate, late = self.forward_pass.gates.pop(self.block, (None, {}))
         weights = [late.get(id(p), p) for p in self.block.parameters]
-        context = context_number()
+        context, number = context_number(), next(_numbers)
+        edge = partial(self.trial.sums.edge, number=number, graph=self.forward_pass)
         for i in self._watched():
             p = self.block.parameters[i]
             if weights[i].requires_grad and grad_dtype_of(p) == p.dtype:  # the engine casts to an edge's dtype
                 dtype = self._may_be_cast.get(i) if i not in self._counted or self._counted[i][1] else None
-                makes = dtype is not None and self.forward_pass.autocast.makes(p, dtype)
-                if not makes:
+                cast = None
+                if dtype is not None:
+                    cast = Cast(context, dtype, self.forward_pass.autocast.made_by(p, dtype, number))
+                if cast is None or cast.made_by != number:
                     self._casts_elsewhere.add(i)
-                edge = partial(self.trial.sums.edge, makes=makes, several=self._has_several(i), graph=self.forward_pass)
-                weights[i] = edge(weights[i], p, None if dtype is None else (context, dtype))
+                weights[i] = edge(weights[i], p, cast, several=self._has_several(i))
                 self._sum_nodes[i] = weights[i].grad_fn
         sources = [*self.tensors, *weights, *self._casts.values()]
         return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
@@ -309,7 +311,7 @@ class BlockCall:
 
     def run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block as it is called: no backward follows, so it may change what it is given."""
-        self.forward_pass.note_casts(self.block)
+        self.forward_pass.note_casts(self.block, next(_numbers))
         self._moment.note_random_states(self.trial.residency.device.generators())
         versions = versions_of(self.tensors)
 

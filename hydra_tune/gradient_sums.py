@@ -12,7 +12,7 @@ A cast's sum joins the others where the call that has made it is done, between t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -56,11 +56,19 @@ class WeightSum:
             self.direct, self.cast = plus(self.direct, self.cast.to(torch.float32)), None
 
 
-class _Uses(NamedTuple):
-    """Of a weight in one call: of which cast, whether that was made there, and whether they are several terms."""
+class Cast(NamedTuple):
+    """Of a weight, one for all calls in a context; the one that has made it is the first of them."""
 
-    cast: Hashable = None
-    makes_cast: bool = False
+    context: int
+    dtype: torch.dtype
+    made_by: int
+
+
+class _Uses(NamedTuple):
+    """Of a weight in one call: of which cast, and whether they are several terms. Later calls have higher numbers."""
+
+    number: int = 0
+    cast: Cast | None = None
     several: bool = False
 
 
@@ -70,13 +78,19 @@ class _Backward:
 
     to_come: dict[Any, _Uses] = field(default_factory=dict)
     direct: torch.Tensor | None = None
-    casts: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    has_older_casts: bool = False  # than all of its nodes
+    casts: dict[Cast, torch.Tensor] = field(default_factory=dict)
+    joins_between: bool = False  # a cast that was made by a call that has no node here
 
     @property
     def is_held(self) -> bool:
         """There are terms to add to it one by one: of several uses, or of one use and then of a cast."""
-        return any(uses.several for uses in self.to_come.values()) or (self.has_older_casts and bool(self.to_come))
+        return any(uses.several for uses in self.to_come.values()) or (self.joins_between and bool(self.to_come))
+
+    def join_older(self) -> None:
+        """Casts that were made after all calls to come."""
+        last = max((uses.number for uses in self.to_come.values()), default=-1)
+        for cast in [cast for cast in self.casts if cast.made_by > last]:
+            self.direct = plus(self.direct, self.casts.pop(cast).to(torch.float32))
 
 
 class GradientSums:
@@ -89,19 +103,24 @@ class GradientSums:
         self._backwards: dict[int, dict[int, _Backward]] = {}  # the last one used is last
 
     def edge(
-        self, source: torch.Tensor, weight: torch.Tensor, cast: Hashable, *, makes: bool, several: bool, graph: object
+        self,
+        source: torch.Tensor,
+        weight: torch.Tensor,
+        cast: Cast | None,
+        *,
+        number: int,
+        several: bool,
+        graph: object,
     ) -> torch.Tensor:
-        """What stands for the weight, or its gate, as the source of one call, in a graph that goes when `graph` goes.
-
-        `cast` is one for all calls that have theirs from the same, which one of them `makes`; None for a call that
-        can't have one. `several` terms are to be added one by one; but those of casts are one.
+        """What stands for the weight, or its gate, as the source of the call with this number, in a graph that goes
+        when `graph` goes. `several` terms are to be added one by one; but those of its `cast` are one.
         """
         with torch.enable_grad():
             edge = source.expand_as(source)
         node: Any = edge.grad_fn
         if node is not None:
             node.metadata[_EDGE] = True
-            self._nodes.setdefault(graph, []).append((node, id(weight), _Uses(cast, makes, several)))
+            self._nodes.setdefault(graph, []).append((node, id(weight), _Uses(number, cast, several)))
         return edge
 
     def forget(self) -> None:
@@ -118,11 +137,12 @@ class GradientSums:
     def before(self, node: Any, weight: torch.Tensor) -> WeightSum:
         """What the calls after this node's have given in this backward."""
         found = self._backward()[id(weight)]
-        return WeightSum(found.direct, found.casts.get(found.to_come.get(node, _Uses()).cast))
+        cast = found.to_come.get(node, _Uses()).cast
+        return WeightSum(found.direct, None if cast is None else found.casts.get(cast))
 
     def hand_on(self, node: Any, weight: torch.Tensor, now: WeightSum) -> torch.Tensor | None:
-        """Of what its call and those before have given `now`: all, if no node to come has several terms to add to it.
-        Casts that were made by calls outside of this backward are older than all of it."""
+        """Of what its call and those before have given `now`: all, if no node to come has several terms to add to
+        it."""
         backward = self._backward()
         found = backward[id(weight)]
         cast = found.to_come.pop(node, _Uses()).cast
@@ -131,12 +151,11 @@ class GradientSums:
             found.casts.pop(cast, None)
             if now.cast is not None:
                 found.casts[cast] = now.cast
+        found.join_older()
         if found.is_held:
             return None
         total, found.direct = found.direct, None
         if not found.to_come:
-            for left in found.casts.values():
-                total = plus(total, left.to(torch.float32))
             del backward[id(weight)]
         return total
 
@@ -149,8 +168,8 @@ class GradientSums:
                 if torch._C._will_engine_execute_node(node):
                     found[weight].to_come[node] = uses
             for one in found.values():
-                made = {None, *(uses.cast for uses in one.to_come.values() if uses.makes_cast)}
-                one.has_older_casts = any(uses.cast not in made for uses in one.to_come.values())
+                calls = {uses.number for uses in one.to_come.values()}
+                one.joins_between = any(uses.cast and uses.cast.made_by not in calls for uses in one.to_come.values())
             if len(self._backwards) >= MOST_BACKWARDS:
                 del self._backwards[next(iter(self._backwards))]
         self._backwards[number] = found

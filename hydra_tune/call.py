@@ -8,20 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from hydra_tune.block import Block, grad_dtype_of
-from hydra_tune.casts import context_number
+from hydra_tune.block import Block
+from hydra_tune.call_weights import CallWeights, note_casts
 from hydra_tune.copies import Copies
 from hydra_tune.errors import PrepareError, UncuttableError
-from hydra_tune.forward_pass import ForwardPass, may_be_cast
-from hydra_tune.gradient_sums import Cast, GradientSums, WeightSum, plus
+from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.gradient_sums import GradientSums, WeightSum
 from hydra_tune.graph import (
     Unsaved,
-    Uses,
     alias_of,
     borrowed_by,
     detached,
@@ -98,9 +96,8 @@ class Executor(Protocol):
 class BlockCall:
     """One call of a block: its arguments with the tensors taken out, and what its backward must restore.
 
-    `tensors`, each once, are its sources; then come the block's parameters, then autocast's copies of these.
-    A source has as many edges in the outer graph as `num_edges` says. Outputs are the tensors that the block
-    made; one that it was given is handed on as it is.
+    `tensors`, each once, are its sources, and have as many edges in the outer graph as `num_edges` says; then come
+    its `weights`. Outputs are the tensors that the block made; one that it was given is handed on as it is.
     """
 
     # what a backward must restore, or compare with
@@ -108,8 +105,7 @@ class BlockCall:
     always_apart: Sequence[bool] | None = None  # gradients of each tensor's uses; of all, where nobody knows
     used_by_others: Sequence[bool] | None = None  # each tensor, in this step; all, where nobody knows
     nondifferentiable: Sequence[int] = ()
-    _casts: Mapping[int, torch.Tensor] = MappingProxyType({})  # in the outer graph, by their parameters' numbers
-    _may_be_cast: Mapping[int, torch.dtype] = MappingProxyType({})  # likewise, where the call adds what they give
+    weights: CallWeights | None = None  # of a call with gradients
     _output_leaves: Sequence[Any] = ()
     _output_structure: Structure | None = None
     made: Sequence[torch.Tensor] = ()  # by a call without gradients
@@ -137,9 +133,6 @@ class BlockCall:
         self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
         numbers = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
         self.places = self._structure.key, numbers, tuple([t.requires_grad for t in self.tensors])
-        self._sum_nodes: dict[int, Any] = {}  # of edges of weights, by their numbers
-        self._counted: dict[int, tuple[int, int]] = {}  # uses of mixed weights in its forward, direct and by a cast
-        self._casts_elsewhere: set[int] = set()  # weights of which another call has made the cast
         self._moment = Moment(block)
 
     # ---- arguments and outputs ----
@@ -218,36 +211,21 @@ class BlockCall:
         if self.seen is None:
             refuse_modes(self.block.name, self.block.modules)
         self._moment.arguments = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
-        edges, block = self.block.edges, self.block
-        given = edges.of_tensors(self.places)
+        given = self.block.edges.of_tensors(self.places)
         if given is not None:
             self.always_apart = given.apart
         self._counts_uses = given is None and self.seen is None
-        of_tensors = [1] * len(self.tensors) if given is None else given.counts
-        self._casts, self._may_be_cast = self.forward_pass.casts_of(block), may_be_cast(block)
-        of_casts = [edges.weights[i].by_cast for i in self._casts]
-        self.num_edges = [*of_tensors, *(edges.counts or [1] * len(block.parameters)), *of_casts]
+        self.num_edges = [1] * len(self.tensors) if given is None else given.counts
+        self.weights = CallWeights(self.block, self.forward_pass)
         self.forward_pass.may_join |= self.may_join
 
     def edges_in(self) -> list[torch.Tensor]:
         """Every source as many times as it has edges."""
+        assert self.weights is not None
         self._gate, late = self.forward_pass.gates.pop(self.block, (None, {}))
-        weights = [late.get(id(p), p) for p in self.block.parameters]
-        context, number = context_number(), next(_numbers)
-        edge = partial(self.trial.sums.edge, number=number, graph=self.forward_pass)
-        for i in self._watched():
-            p = self.block.parameters[i]
-            if weights[i].requires_grad and grad_dtype_of(p) == p.dtype:  # the engine casts to an edge's dtype
-                dtype = self._may_be_cast.get(i) if i not in self._counted or self._counted[i][1] else None
-                cast = None
-                if dtype is not None:
-                    cast = Cast(context, dtype, self.forward_pass.autocast.made_by(p, dtype, number))
-                if cast is None or cast.made_by != number:
-                    self._casts_elsewhere.add(i)
-                weights[i] = edge(weights[i], p, cast, several=self._has_several(i))
-                self._sum_nodes[i] = weights[i].grad_fn
-        sources = [*self.tensors, *weights, *self._casts.values()]
-        return [source for source, count in zip(sources, self.num_edges, strict=True) for _ in range(count)]
+        sources = [*self.tensors, *self.weights.sources(late, self.trial.sums)]
+        num_edges = [*self.num_edges, *self.weights.num_edges]
+        return [source for source, count in zip(sources, num_edges, strict=True) for _ in range(count)]
 
     def forward_unsaved(self, arguments: tuple[Sequence[Any], dict[str, Any]]) -> Any:
         try:
@@ -289,14 +267,9 @@ class BlockCall:
             del outputs, arguments
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if self._counts_uses:
-                self.num_edges = [*_num_uses(made, given), *self.num_edges[len(given) :]]
-            mixed = [i for i in self._watched() if block.edges.weights[i].is_mixed]
-            if mixed:
-                casts = {len(given) + i: dtype for i, dtype in self._may_be_cast.items()}
-                uses = Uses(made, [*given, *visit.leaves], cast_once=casts)
-                at = {i: len(given) + i for i in mixed}
-                self._counted = {i: (uses.count(n, cast=False), uses.count(n, cast=True)) for i, n in at.items()}
-                del uses
+                self.num_edges = _num_uses(made, given)
+            assert self.weights is not None
+            self.weights.count_uses(made, [*given, *visit.leaves], len(given))
             if self.seen is None and any(map(_has_hooks, block.parameters)):
                 self._cut_unused_edges(made, visit.leaves)
             plain = visit.taken_home([self._kept(visit, alias_of(x)) for x in made])
@@ -311,7 +284,7 @@ class BlockCall:
 
     def run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block as it is called: no backward follows, so it may change what it is given."""
-        self.forward_pass.note_casts(self.block, next(_numbers))
+        note_casts(self.block, self.forward_pass)
         self._moment.note_random_states(self.trial.residency.device.generators())
         versions = versions_of(self.tensors)
 
@@ -382,11 +355,9 @@ class BlockCall:
 
     def _cut_unused_edges(self, made: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
         """A weight that this call does not use has no edge: its hooks would fire, without a gradient."""
+        assert self.weights is not None
         used = {id(leaf_of(node)) for node in nodes_of(made)}
-        unused = {i for i, leaf in enumerate(leaves) if id(leaf) not in used}
-        self._may_be_cast = {i: dtype for i, dtype in self._may_be_cast.items() if i not in unused}
-        has_edge = [True] * len(self.tensors) + [i not in unused for i in (*range(len(leaves)), *self._casts)]
-        self.num_edges = [n if has else 0 for n, has in zip(self.num_edges, has_edge, strict=True)]
+        self.weights.cut_unused({i for i, leaf in enumerate(leaves) if id(leaf) not in used})
 
     # ---- backward ----
 
@@ -427,24 +398,15 @@ class BlockCall:
                 f"{self.block.name} was changed in place after the model's forward, which the others' gradients would "
                 "miss. Change a copy (.clone())."
             )
-        is_shared = self.trial.sums.is_shared(self.block.parameters[i] for i in self._sum_nodes)
-        again = partial(self._run_backward, tensors, needed, grad_outputs, is_shared=is_shared)
-        grads, sums = self.trial.with_room(self.block, again, lambda: True)
-        with self.trial.residency.meter.paused() if sums else nullcontext():
-            self._hand_on(sums, grads)
-        return [g for source in grads[: len(self.num_edges)] for g in source]
-
-    def _has_several(self, i: int) -> bool:
-        """Whether this call's uses of a weight are several terms of a sum, as far as anybody knows."""
-        if i in self._counted:
-            direct, by_cast = self._counted[i]
-            return direct + (by_cast > 0) > 1
-        return self.block.edges.weights[i].has_several and i not in self._may_be_cast
-
-    def _watched(self) -> list[int]:
-        """Numbers of the parameters whose uses this call adds itself, to those of other calls."""
-        first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
-        return [i for i in self.block.edges.watched if self.num_edges[first + i] == 1]
+        weights, sums = self.weights, self.trial.sums
+        assert weights is not None
+        again = partial(self._run_backward, weights, tensors, needed, grad_outputs)
+        grads, before = self.trial.with_room(self.block, again, lambda: True)
+        num_edges = [*self.num_edges, *weights.num_edges]
+        of_casts = [row[0] for row in grads[len(num_edges) :]]
+        with self.trial.residency.meter.paused() if before else nullcontext():
+            weights.hand_on(before, grads[len(self.num_edges) :], of_casts, sums)
+        return [g for source in grads[: len(num_edges)] for g in source]
 
     @property
     def may_join(self) -> bool:
@@ -468,34 +430,21 @@ class BlockCall:
             was or users[edges[start]] > n for was, start, n in zip(before, starts, num_edges, strict=False)
         ]
 
-    def _hand_on(self, sums: Mapping[int, WeightSum], grads: list[list[torch.Tensor | None]]) -> None:
-        """Of what other calls use too, the last node of them hands on all."""
-        first = len(self.num_edges) - len(self.block.parameters) - len(self._casts)
-        for (i, total), (cast,) in zip(sums.items(), grads[len(self.num_edges) :], strict=True):
-            row = grads[first + i]
-            lower = None if cast is None else cast.to(self._may_be_cast[i])
-            total.direct, total.cast = plus(total.direct, row[0]), plus(total.cast, lower)
-            if i not in self._casts_elsewhere:
-                total.join()
-            row[0] = self.trial.sums.hand_on(self._sum_nodes[i], self.block.parameters[i], total)
-
     def _run_backward(
         self,
+        weights: CallWeights,
         tensors: Sequence[torch.Tensor],
         needed: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
-        *,
-        is_shared: bool,
     ) -> tuple[list[list[torch.Tensor | None]], dict[int, WeightSum]]:
         """Gradients for each source's edges; then the sums of shared weights before this call, and behind the sources
         what the uses of their casts here give."""
         moment, parameters = self._moment, self.block.parameters
-        nodes = self._sum_nodes if is_shared else {}
-        sums = {i: self.trial.sums.before(node, parameters[i]) for i, node in nodes.items()}
+        sums = weights.sums_before(self.trial.sums)
         moment.refuse_changed_weights()
         assert moment.surroundings is not None
-        ends = accumulate(self.num_edges)
-        wanted = [n > 0 and needed[end - 1] for n, end in zip(self.num_edges, ends, strict=True)]
+        num_edges = [*self.num_edges, *weights.num_edges]
+        wanted = [n > 0 and needed[end - 1] for n, end in zip(num_edges, accumulate(num_edges), strict=True)]
         buffers = moment.buffers()
         generators = self.trial.residency.device.generators()
         with self.trial.visit(self.block, Direction.BACKWARD) as visit:
@@ -522,7 +471,8 @@ class BlockCall:
             try:
                 # what a checkpoint within draws it undoes, and noise does not
                 with moment.drawing(drawing_for_nothing), visit.drawing():
-                    grads = self._local_backward(inputs, made, wanted, visit.brought(grad_outputs), visit, sums)
+                    brought = visit.brought(grad_outputs)
+                    grads = self._local_backward(weights, inputs, made, wanted, brought, visit, sums)
             except torch.OutOfMemoryError:  # it may run again, as if it had not
                 if self.block.draws:
                     set_generator_states(generators, drawn)
@@ -533,7 +483,7 @@ class BlockCall:
             if now or found != self.found_buffers():  # by a hook, a Function, or a checkpoint within the block
                 self._write_back(visit, visit.changed_buffers(), in_backward=True)
             num_tensors = len(tensors)
-            masters = [*parameters, *(parameters[i] for i in (*self._casts, *sums))]
+            masters = [*parameters, *(parameters[i] for i in (*weights.casts, *sums))]
             residency = self.trial.residency
             gate = None if sums or visit.is_away else self._gate  # late ones have room at home only
             spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], gate)
@@ -543,6 +493,7 @@ class BlockCall:
 
     def _local_backward(
         self,
+        weights: CallWeights,
         inputs: Sequence[torch.Tensor],
         made: list[torch.Tensor],
         wanted: Sequence[bool],
@@ -552,15 +503,15 @@ class BlockCall:
     ) -> list[list[torch.Tensor | None]]:
         """As `LocalBackward.run`; uses up what was `made`."""
         leaves, first = [*inputs, *visit.leaves], len(inputs)
-        recast = {first + i: cast.dtype for i, cast in self._casts.items()}
+        recast = {first + i: cast.dtype for i, cast in weights.casts.items()}
         backward = LocalBackward(
             leaves,
             [(w or i in recast) and x.requires_grad for i, (w, x) in enumerate(zip(wanted, leaves, strict=False))],
-            self.num_edges,
+            [*self.num_edges, *weights.num_edges],
             [*map(self._is_apart, range(first)), *[True] * len(visit.leaves)],
             recast,
-            {first + i: dtype for i, dtype in self._may_be_cast.items()},
-            {first + i for i in self._casts_elsewhere},
+            {first + i: dtype for i, dtype in weights.castable.items()},
+            {first + i for i in weights.cast_elsewhere},
             {first + i: total for i, total in sums.items()},
             self.block.reentrant,
         )

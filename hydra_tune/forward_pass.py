@@ -40,15 +40,8 @@ class ForwardPass:
             return {}
         return {i: self.autocast.cast_of(p, dtype) for i, p, dtype in _cast(block, block.edges.recast)}
 
-    def note_casts(self, block: Block, call: int) -> None:
-        """Those that this call, without gradients, is likely to make, with their graph, for calls that have some."""
-        self.casts_of(block)
-        for i, dtype in may_be_cast(block).items():
-            if block.edges.weights[i].is_cast:
-                self.autocast.made_by(block.parameters[i], dtype, call)
 
-
-def may_be_cast(block: Block) -> dict[int, torch.dtype]:
+def castable_by(block: Block) -> dict[int, torch.dtype]:
     """What becomes of the block's weights if they are cast within it, and have no edge for that, by their numbers."""
     if not block.edges.castable or not remembers_casts():
         return {}

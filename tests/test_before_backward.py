@@ -177,6 +177,21 @@ class FreezesSomeToEvaluate(FreezesForAnotherForward):
         model.requires_grad_(True)
 
 
+class UnfreezesBeforeBackward(Script):
+    """A layer that asks whether its weights train goes the way of its forward again."""
+
+    class Layer(Layer):
+        def forward(self, x):
+            return super().forward(x * (2 if self.up.weight.requires_grad else 3))
+
+    def forward(self, model, x):
+        model.layers[-1].requires_grad_(False)
+        return model(x)
+
+    def between(self, model):
+        model.requires_grad_(True)
+
+
 class OtherKernels(Script):
     class Layer(Layer):
         def forward(self, x):
@@ -200,7 +215,7 @@ SCRIPTS = [
     LendsAnAverage,
     EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
     AnAttributeForEachCall, TensorAttributes, AssignsBeforeBackward, FreezesBeforeBackward,
-    FreezesForAnotherForward, FreezesSomeToEvaluate, OtherKernels, AutocastWithinABlock,
+    FreezesForAnotherForward, FreezesSomeToEvaluate, UnfreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
 ]  # fmt: skip
 
 

@@ -117,11 +117,14 @@ class Pilot:
     run_back: list[SeenCall] = field(default_factory=list)  # by backwards within the forward
     _journal: Journal = field(default_factory=lambda: Journal((), (), Leaves(())))
     _copy: tuple[Block, DeviceCopy] | None = None
-    _hooks_off: TensorHooksOff = field(default_factory=TensorHooksOff)
+    _hooks_off: TensorHooksOff = field(init=False)
     _start_bytes: int = 0
     _made: list[torch.Tensor] = field(default_factory=list)  # what the block under measurement made at first
     _repeats: bool = True  # did it make the same the second time?
     _draws: SharedDraws = field(default_factory=SharedDraws)  # of its first forward
+
+    def __post_init__(self) -> None:
+        self._hooks_off = TensorHooksOff(self.model.parameters())
 
     @contextmanager
     def limited(self) -> Iterator[None]:

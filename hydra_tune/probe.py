@@ -26,7 +26,7 @@ from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.seen_call import SeenCall
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.snapshot import Snapshot
-from hydra_tune.tree import containers_in
+from hydra_tune.tree import containers_in, tensors_in
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
@@ -90,10 +90,12 @@ def parametrizations_uncached(model: nn.Module) -> Iterator[None]:
 
 class TensorHooksOff(TorchFunctionMode):
     """Hooks that a forward puts on its activations would see a pilot's gradients. `hooked` are the weights that it
-    would have put one on, `cast_by_hand` the ids of the leaves that its own code has cast, not autocast."""
+    would have put one on, `cast_by_hand` the ids of the leaves that its own code has cast, not autocast. Autocast's
+    casts of `weights` are forgotten: the forward proper makes its own, where plain PyTorch makes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         super().__init__()
+        self._weights = set(map(id, weights))
         self.hooked: list[nn.Parameter] = []
         self.cast_by_hand: set[int] = set()
 
@@ -105,10 +107,22 @@ class TensorHooksOff(TorchFunctionMode):
             return RemovableHandle(OrderedDict())
         if func is torch.Tensor.retain_grad:
             return None
-        result = func(*args, **(kwargs or {}))
+        with self._casts_forgotten(args, kwargs):
+            result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.grad_fn is not None and result.grad_fn.name() == CAST:
             self.cast_by_hand.update(id(x) for x in args if isinstance(x, torch.Tensor) and x.is_leaf)
         return result
+
+    @contextmanager
+    def _casts_forgotten(self, *arguments: Any) -> Iterator[None]:
+        keeps = torch.is_autocast_cache_enabled() and any(id(t) in self._weights for t in tensors_in(arguments))
+        if keeps:
+            torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            if keeps:
+                torch.set_autocast_cache_enabled(True)
 
 
 # ---- one block's own graph ---------------------------------------------------------------------------

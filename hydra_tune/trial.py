@@ -320,7 +320,7 @@ class Trial:
             self._boundary()
             if self.resumption is not None and not self.steps.under_way:
                 self._before_step(self.resumption)
-            casts = CastsOfForward()  # a pilot may leave some for the forward
+            casts = CastsOfForward()  # an attempt that is started anew may leave some for the forward
             plan = self.planner.plan_for(root, args, kwargs)
             self.open_step(plan)
             if self.steps.leave_unmeasured():

@@ -19,6 +19,15 @@ PROGRAM = [""]  # a global variable: no pilot asks for it
 SEEDS = range(40)
 
 
+def used(x, weight, word):
+    for use in word.lower():
+        if use == "c":
+            x = x + nn.functional.linear(x, weight).tanh()
+        elif use == "d":
+            x = x + x * weight.square().sum(0).sin()
+    return x
+
+
 class Block(nn.Module):
     def __init__(self, weight):
         super().__init__()
@@ -27,11 +36,7 @@ class Block(nn.Module):
         self.back = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x, word):
-        for use in word.lower():
-            if use == "c":
-                x = x + nn.functional.linear(x, self.weight).tanh()
-            elif use == "d":
-                x = x + x * self.weight.square().sum(0).sin()
+        x = used(x, self.weight, word)
         return x + self.back(self.own(x).relu())
 
 
@@ -153,6 +158,31 @@ def test_sums_of_calls_in_other_contexts(steps):
 )
 def test_sums_are_those_of_plain_pytorch_in_float32(steps):
     compare(trained(steps, autocast=False), num_bytes=40_000)
+
+
+@pytest.mark.parametrize("budget", [40_000, 10_000_000], ids=["spilled", "resident"])
+@pytest.mark.parametrize("steps", [[["dcd"], ["dcd"]], [["dcd", "c"], ["dcd", "c"]]], ids=str)
+def test_a_pilot_leaves_the_forward_no_casts_of_weights_outside_of_blocks(steps, budget):
+    class Loose(Programmed):
+        def __init__(self):
+            super().__init__(nullcontext())
+            self.loose = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+        def forward(self, x):
+            return super().forward(used(x, self.loose, PROGRAM[-1]))
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = prepare(Loose())
+        found = []
+        for forwards in steps:
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                sum(loss_of(model, words) for words in forwards).backward()
+            found.append(model.loose.grad.clone())
+        return found
+
+    compare(scenario, "spilled" if budget < 1_000_000 else "resident", num_bytes=budget)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])

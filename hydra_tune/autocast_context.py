@@ -15,7 +15,7 @@ import torch
 
 from hydra_tune.casts import Clearings, context_number
 from hydra_tune.errors import PrepareError
-from hydra_tune.graph import Cast
+from hydra_tune.graph import Cast, autocasts_copy
 from hydra_tune.host_buffer import version_of
 from hydra_tune.process_state import remembers_casts
 
@@ -81,9 +81,13 @@ class AutocastContext:
         numbers."""
         return self._made_by.setdefault((id(weight), dtype, context_number()), call)
 
-    def cast_of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def cast_of(self, weight: torch.Tensor, dtype: torch.dtype, *, is_own: bool) -> torch.Tensor:
         """What stands for it in the outer graph, where a forward casts it for several uses. It is kept when the graph
-        is gone: autograd runs its node after newer ones."""
+        is gone: autograd runs its node after newer ones. If operators outside of blocks are given autocast's own copy,
+        that is it."""
+        copy = autocasts_copy(weight) if is_own else None
+        if copy is not None and copy.dtype == dtype:
+            return copy
         key = id(weight), dtype, context_number()
         if key not in self._casts:
             with torch.enable_grad():

@@ -37,6 +37,7 @@ class WeightEdges(NamedTuple):
     direct, by_cast    edges of its own, and of autocast's copy
     casts_to           by which dtype of the autocast around the block it is cast to which, where it is another one
     is_cast            by autocast
+    is_cast_outside    of blocks, by what has an operator's copy from autocast, too
     may_be_cast        it is used by no others than blocks, and nobody casts it by hand: calls add the gradients of its
                        uses, by a copy or not
     is_watched         and those of other calls, too
@@ -48,6 +49,7 @@ class WeightEdges(NamedTuple):
     by_cast: int = 0
     casts_to: frozenset[tuple[Any, Any]] = frozenset()
     is_cast: bool = False
+    is_cast_outside: bool = False
     may_be_cast: bool = False
     is_watched: bool = False
     is_mixed: bool = False

@@ -38,7 +38,9 @@ class ForwardPass:
         """What stands for autocast's copies of the block's weights, one for all uses in a context, by their numbers."""
         if not block.edges.recast or not remembers_casts():
             return {}
-        return {i: self.autocast.cast_of(p, dtype) for i, p, dtype in _cast(block, block.edges.recast)}
+        outside = {i: block.edges.weights[i].is_cast_outside for i in block.edges.recast}
+        weights = _cast(block, block.edges.recast)
+        return {i: self.autocast.cast_of(p, dtype, is_own=outside[i]) for i, p, dtype in weights}
 
 
 def castable_by(block: Block) -> dict[int, torch.dtype]:

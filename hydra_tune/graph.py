@@ -346,6 +346,15 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+_SAVES: dict[int, tuple[Callable[..., torch.Tensor], str]] = {  # by a weight's dimensions
+    1: (torch.matmul, "_saved_vec"),
+    2: (torch.matmul, "_saved_mat2"),
+    3: (torch.conv1d, "_saved_weight"),
+    4: (torch.conv2d, "_saved_weight"),
+    5: (torch.conv3d, "_saved_weight"),
+}
+
+
 class Cast(torch.autograd.Function):
     """Stands for autocast's copy of a weight in a trial's outer graph: empty, but with a gradient.
 
@@ -361,3 +370,17 @@ class Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.to(ctx.dtype), None
+
+
+def autocasts_copy(weight: torch.Tensor) -> torch.Tensor | None:
+    """The one that PyTorch keeps, or makes here, for all operators in the autocast context around: what an operator on
+    an empty batch has saved of it for its backward. None of a weight that can't be had so."""
+    if weight.dim() not in _SAVES or torch.is_inference_mode_enabled():
+        return None
+    operator, name = _SAVES[weight.dim()]
+    sizes = weight.shape[:1] if weight.dim() < 3 else weight.shape[1:]
+    with torch.enable_grad(), saved_as_it_is():
+        batch = weight.new_zeros(0, *sizes).requires_grad_() * 1  # no leaf, which would be kept, too
+        copy: torch.Tensor = getattr(operator(batch, weight).grad_fn, name)
+    is_copy = copy.grad_fn is not None and copy.grad_fn.name() == CAST
+    return copy if is_copy else None

@@ -273,6 +273,7 @@ class OuterGraph:
         into_blocks = {*called, *(node for node in nodes if is_edge(node) or node.name() == GATE)}
         others = set(nodes).difference(into_blocks, nodes_of(inputs))
         children = [leaf_of(c) for node in others for c, _ in node.next_functions]
+        self._cast_outside = {id(leaf_of(c)) for node in others if node.name() == CAST for c, _ in node.next_functions}
         self.used_outside = list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
         self.changed_later = [node.call.block for node in measured if _changed(node)]
         users = users_of(nodes, outputs)
@@ -316,7 +317,8 @@ class OuterGraph:
         direct, by_cast = call.weight_uses[number]
         casts_to, may_be_cast = call.casts_to[number], call.may_be_cast[number] and self._remembers_casts
         if used_by_others:
-            return WeightEdges(max(direct, 1), by_cast, casts_to, by_cast > 0, has_several=direct > 1)
+            outside = id(call.block.parameters[number]) in self._cast_outside
+            return WeightEdges(max(direct, 1), by_cast, casts_to, by_cast > 0, outside, has_several=direct > 1)
         is_shared = self._owners[id(call.block.parameters[number])] > 1
         is_unsure = call in self._unreached or (self._under_autocast and not call.under_autocast)
         return WeightEdges(

@@ -2,6 +2,7 @@
 
 A program says it: one string for each forward, a word for each call of a block. "c" uses the weight by autocast's copy,
 "d" as it is, a capital letter the other block, which shares it. No flag or shape of an argument tells calls apart.
+"o" stands for the root, which uses the weight itself.
 Behind a word "!" switches autocast off around the call, "^" gradients, "~" lets go of its output, "*" clears casts.
 """
 
@@ -63,6 +64,8 @@ class Programmed(nn.Module):
             return x
 
     def called(self, x, word):
+        if "o" in word:
+            return used(x, self.first.weight, word)
         block = self.second if word.isupper() else self.first
         with (
             torch.autocast("cpu", enabled=False) if "!" in word else nullcontext(),
@@ -158,6 +161,62 @@ def test_sums_of_calls_in_other_contexts(steps):
 )
 def test_sums_are_those_of_plain_pytorch_in_float32(steps):
     compare(trained(steps, autocast=False), num_bytes=40_000)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [["oc c"]],
+        [["c oc"], ["oc c", "c oc"]],
+        [["oc cc oc"], ["ocd cd"]],
+        [["oc cc", "c od"], ["od cc od"], ["oc C c"]],
+        [["ocd DC oc cdc"], ["oc c", "C oc"]],
+    ],
+    ids=str,
+)
+def test_a_cast_is_shared_with_operators_outside_of_blocks(steps):
+    compare(trained(steps), num_bytes=60_000)
+
+
+OPERATORS = {
+    "bias": (lambda x, w: nn.functional.linear(x, torch.eye(WIDTH), w), (WIDTH,)),
+    "conv1d": (lambda x, w: nn.functional.conv1d(x[:, None], w, padding=1)[:, 0], (1, 1, 3)),
+    "conv2d": (lambda x, w: nn.functional.conv2d(x[None, None], w, padding=1)[0, 0], (1, 1, 3, 3)),
+    "conv3d": (lambda x, w: nn.functional.conv3d(x[None, None, None], w, padding=1)[0, 0, 0], (1, 1, 3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_a_cast_of_any_shape_is_shared_with_operators_outside_of_blocks(kind):
+    operator, shape = OPERATORS[kind]
+
+    class Using(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+            self.layers = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
+
+        def forward(self, x):
+            return x + operator(self.layers(operator(x, self.weight)), self.weight)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Using(nn.Parameter(torch.randn(shape))) for _ in range(8)])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x) + operator(x, block.weight)
+            return x
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = prepare(Model())
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(5, WIDTH)).float().square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    compare(scenario, num_bytes=60_000)
 
 
 @pytest.mark.parametrize("budget", [40_000, 10_000_000], ids=["spilled", "resident"])

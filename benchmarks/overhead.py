@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 from benchmarks.measure import interleaved, save
-from hydra_tune import call
+from hydra_tune import call, local_backward
 from hydra_tune.block import Block
 from hydra_tune.context import TrialContext
 from hydra_tune.residency import Residency
@@ -169,7 +169,7 @@ def parts_of(spilled: Training, rounds: int) -> dict[str, float]:
             ("random state", call, "generator_states"),
             ("random state", call, "set_generator_states"),
             ("arithmetic", Block, "forward"),
-            ("arithmetic", call, "gradients_of"),
+            ("arithmetic", local_backward, "gradients_of"),
         ):
             stack.enter_context(parts.function(part, owner, name))
         start = time.perf_counter()

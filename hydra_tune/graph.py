@@ -333,7 +333,7 @@ def uncached(leaf: torch.Tensor) -> torch.Tensor:
     if not leaf.requires_grad or leaf.dtype is not torch.float32 or leaf.layout is not torch.strided:
         return leaf
     with torch.no_grad():
-        view = leaf.view_as(leaf)
+        view = leaf[...]  # strides as they are, of sizes of 1, too: they choose kernels
     view.__dict__.update(leaf.__dict__)
     return view.requires_grad_()
 

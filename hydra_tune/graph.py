@@ -230,8 +230,9 @@ def borrowed_by(
         leaf = leaf_of(node)
         if leaf is None and node._sequence_nr() < first_node:
             raise UncuttableError(
-                f"a block reaches activations through its arguments, but {name} uses one that another module "
-                "has made. Pass it as an argument."
+                f"a block reaches activations through its arguments, but {name} uses one that another module has "
+                "made, or a hook. Pass it as an argument; for torch.nn.utils.weight_norm and spectral_norm take those "
+                "of torch.nn.utils.parametrizations."
             )
         if leaf is not None and id(leaf) not in known:
             if not isinstance(leaf, nn.Parameter):

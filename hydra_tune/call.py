@@ -212,10 +212,12 @@ class BlockCall:
             refuse_modes(self.block.name, self.block.modules)
         self._moment.arguments = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         given = self.block.edges.of_tensors(self.places)
+        if given is not None and given.are_unsure:
+            given = None
         if given is not None:
             self.always_apart = given.apart
         self._counts_uses = given is None and self.seen is None
-        self.num_edges = [1] * len(self.tensors) if given is None else given.counts
+        self.num_edges = [1] * len(self.tensors) if given is None else [n or 1 for n in given.counts]
         self.weights = CallWeights(self.block, self.forward_pass)
         self.forward_pass.may_join |= self.may_join
 

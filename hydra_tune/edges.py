@@ -22,6 +22,12 @@ class TensorEdges(NamedTuple):
     counts: tuple[int, ...]
     apart: tuple[bool, ...]
 
+    @property
+    def are_unsure(self) -> bool:
+        """One that requires a gradient was not used, as where a block returns it as it is: others may use it."""
+        *_, require_gradients = self.places
+        return any(n == 0 and requires for n, requires in zip(self.counts, require_gradients, strict=True))
+
     def __or__(self, other: TensorEdges) -> TensorEdges:
         """Enough for both; `places` are the same."""
         return TensorEdges(

@@ -304,7 +304,7 @@ class OuterGraph:
                 other or (direct > 1 and (hooked or source() is not None))
                 for other, source, (direct, _) in zip(shared, call.sources, call.tensor_uses, strict=False)
             ]
-            given = TensorEdges(call.places, tuple(max(n, 1) for n, _ in call.tensor_uses), tuple(always))
+            given = TensorEdges(call.places, tuple(n for n, _ in call.tensor_uses), tuple(always))
             counts = zip(call.source_bytes, given.counts, always, strict=True)
             apart = sum(size * n for size, n, is_apart in counts if is_apart and n > 1)
             weights = []

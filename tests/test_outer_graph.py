@@ -149,6 +149,25 @@ class HasAMaskLater(LeavesTheMaskOut):
     marked = (2, 3)
 
 
+class PassesOn(MarksBatches):
+    """A layer returns some batches as they are, the first among them, and something else uses them, too."""
+
+    marked = (1, 2)
+
+    class Layer(Layer):
+        def forward(self, x):
+            return x if x.detach().max() > 5 else super().forward(x * x)
+
+    class Net(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + x.sin() + layer(x)
+            return self.head(x)
+
+    def model(self):
+        return self.Net(self.Layer)
+
+
 class SkipsFar(MarksBatches):
     """Who else uses what a block is given, and uses several times, the data say: only some batches have the skip."""
 
@@ -361,7 +380,7 @@ class ThroughItself(Script):
 
 SCRIPTS = [
     GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures, KeepsFeatures, GivesWhatTheLossUses,
-    LeavesTheMaskOut, HasAMaskLater, SkipsFar, NamesOtherwise, NamesKeysOtherwise, LearnsLater,
+    LeavesTheMaskOut, HasAMaskLater, PassesOn, SkipsFar, NamesOtherwise, NamesKeysOtherwise, LearnsLater,
     RepeatsUnderAutocast,
     UsesWeightsMoreUnderAutocast,
     UsesWeightsMoreInTwoForwards,

@@ -147,7 +147,7 @@ def test_a_tensor_that_is_used_elsewhere_too_has_gradients_for_each_use_in_a_blo
         model(torch.randn(2, 16))
         (plan,) = pool.plans.values()
         found = [seen for block in plan.blocks for _, *seen in block.edges.tensors]
-        assert found == [[(1,), (False,)], [(2,), (True,)], [(2,), (False,)]]
+        assert found == [[(0,), (False,)], [(2,), (True,)], [(2,), (False,)]]
         hydra_tune.release(model)
 
 

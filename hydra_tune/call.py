@@ -447,11 +447,12 @@ class BlockCall:
         assert moment.surroundings is not None
         num_edges = [*self.num_edges, *weights.num_edges]
         wanted = [n > 0 and needed[end - 1] for n, end in zip(num_edges, accumulate(num_edges), strict=True)]
-        buffers = moment.buffers()
+        written, replaced = moment.buffers()
         generators = self.trial.residency.device.generators()
         with self.trial.visit(self.block, Direction.BACKWARD) as visit:
             visit.train(moment.trains)
-            now = visit.copy.swap_buffers(self.block, buffers)
+            now = visit.copy.swap_buffers(self.block, written)
+            visit.lend_buffers(replaced)
             with moment.drawing(drawing_again):
                 drawn = generator_states(generators)
                 try:
@@ -482,7 +483,9 @@ class BlockCall:
             except BaseException:
                 self._write_back(visit, visit.changed_buffers(), in_backward=True)
                 raise
-            if now or found != self.found_buffers():  # by a hook, a Function, or a checkpoint within the block
+            if (
+                now or replaced or found != self.found_buffers()
+            ):  # by a hook, a Function, or a checkpoint within the block
                 self._write_back(visit, visit.changed_buffers(), in_backward=True)
             num_tensors = len(tensors)
             masters = [*parameters, *(parameters[i] for i in (*weights.casts, *sums))]

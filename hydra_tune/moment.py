@@ -77,18 +77,21 @@ class Moment:
         """Values of the buffers that the forward has written, by site."""
         self._written = before
 
-    def buffers(self) -> list[tuple[int, torch.Tensor]]:
-        """The values that buffers had then, of those that have others now, by site.
+    def buffers(self) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]:
+        """The values that buffers had then, of those that have others now, by site: written since, and replaced by
+        another tensor.
 
         Raises:
             RuntimeError: something else has changed a buffer.
         """
-        then = dict(self._written)
+        then, replaced = dict(self._written), set[int]()
         for i, (now, found) in enumerate(zip(self._block.buffers(), self._buffers, strict=True)):
             is_unchanged = found.host._version == found.version
+            if now is not found.host:
+                replaced.add(i)
             if i in then or (now is found.host and is_unchanged):
                 continue
-            if is_unchanged:  # the module has another one now
+            if is_unchanged:
                 then[i] = found.host
             else:
                 if found.value is None:
@@ -98,7 +101,8 @@ class Moment:
                         "outside of the block. Change it in the block's forward, or after backward."
                     )
                 then[i] = found.value
-        return list(then.items())
+        values = list(then.items())
+        return [v for v in values if v[0] not in replaced], [v for v in values if v[0] in replaced]
 
     # ---- weights ----
 

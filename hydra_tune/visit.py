@@ -79,6 +79,13 @@ class Visit:
         for m, n in self.block.buffer_sites:
             m._buffers[n] = self.copy.buffer(m, n)
 
+    def lend_buffers(self, values: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Copies of these, by site, to a forward that is repeated: its graph may save them, as the first one saved
+        those that the module has no longer."""
+        for i, value in values:
+            m, n = self.block.buffer_sites[i]
+            m._buffers[n] = value.to(self.copy.buffer(m, n).device, copy=True)
+
     def changed_buffers(self) -> list[ChangedBuffer]:
         """Those that the forward has changed."""
         if not self.block.buffer_sites:

@@ -69,6 +69,46 @@ class OtherRateBeforeBackward(Script):
             layer.drop.p = 0.9
 
 
+class SetsABuffer(Script):
+    class Layer(Layer):
+        def set_up(self):
+            self.register_buffer("scale", torch.ones(WIDTH))
+
+        def forward(self, x):
+            return super().forward(x * self.scale) * self.scale
+
+    def between(self, model):
+        for layer in model.layers:
+            layer.scale = torch.full((WIDTH,), 0.5)
+
+    def after(self, model, optimizer):
+        for layer in model.layers:
+            layer.scale = torch.ones(WIDTH)
+
+
+class SetsABufferForEachCall(SetsABuffer):
+    class Net(Net):
+        def forward(self, x):
+            for i in range(6):
+                self.layers[i // 2].scale = torch.full((WIDTH,), 1 + i / 10)
+                x = self.layers[i // 2](x)
+            return self.head(x)
+
+    def model(self):
+        return self.Net(self.Layer)
+
+
+class ReplacesItsBuffer(SetsABuffer):
+    class Layer(SetsABuffer.Layer):
+        def forward(self, x):
+            y = super().forward(x)
+            self.scale = 0.5 * self.scale + y.detach().square().mean(0)
+            return y
+
+    def between(self, model):
+        pass
+
+
 class AnAttributeForEachCall(Script):
     class Layer(Layer):
         temperature = 1.0
@@ -214,8 +254,9 @@ class AutocastWithinABlock(Script):
 SCRIPTS = [
     LendsAnAverage,
     EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
-    AnAttributeForEachCall, TensorAttributes, AssignsBeforeBackward, FreezesBeforeBackward,
-    FreezesForAnotherForward, FreezesSomeToEvaluate, UnfreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
+    SetsABuffer, SetsABufferForEachCall, ReplacesItsBuffer, AnAttributeForEachCall, TensorAttributes,
+    AssignsBeforeBackward, FreezesBeforeBackward, FreezesForAnotherForward, FreezesSomeToEvaluate,
+    UnfreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
 ]  # fmt: skip
 
 

@@ -72,6 +72,9 @@ class Executor(Protocol):
     @property
     def is_alone(self) -> bool: ...
 
+    @property
+    def checks_repetitions(self) -> bool: ...
+
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
 
     def visit(self, block: Block, direction: Direction, *, at_home: bool = False) -> AbstractContextManager[Visit]: ...
@@ -280,7 +283,9 @@ class BlockCall:
             del made, given
         with self.trial.residency.meter.paused() if block.rewritten else nullcontext():
             moment.note_weights()
-        moment.note_outputs(plain)
+        checks = self.trial.checks_repetitions
+        with self.trial.residency.meter.paused() if checks else nullcontext():
+            moment.note_outputs(plain, values=checks)
         self._write_back(visit, changed)
         return tuple(plain)
 
@@ -467,7 +472,8 @@ class BlockCall:
                     set_generator_states(generators, drawn)
                     visit.copy.swap_buffers(self.block, now)
                     visit.set_buffers()
-            moment.refuse_other_outputs(made)
+            with self.trial.residency.meter.paused() if moment.has_values else nullcontext():
+                moment.refuse_other_outputs(made)
             if moment.surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
             found = self.found_buffers()

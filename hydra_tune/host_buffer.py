@@ -70,6 +70,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(bits), b.view(bits))
 
 
+def digest(tensor: torch.Tensor) -> float | None:
+    """A number that other values hardly have: of the bits, if they are in host memory; on other devices, whose kernels
+    may differ in the last bits, the sum of absolute values. None where there is none."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_quantized:
+        return None
+    if tensor.dtype in _COMPLEX:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.device.type == "cpu":
+        return int(tensor.resolve_neg().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64))
+    return float(torch.linalg.vector_norm(tensor, 1, dtype=torch.float32)) if tensor.is_floating_point() else None
+
+
 class HostBuffer:
     """An exact-size private mapping, filled with `tensors` in order.
 

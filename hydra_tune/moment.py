@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
@@ -10,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from hydra_tune.block import Block
-from hydra_tune.host_buffer import same_values, version_of
+from hydra_tune.host_buffer import digest, same_values, version_of
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.surroundings import Surroundings
 
@@ -33,8 +34,8 @@ class Moment:
     """One forward's. Notes are made where they cost least: before it, in its visit, or after it."""
 
     __slots__ = (
-        "_block", "_buffers", "_draws_apart", "_made_like", "_rewritten", "_versions", "_written", "arguments",
-        "random_states", "surroundings", "trains",
+        "_block", "_buffers", "_digests", "_draws_apart", "_made_like", "_rewritten", "_versions", "_written",
+        "arguments", "random_states", "surroundings", "trains",
     )  # fmt: skip
 
     def __init__(self, block: Block) -> None:
@@ -49,6 +50,7 @@ class Moment:
         self._versions: Sequence[int] = ()  # of the block's parameters
         self._rewritten: Sequence[torch.Tensor] = ()  # values of weights that are written without raising a version
         self._made_like: Sequence[tuple[torch.Size, torch.dtype]] = ()
+        self._digests: Sequence[float | None] | None = None  # of what it made
 
     # ---- random numbers ----
 
@@ -126,8 +128,15 @@ class Moment:
 
     # ---- outputs ----
 
-    def note_outputs(self, made: Sequence[torch.Tensor]) -> None:
+    def note_outputs(self, made: Sequence[torch.Tensor], *, values: bool) -> None:
+        """Of which the repetition is to have the `values`, too."""
         self._made_like = [(x.shape, x.dtype) for x in made]
+        self._digests = [digest(x.detach()) for x in made] if values else None
+
+    @property
+    def has_values(self) -> bool:
+        """Of its outputs."""
+        return self._digests is not None
 
     def refuse_other_outputs(self, made: Sequence[torch.Tensor]) -> None:
         """
@@ -141,6 +150,19 @@ class Moment:
                 f"first and {_spelt(again)} then: it depends on something that has changed since, or on random "
                 "numbers other than torch's. Give it what it depends on as an argument, or draw from torch's."
             )
+        if self._digests is not None and not all(map(_are_alike, self._digests, (digest(x.detach()) for x in made))):
+            raise RuntimeError(
+                f"a block's forward may be repeated, but block {self._block.name} made other values at first: it "
+                "depends on something that has changed since, as a global, or an object, list or dict among its "
+                "attributes that the model changes for each layer. Give it what it depends on as an argument, or set "
+                "a number or tensor as an attribute of the module itself."
+            )
+
+
+def _are_alike(a: float | None, b: float | None) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-3) or (math.isnan(a) and math.isnan(b))
+    return a == b
 
 
 def _spelt(made: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

@@ -267,6 +267,41 @@ def test_it_trains_as_in_plain_pytorch(script, budget):
     trains_as_in_plain_pytorch(script, budget)
 
 
+SETTINGS = [1.0]
+
+
+@pytest.mark.parametrize("where", ["in an object", "in a global"])
+def test_what_a_model_sets_for_each_layer_where_nobody_can_see_it_is_refused(where):
+    """The repetition would meet what was set for the last one."""
+
+    class Scaled(Layer):
+        def set_up(self):
+            self.settings = [1.0]
+
+        def forward(self, x):
+            return super().forward(x * (self.settings if where == "in an object" else SETTINGS)[0])
+
+    class Setting(Net):
+        def set_up(self):
+            for layer in self.layers:
+                layer.settings = self.layers[0].settings
+
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                self.layers[0].settings[0] = SETTINGS[0] = 1 + i / 10
+                x = layer(x)
+            return self.head(x)
+
+    class Model(Script):
+        def model(self):
+            return Setting(Scaled)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+        with pytest.raises(RuntimeError, match=r"block layers\.\d made other values at first: .* as an argument"):
+            Model().run(pool)
+        assert pool.devices[0].used_bytes == 0
+
+
 def test_a_buffer_that_changes_between_forward_and_backward_is_refused():
     class Stepped(Layer):
         def set_up(self):

@@ -63,6 +63,7 @@ class Block:
     differentiates: bool = False  # it runs a backward within its forward
     rewritten: bool = False  # something changes its weights during a forward
     draws: bool = False  # random numbers
+    is_checked: bool = False  # a repetition has made what its forward made
     shares_memory: bool = False  # some of its outputs do, with each other or with an input
 
     modules: list[nn.Module] = field(init=False)

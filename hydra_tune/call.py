@@ -72,9 +72,6 @@ class Executor(Protocol):
     @property
     def is_alone(self) -> bool: ...
 
-    @property
-    def checks_repetitions(self) -> bool: ...
-
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
 
     def visit(self, block: Block, direction: Direction, *, at_home: bool = False) -> AbstractContextManager[Visit]: ...
@@ -215,12 +212,10 @@ class BlockCall:
             refuse_modes(self.block.name, self.block.modules)
         self._moment.arguments = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
         given = self.block.edges.of_tensors(self.places)
-        if given is not None and given.are_unsure:
-            given = None
         if given is not None:
             self.always_apart = given.apart
         self._counts_uses = given is None and self.seen is None
-        self.num_edges = [1] * len(self.tensors) if given is None else [n or 1 for n in given.counts]
+        self.num_edges = [1] * len(self.tensors) if given is None else given.num_edges
         self.weights = CallWeights(self.block, self.forward_pass)
         self.forward_pass.may_join |= self.may_join
 
@@ -283,9 +278,11 @@ class BlockCall:
             del made, given
         with self.trial.residency.meter.paused() if block.rewritten else nullcontext():
             moment.note_weights()
-        checks = self.trial.checks_repetitions
-        with self.trial.residency.meter.paused() if checks else nullcontext():
-            moment.note_outputs(plain, values=checks)
+        if block.is_checked:
+            moment.note_outputs(plain)
+        else:
+            with self.trial.residency.meter.paused():
+                moment.note_outputs(plain, values=True)
         self._write_back(visit, changed)
         return tuple(plain)
 
@@ -409,6 +406,7 @@ class BlockCall:
         assert weights is not None
         again = partial(self._run_backward, weights, tensors, needed, grad_outputs)
         grads, before = self.trial.with_room(self.block, again, lambda: True)
+        self.block.is_checked = True
         num_edges = [*self.num_edges, *weights.num_edges]
         of_casts = [row[0] for row in grads[len(num_edges) :]]
         with self.trial.residency.meter.paused() if before else nullcontext():
@@ -472,8 +470,10 @@ class BlockCall:
                     set_generator_states(generators, drawn)
                     visit.copy.swap_buffers(self.block, now)
                     visit.set_buffers()
-            with self.trial.residency.meter.paused() if moment.has_values else nullcontext():
-                moment.refuse_other_outputs(made)
+            moment.refuse_other_outputs(made)
+            if moment.digests is not None:
+                with self.trial.residency.meter.paused():
+                    moment.refuse_other_values(made)
             if moment.surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
             found = self.found_buffers()

@@ -23,6 +23,10 @@ class TensorEdges(NamedTuple):
     apart: tuple[bool, ...]
 
     @property
+    def num_edges(self) -> list[int]:
+        return [n or 1 for n in self.counts]
+
+    @property
     def are_unsure(self) -> bool:
         """One that requires a gradient was not used, as where a block returns it as it is: others may use it."""
         *_, require_gradients = self.places
@@ -79,7 +83,15 @@ class Edges:
     weights: tuple[WeightEdges, ...] = ()
 
     def of_tensors(self, places: Places) -> TensorEdges | None:
-        return next((given for given in self.tensors if given.places == places), None)
+        """Where a call can rely on them."""
+        for given in self._sure:
+            if given.places == places:
+                return given
+        return None
+
+    @cached_property
+    def _sure(self) -> tuple[TensorEdges, ...]:
+        return tuple([given for given in self.tensors if not given.are_unsure])
 
     def of_weight(self, number: int) -> WeightEdges:
         return self.weights[number] if number < len(self.weights) else WeightEdges()

@@ -34,8 +34,8 @@ class Moment:
     """One forward's. Notes are made where they cost least: before it, in its visit, or after it."""
 
     __slots__ = (
-        "_block", "_buffers", "_digests", "_draws_apart", "_made_like", "_rewritten", "_versions", "_written",
-        "arguments", "random_states", "surroundings", "trains",
+        "_block", "_buffers", "_draws_apart", "_made_like", "_rewritten", "_versions", "_written",
+        "arguments", "digests", "random_states", "surroundings", "trains",
     )  # fmt: skip
 
     def __init__(self, block: Block) -> None:
@@ -50,7 +50,7 @@ class Moment:
         self._versions: Sequence[int] = ()  # of the block's parameters
         self._rewritten: Sequence[torch.Tensor] = ()  # values of weights that are written without raising a version
         self._made_like: Sequence[tuple[torch.Size, torch.dtype]] = ()
-        self._digests: Sequence[float | None] | None = None  # of what it made
+        self.digests: Sequence[float | None] | None = None  # of what it made
 
     # ---- random numbers ----
 
@@ -86,6 +86,8 @@ class Moment:
         Raises:
             RuntimeError: something else has changed a buffer.
         """
+        if not self._buffers:
+            return [], []
         then, replaced = dict(self._written), set[int]()
         for i, (now, found) in enumerate(zip(self._block.buffers(), self._buffers, strict=True)):
             is_unchanged = found.host._version == found.version
@@ -128,15 +130,10 @@ class Moment:
 
     # ---- outputs ----
 
-    def note_outputs(self, made: Sequence[torch.Tensor], *, values: bool) -> None:
+    def note_outputs(self, made: Sequence[torch.Tensor], *, values: bool = False) -> None:
         """Of which the repetition is to have the `values`, too."""
         self._made_like = [(x.shape, x.dtype) for x in made]
-        self._digests = [digest(x.detach()) for x in made] if values else None
-
-    @property
-    def has_values(self) -> bool:
-        """Of its outputs."""
-        return self._digests is not None
+        self.digests = [digest(x.detach()) for x in made] if values else None
 
     def refuse_other_outputs(self, made: Sequence[torch.Tensor]) -> None:
         """
@@ -150,7 +147,14 @@ class Moment:
                 f"first and {_spelt(again)} then: it depends on something that has changed since, or on random "
                 "numbers other than torch's. Give it what it depends on as an argument, or draw from torch's."
             )
-        if self._digests is not None and not all(map(_are_alike, self._digests, (digest(x.detach()) for x in made))):
+
+    def refuse_other_values(self, made: Sequence[torch.Tensor]) -> None:
+        """
+        Raises:
+            RuntimeError: the repetition has `made` others.
+        """
+        assert self.digests is not None
+        if not all(map(_are_alike, self.digests, (digest(x.detach()) for x in made))):
             raise RuntimeError(
                 f"a block's forward may be repeated, but block {self._block.name} made other values at first: it "
                 "depends on something that has changed since, as a global, or an object, list or dict among its "

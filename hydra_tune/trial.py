@@ -112,11 +112,6 @@ class Trial:
         return company.count <= (self.mode is not None) and not self.pool.is_shared
 
     @property
-    def checks_repetitions(self) -> bool:
-        """In the first step of a plan: what a model does to its blocks' surroundings shows there."""
-        return not self.planner.step_is_measured
-
-    @property
     def is_here(self) -> bool:
         """Whether the calling thread is the one that has called the model last."""
         return self._callers.is_last

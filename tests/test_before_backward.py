@@ -270,8 +270,9 @@ def test_it_trains_as_in_plain_pytorch(script, budget):
 SETTINGS = [1.0]
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["each once", "one six times"])
 @pytest.mark.parametrize("where", ["in an object", "in a global"])
-def test_what_a_model_sets_for_each_layer_where_nobody_can_see_it_is_refused(where):
+def test_what_a_model_sets_for_each_layer_where_nobody_can_see_it_is_refused(where, shared):
     """The repetition would meet what was set for the last one."""
 
     class Scaled(Layer):
@@ -287,9 +288,9 @@ def test_what_a_model_sets_for_each_layer_where_nobody_can_see_it_is_refused(whe
                 layer.settings = self.layers[0].settings
 
         def forward(self, x):
-            for i, layer in enumerate(self.layers):
+            for i in range(6):
                 self.layers[0].settings[0] = SETTINGS[0] = 1 + i / 10
-                x = layer(x)
+                x = self.layers[0 if shared else i](x)
             return self.head(x)
 
     class Model(Script):

@@ -465,7 +465,7 @@ class BlockCall:
                     first_node = torch._C._autograd._get_sequence_nr()
                     restored = moment.surroundings.restored(self.block.name, alone=self.trial.is_alone)
                     with torch.enable_grad(), saved_as_it_is(), restored, visit.drawing():
-                        made = self.made_by(self.block.forward(*self.arguments(inputs, moment.arguments)), inputs)
+                        made = self.made_by(self._repeated(self.arguments(inputs, moment.arguments)), inputs)
                 finally:
                     set_generator_states(generators, drawn)
                     visit.copy.swap_buffers(self.block, now)
@@ -501,6 +501,13 @@ class BlockCall:
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
         return grads, sums
+
+    def _repeated(self, arguments: tuple[Sequence[Any], dict[str, Any]]) -> Any:
+        try:
+            return self.block.forward(*arguments)
+        except Exception as error:
+            self._moment.explain(error)
+            raise
 
     def _local_backward(
         self,

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from hydra_tune.block import Block
+from hydra_tune.errors import HydraTuneError
 from hydra_tune.host_buffer import digest, same_values, version_of
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.surroundings import Surroundings
@@ -134,6 +135,16 @@ class Moment:
         """Of which the repetition is to have the `values`, too."""
         self._made_like = [(x.shape, x.dtype) for x in made]
         self.digests = [digest(x.detach()) for x in made] if values else None
+
+    def explain(self, error: Exception) -> None:
+        """That the repetition has raised, where the forward had not."""
+        add_note = getattr(error, "add_note", None)  # Python 3.10 has none
+        if add_note is not None and not isinstance(error, (HydraTuneError, torch.OutOfMemoryError)):
+            add_note(
+                f"Block {self._block.name} raised this where its forward is repeated, in backward, and not at first: "
+                "it may depend on something that has changed since, as a global, or an object, list or dict that the "
+                "model changes for each layer. Give it what it depends on as an argument."
+            )
 
     def refuse_other_outputs(self, made: Sequence[torch.Tensor]) -> None:
         """

@@ -303,6 +303,34 @@ def test_what_a_model_sets_for_each_layer_where_nobody_can_see_it_is_refused(whe
         assert pool.devices[0].used_bytes == 0
 
 
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.10 has no notes of exceptions")
+def test_an_error_of_a_repetition_says_that_it_is_one():
+    sizes = []
+
+    class Viewing(Layer):
+        def forward(self, x):
+            return super().forward(x.view(sizes[-1]))
+
+    class Setting(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                sizes.append(x.shape)
+                x = layer(x)
+            sizes.append((1, 1))
+            return self.head(x)
+
+    class Model(Script):
+        def model(self):
+            return Setting(Viewing)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+        with pytest.raises(RuntimeError, match="is invalid for input of size") as raised:
+            Model().run(pool)
+        assert pool.devices[0].used_bytes == 0
+    (note,) = raised.value.__notes__
+    assert note.startswith("Block layers.5 raised this where its forward is repeated, in backward")
+
+
 def test_a_buffer_that_changes_between_forward_and_backward_is_refused():
     class Stepped(Layer):
         def set_up(self):

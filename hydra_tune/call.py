@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -45,7 +45,6 @@ from hydra_tune.visit import Visit
 
 ResultT = TypeVar("ResultT")
 _numbers = itertools.count()
-_CastsTo: TypeAlias = frozenset[tuple[torch.dtype | None, torch.dtype]]  # see `Edges`
 
 
 class Executor(Protocol):

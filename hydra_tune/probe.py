@@ -288,8 +288,8 @@ class OuterGraph:
             shared = [*(users[child] > 1 for child in tensors), *(outside[child] > 0 for child in weights)]
             self._calls[node.call.seen] = shared
         self._calls.update((call, [True] * (len(call.tensor_uses) + len(call.weight_uses))) for call in run_back)
-        self._unreached = set(calls).difference(self._calls)
-        self._calls.update((c, [True] * len(c.tensor_uses) + [False] * len(c.weight_uses)) for c in self._unreached)
+        for call in set(calls).difference(self._calls):
+            self._calls[call] = [True] * len(call.tensor_uses) + [False] * len(call.weight_uses)
 
     def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int]]:
         """For each call: sources that other operators use too have an edge for each use in the block; and the bytes of
@@ -320,7 +320,7 @@ class OuterGraph:
             outside = id(call.block.parameters[number]) in self._cast_outside
             return WeightEdges(max(direct, 1), by_cast, casts_to, by_cast > 0, outside, has_several=direct > 1)
         is_shared = self._owners[id(call.block.parameters[number])] > 1
-        is_unsure = call in self._unreached or (self._under_autocast and not call.under_autocast)
+        is_unsure = self._under_autocast and not call.under_autocast
         return WeightEdges(
             casts_to=casts_to,
             is_cast=by_cast > 0,

@@ -30,8 +30,10 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.proof)
 
 
-def pytest_collection_finish():
-    """What was imported stays. Garbage collectors need not look at it again, for which hundreds of tests would wait."""
+@pytest.fixture(autouse=True, scope="module")
+def what_was_imported_stays():
+    """Garbage collectors need not look at it again, for which hundreds of tests would wait."""
+    gc.collect()
     gc.freeze()
 
 
@@ -40,9 +42,10 @@ def _parametrized(item):
 
 
 @pytest.fixture(autouse=True)
-def fixed_threads():
-    """Thread counts change the last bit of LayerNorm's gradients."""
-    torch.set_num_threads(2)
+def fixed_threads(request):
+    """Thread counts change the last bit of LayerNorm's gradients. Two tests run side by side on two cores; a proof has
+    both."""
+    torch.set_num_threads(2 if request.node.get_closest_marker("proof") else 1)
 
 
 @pytest.fixture(autouse=True)

@@ -125,7 +125,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @both_budgets
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("place", ["root", "first block", "block", "inside a block"])

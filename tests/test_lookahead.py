@@ -23,6 +23,11 @@ def copies_ahead(pool):
     return [p.task.shard for p in promotes if p.ahead], [p.task.shard for p in promotes if not p.ahead]
 
 
+def reads(copies, weight):
+    """Whether the copies are of this host master, too."""
+    return any(0 <= weight.data_ptr() - host.data_ptr() < host.nbytes for _, host in copies)
+
+
 def test_a_shard_is_copied_while_another_computes(monkeypatch):
     """The copy of one shard waits for the forward of another: were it not under way meanwhile, nothing would go on."""
     computing, waited = threading.Event(), []
@@ -139,13 +144,14 @@ def test_a_promise_that_proves_wrong_changes_no_number(script, budget):
 @pytest.mark.parametrize("end", ["release", "collected", "exception"])
 def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
     """Its host memory is read until then: it may not go before, nor may the room be another's."""
-    armed, under_way, go_on = threading.Event(), threading.Event(), threading.Event()
+    under_way, go_on, waited = threading.Event(), threading.Event(), []
     promote = CpuDevice.promote
 
     def slow(device, copies):
-        if armed.is_set() and threading.current_thread() is not threading.main_thread():
+        ahead = threading.current_thread() is not threading.main_thread()
+        if ahead and not waited and reads(copies, weight):
             under_way.set()
-            go_on.wait(WAIT_S)
+            waited.append(go_on.wait(WAIT_S))
         promote(device, copies)
 
     class Stops(Net):
@@ -154,8 +160,6 @@ def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
         def forward(self, x):
             for i, layer in enumerate(self.layers):
                 x = layer(x)
-                if self.stops and i == 0:
-                    armed.set()
                 if self.stops and i == 1:
                     assert under_way.wait(WAIT_S)
                     threading.Timer(0.05, go_on.set).start()
@@ -165,6 +169,7 @@ def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         model = Stops()
         step(model, pool).sum().backward()
+        weight = model.layers[2].up.weight
         monkeypatch.setattr(CpuDevice, "promote", slow)
         model.stops = 1
         with pytest.raises(RuntimeError, match="stopped"):
@@ -178,9 +183,9 @@ def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
             model.stops = 0
             model(torch.randn(4, WIDTH)).sum().backward()
             hydra_tune.release(model)
-        assert go_on.wait(WAIT_S)
         while pool._copying:
             time.sleep(0.001)
+        assert waited == [True]
         assert pool.devices[0].used_bytes == 0
 
 
@@ -193,8 +198,7 @@ def test_what_is_written_while_a_shard_is_copied_is_not_missed(monkeypatch):
 
     def slow(device, copies):
         promote(device, copies)
-        read = any(0 <= weight.data_ptr() - host.data_ptr() < host.nbytes for _, host in copies)
-        if read and not written and threading.current_thread() is not threading.main_thread():
+        if reads(copies, weight) and not written and threading.current_thread() is not threading.main_thread():
             with torch.no_grad():
                 weight.mul_(0.5)
             written.append(True)

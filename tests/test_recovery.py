@@ -144,7 +144,7 @@ def kill_often(kind, tmp_path, seed, kills):
 JOURNAL = pytest.mark.skipif(not BREAKS_LOCKS, reason="this Optuna waits for ever for the lock of who was killed")
 
 
-@pytest.mark.parametrize(("kind", "kills"), [pytest.param("journal", 2, marks=JOURNAL), ("sqlite", 3)])
+@pytest.mark.parametrize(("kind", "kills"), [pytest.param("journal", 2, marks=JOURNAL), ("sqlite", 1)])
 def test_a_search_that_is_killed_goes_on_where_it_was(tmp_path, kind, kills):
     kill_often(kind, tmp_path, 0, kills)
 

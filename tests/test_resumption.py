@@ -165,7 +165,7 @@ def compare(tmp_path, budget="spilled", every=1, at=(8,), kind=Training, written
         assert_same(got, plain)
 
 
-OFTEN = ("shuffled", "workers", None)
+OFTEN = ("shuffled", None)
 
 
 @pytest.mark.parametrize(

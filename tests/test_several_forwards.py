@@ -184,6 +184,7 @@ def script(way, model, dtype):
     return scenario
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("way", WAYS)

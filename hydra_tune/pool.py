@@ -30,6 +30,7 @@ from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialSt
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.mode import TrialMode
 from hydra_tune.policy import Policy, policy_named
+from hydra_tune.pool_device import PoolDevice
 from hydra_tune.random_state import RandomState
 from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
@@ -37,7 +38,8 @@ from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.state import Standing
 from hydra_tune.stop import Stop
 from hydra_tune.task_clock import TaskClock
-from hydra_tune.trace import During, Span, Trace
+from hydra_tune.trace import Trace
+from hydra_tune.trial_log import TrialLog
 from hydra_tune.workload import TrialWork
 
 logger = logging.getLogger("hydra_tune")
@@ -68,68 +70,12 @@ class Client(Protocol):
 ClientT = TypeVar("ClientT", bound=Client)
 
 
-class TrialLog:
-    """Writes down what one trial moves; a span of time, of the task that it runs."""
-
-    def __init__(self, pool: ShardPool, trial: int) -> None:
-        self._pool = pool
-        self._trial = trial
-
-    def now_s(self) -> float:
-        return self._pool._trace.now_s()
-
-    def count(self, what: str, device: Device, num_bytes: int, during: During | None = None) -> None:
-        pool = self._pool
-        with pool._lock:
-            pool._trace.count(what, device.number, self._trial, num_bytes)
-            task = pool._machine.devices[device.number].running
-            if during is None or task is None or task.trial != self._trial:
-                return
-            if isinstance(during, tuple):
-                pool._clocks[device.number].copied("spill", task, *during)
-            else:
-                pool._note("spill", task, device.number, during, pool._trace.now_s())
-
-
 class Copy:
     """Of a shard, ahead of its task. Who takes it makes it."""
 
     def __init__(self, promote: e.Promote) -> None:
         self.promote = promote
         self.taken = False
-
-
-class PoolDevice:
-    """What a user sees of one device: its name and its bytes."""
-
-    def __init__(self, pool: ShardPool, index: int, device: Device) -> None:
-        self._pool = pool
-        self._index = index
-        self._device = device
-        self.name = device.name
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._device.budget_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Reserved now: by trials, steps, slots and the running task."""
-        self._pool.end_abandoned()
-        return self._pool._machine.devices[self._index].ledger.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The highest `used_bytes` so far, pilots included."""
-        return self._pool._machine.devices[self._index].ledger.peak_bytes
-
-    @property
-    def measured_peak_bytes(self) -> int:
-        """The highest count of real storages: CUDA's allocator, or the meter while it counted."""
-        return self._device.measured_peak_bytes
-
-    def __repr__(self) -> str:
-        return f"<{self.name}: {format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} used>"
 
 
 class ShardPool:
@@ -162,7 +108,6 @@ class ShardPool:
             raise ConfigError(f"seed is an int or None, got {seed!r}.")
         order = policy_named(policy)
         self._devices = open_devices(devices, memory)
-        self.devices = tuple(PoolDevice(self, i, device) for i, device in enumerate(self._devices))
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
         self.plans: dict[PlanKey, TrialPlan] = {}  # by `partition.plan_key`
@@ -176,6 +121,8 @@ class ShardPool:
             links_bytes_per_s=[device.link_bytes_per_s for device in self._devices],
             alignment_bytes=ALIGNMENT_BYTES,
         )
+        ledgers = [device.ledger for device in self._machine.devices]
+        self.devices = tuple(PoolDevice(*pair, self.end_abandoned) for pair in zip(self._devices, ledgers, strict=True))
         alike = len({device.model for device in self._devices}) == 1
         self._travels = alike and all(device.takes_travellers for device in self._devices)
         self._homes_stay = not all(device.homes_move for device in self._devices)
@@ -452,7 +399,7 @@ class ShardPool:
                 promote_s = self._trace.now_s()
                 trial.promote_shard(self._devices[granted.device], task.shard, granted.offset, granted.num_bytes)
                 with self._lock:
-                    self._note("promote", task, granted.device, promote_s, self._trace.now_s())
+                    self._trace.note("promote", task, granted.device, promote_s, self._trace.now_s())
                     self._handle(e.Promoted(task, granted.device))
                     self._await(task.trial, (e.Run,))
             waited = waits or isinstance(granted, e.Promote)
@@ -484,7 +431,7 @@ class ShardPool:
         with self._lock:
             start_s = self._trace.now_s()
             if waited:
-                self._note("wait", task, device, asked_s, start_s)
+                self._trace.note("wait", task, device, asked_s, start_s)
             self._clocks[device].begin(start_s)
             return start_s
 
@@ -538,7 +485,7 @@ class ShardPool:
         return len(self._trials) > 1
 
     def log_of(self, trial: int) -> TrialLog:
-        return TrialLog(self, trial)
+        return TrialLog(trial, self._trace, self._clocks, self._machine, self._lock)
 
     def check_usable(self) -> None:
         if self._closed:
@@ -616,7 +563,7 @@ class ShardPool:
             left.remove(copy)
             if not left:
                 del self._copying[promote.task.trial]
-            self._note("promote", promote.task, promote.device, start_s, self._trace.now_s())
+            self._trace.note("promote", promote.task, promote.device, start_s, self._trace.now_s())
             self._wake[promote.task.trial].notify_all()
             self._handle(e.Promoted(promote.task, promote.device))
 
@@ -642,11 +589,6 @@ class ShardPool:
         instruction = self._granted[trial].popleft()
         assert isinstance(instruction, answers), (instruction, answers)
         return instruction
-
-    def _note(self, kind: str, task: Task, device: int, start_s: float, end_s: float) -> None:
-        self._trace.add(
-            Span(kind, device, task.trial, task.shard, task.direction.value, start_s, end_s, step=task.step)
-        )
 
     def end_abandoned(self) -> None:
         """Take back what trials held whose models were collected."""

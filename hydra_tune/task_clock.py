@@ -95,8 +95,7 @@ class TaskClock:
         self._last = launched.end, start_s + seconds
 
     def _add(self, kind: str, task: Task, start_s: float, end_s: float) -> None:
-        whose = task.trial, task.shard, task.direction.value
-        self._trace.add(Span(kind, self._device.number, *whose, start_s, end_s, step=task.step))
+        self._trace.note(kind, task, self._device.number, start_s, end_s)
 
     def _add_stall(self, start_s: float, end_s: float, cause: str) -> None:
         if end_s > start_s and cause != NO_TRIAL:

@@ -7,6 +7,8 @@ from collections import defaultdict, deque
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from hydra_tune.shard import Task
+
 During = float | tuple[Any, Any]  # since so many seconds, or between two marks of a device's own
 MAX_SPANS = 200_000  # the oldest are forgotten first
 
@@ -49,6 +51,10 @@ class Trace:
 
     def now_s(self) -> float:
         return time.perf_counter() - self._start
+
+    def note(self, kind: str, task: Task, device: int, start_s: float, end_s: float) -> None:
+        """A span of this task's."""
+        self.add(Span(kind, device, task.trial, task.shard, task.direction.value, start_s, end_s, step=task.step))
 
     def add(self, span: Span) -> None:
         self.spans.append(span)

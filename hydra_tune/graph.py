@@ -192,17 +192,20 @@ def gradients_of(
     sums: dict[int, torch.Tensor] = {}
     before = [leaf.grad for leaf in leaves]
 
-    def note(i: int, grad: torch.Tensor) -> None:
-        sums[i] = sums[i] + grad if i in sums else grad
+    def note(i: int, _: Any, grads: Sequence[torch.Tensor]) -> None:
+        sums[i] = sums[i] + grads[0] if i in sums else grads[0]
 
     def forget(leaf: torch.Tensor) -> None:
         leaf.grad = None
 
     handles: list[RemovableHandle] = []
+    nodes: list[Any] = []
     with torch._C.DisableTorchFunction():  # a pilot ignores the hooks that users put on activations
         for i, leaf in enumerate(leaves):
             if leaf.requires_grad:
-                handles.append(leaf.register_hook(partial(note, i)))
+                node = torch.autograd.graph.get_gradient_edge(leaf).node
+                nodes.append(node)  # kept: what a checkpoint repeats finds it
+                handles.append(node.register_hook(partial(note, i)))  # torch 2.6 may forget those on leaves
                 handles.append(leaf.register_post_accumulate_grad_hook(forget))
     try:
         torch.autograd.backward(outputs, grad_outputs)

@@ -144,6 +144,8 @@ class ThreadSettings:
             torch.clear_autocast_cache()  # as who leaves a context does
         if _device_context() is not self._device:
             torch.set_default_device(None if self._device is None else self._device.device)
+            if self._device is None:  # as it was: torch 2.6 fails where it finds None there
+                vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
 
 
 @contextmanager

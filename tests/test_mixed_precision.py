@@ -277,7 +277,7 @@ def trained_in(*contexts, blocks, evaluates=False):
 def test_blocks_that_cast_to_a_dtype_of_their_own(outer, evaluates, dtype, budget):
     """A weight's two uses were added in the dtype of the context around the block. And where that was switched off,
     the casts of all blocks outlived their visits, so that no budget was enough."""
-    if budget == "spilled" and evaluates and outer in ("bf16", "fp16", "off") and torch.__version__ < (2, 11):
+    if evaluates and outer in ("bf16", "fp16", "off") and torch.__version__ < (2, 11):
         pytest.skip("in plain PyTorch a cast of the evaluation serves the training")
     compare(
         trained_in(outer, outer, blocks=lambda: [TwiceIn(64, dtype) for _ in range(8)], evaluates=evaluates), budget

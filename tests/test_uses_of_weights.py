@@ -147,6 +147,8 @@ def test_what_a_forward_has_cast_before_it_is_started_anew_is_cast_again(steps):
     ids=str,
 )
 def test_sums_of_calls_in_other_contexts(steps):
+    if "^" in str(steps) and torch.__version__ < (2, 11):
+        pytest.skip("in plain PyTorch a cast of a call without gradients serves the others")
     compare(trained(steps), num_bytes=40_000)
 
 

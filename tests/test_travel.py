@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -315,11 +316,12 @@ def test_trials_of_a_runner_draw_the_numbers_of_their_homes_abroad(generators, m
     """`lacks_room`: blocks run out of memory once they have drawn, now and then, and are repeated."""
 
     def run(devices, concurrency):
-        results, calls, place = {}, itertools.count(), generators[1]
+        results, place = {}, generators[1]
+        calls = defaultdict(itertools.count)  # by thread: what is repeated shall not lack room again
 
         def forward(layer, x, *args, **kwargs):
             out = original(layer, x, *args, **kwargs)
-            if lacks_room and restless and next(calls) % 7 == 3:
+            if lacks_room and restless and next(calls[threading.get_ident()]) % 7 == 3:
                 raise torch.OutOfMemoryError("as told")
             return out
 

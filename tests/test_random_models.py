@@ -1,7 +1,7 @@
 """The first promise over models that nobody has thought of: random module trees, trained under random budgets."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
@@ -11,156 +11,41 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hydra_tune
-
-WIDTH = 24
-
-
-# ---- parts: each maps (batch, WIDTH) to (batch, WIDTH) -----------------------------------------------
-
-
-class Residual(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-class Twice(nn.Module):
-    """Calls its part two times."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(self.inner(x))
-
-
-class Scaled(nn.Module):
-    """Has a weight of its own beside its part."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x) * self.scale
-
-
-class Reached(nn.Module):
-    """Uses the weight of its part twice, once without calling it."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return nn.functional.linear(self.inner(x), self.inner.weight)
-
-
-class Doubling(nn.Module):
-    """Changes its input in place."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x.mul_(2))
-
-
-class Counted(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.calls = inner, 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.inner(x) / self.calls
-
-
-class Casts(nn.Module):
-    """To a dtype of its own."""
-
-    def __init__(self, inner, dtype):
-        super().__init__()
-        self.inner, self.dtype = inner, dtype
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=self.dtype):
-            return self.inner(x).float()
-
-
-def linear(width):
-    return nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH))
-
-
-LEAVES = {
-    "linear": linear,
-    "norm": lambda width: nn.LayerNorm(WIDTH),
-    "batch norm": lambda width: nn.BatchNorm1d(WIDTH),
-    "dropout": lambda width: nn.Dropout(0.3),
-    "in place": lambda width: nn.ReLU(inplace=True),
-    "gelu": lambda width: nn.GELU(),
-    "reached": Reached,
-}
-WRAPPERS = {
-    "residual": Residual,
-    "twice": Twice,
-    "scaled": Scaled,
-    "sequence": lambda inner: nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)),
-    "doubling": Doubling,
-    "counted": Counted,
-    "bf16": lambda inner: Casts(inner, torch.bfloat16),
-    "fp16": lambda inner: Casts(inner, torch.float16),
-}
-
-trees = st.recursive(
-    st.tuples(st.sampled_from(sorted(LEAVES)), st.sampled_from([8, 24, 64])),
-    lambda inner: st.one_of(
-        st.tuples(st.sampled_from(sorted(WRAPPERS)), inner),
-        st.lists(inner, min_size=2, max_size=4).map(tuple),
-    ),
-    max_leaves=5,
-)
-
-
-def grown(tree):
-    """The module of a tree: (leaf, width), (wrapper, tree), or trees in a row."""
-    if isinstance(tree[0], str):
-        name, rest = tree
-        return LEAVES[name](rest) if name in LEAVES else WRAPPERS[name](grown(rest))
-    return nn.Sequential(*map(grown, tree))
+from random_trees import MAPS, ROWS, WIDTH, Kind, grown, trees
 
 
 class Model(nn.Module):
-    """Layers in a row; `order` may call one several times or pass one over, `skips` adds what went into one to
-    what comes out of a later one, `tied` lets the head be the embedding; before the layer in place `guided` a backward
-    runs through it."""
+    """Layers in a row, of rows or maps. `order` may call one several times or pass one over, `skips` adds what went
+    into one to what comes out of a later one, `tied` lets the head be the embedding; before the layer in place `guided`
+    a backward runs through it."""
 
-    def __init__(self, layers, order, skips, tied, guided):
+    def __init__(self, recipe):
         super().__init__()
         self.embedding = nn.Embedding(16, WIDTH)
-        self.layers = nn.ModuleList(map(grown, layers))
+        self.layers = nn.ModuleList(grown(recipe.kind, tree) for tree in recipe.layers)
         self.head = nn.Linear(WIDTH, 16, bias=False)
-        if tied:
+        if recipe.tied:
             self.head.weight = self.embedding.weight
-        self.order, self.skips, self.guided = order, skips, guided
+        if recipe.channels_last:
+            self.layers.to(memory_format=torch.channels_last)
+        for n in recipe.frozen:
+            self.layers[n].requires_grad_(False)
+        self.recipe = recipe
 
     def forward(self, tokens):
-        x = self.embedding(tokens)
+        recipe = self.recipe
+        x = self.embedding(tokens).view(-1, *recipe.kind.shape)
+        if recipe.channels_last:
+            x = x.to(memory_format=torch.channels_last)
         kept = {}
-        for i, n in enumerate(self.order):
+        for i, n in enumerate(recipe.order):
             kept[i] = x
-            if i == self.guided:
+            if i == recipe.guided:
                 x = x - self.slope(self.layers[n], x)
             x = self.layers[n](x.clone())
-            if i in self.skips:
-                x = x + kept[self.skips[i]]
-        return self.head(x)
+            if i in recipe.skips:
+                x = x + kept[recipe.skips[i]]
+        return self.head(x.flatten(1))
 
     def slope(self, layer, x):
         x = x.detach().requires_grad_()
@@ -177,27 +62,36 @@ class Recipe:
     tied: bool
     seed: int
     guided: int | None = None
+    kind: Kind = field(default=ROWS, repr=False)
+    channels_last: bool = False
+    batch: int = 6
 
     def build(self):
         torch.manual_seed(self.seed)
-        model = Model(self.layers, self.order, self.skips, self.tied, self.guided)
-        for n in self.frozen:
-            model.layers[n].requires_grad_(False)
-        return model
+        return Model(self)
 
 
 @st.composite
 def recipes(draw):
-    layers = draw(st.lists(trees, min_size=2, max_size=5))
+    kind = draw(st.sampled_from([ROWS, MAPS]))
+    layers = draw(st.lists(trees(kind), min_size=2, max_size=5))
     order = draw(st.permutations(range(len(layers)))) if draw(st.booleans()) else list(range(len(layers)))
     if draw(st.booleans()):
         order = [*order, draw(st.integers(0, len(layers) - 1))]
     if draw(st.booleans()):
         order = order[1:]
-    skips = {i: draw(st.integers(0, i)) for i in range(len(order)) if draw(st.booleans())}
-    frozen = draw(st.sets(st.integers(0, len(layers) - 1), max_size=2))
-    guided = draw(st.integers(0, len(order) - 1)) if draw(st.booleans()) else None
-    return Recipe(layers, list(order), skips, frozen, draw(st.booleans()), draw(st.integers(0, 99)), guided)
+    return Recipe(
+        layers,
+        order,
+        skips={i: draw(st.integers(0, i)) for i in range(len(order)) if draw(st.booleans())},
+        frozen=draw(st.sets(st.integers(0, len(layers) - 1), max_size=2)),
+        tied=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+        guided=draw(st.integers(0, len(order) - 1)) if draw(st.booleans()) else None,
+        kind=kind,
+        channels_last=kind is MAPS and draw(st.booleans()),
+        batch=draw(st.sampled_from([1, 6])) if kind is MAPS else 6,
+    )
 
 
 AUTOCAST = {
@@ -208,7 +102,8 @@ AUTOCAST = {
 }
 
 
-def trained(model, pool, autocast, accumulate, forwards):
+def trained(recipe, pool, autocast, accumulate, forwards):
+    model = recipe.build()
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if pool is None:
@@ -228,7 +123,7 @@ def left_by(model, optimizer, autocast, accumulate, forwards):
             loss = torch.zeros(())
             with AUTOCAST[how]():
                 for _ in range(forwards):
-                    tokens = torch.randint(0, 16, (6,))
+                    tokens = torch.randint(0, 16, (model.recipe.batch,))
                     loss = loss + nn.functional.cross_entropy(model(tokens), tokens)
             loss.backward()
             left.append(loss.detach().clone())
@@ -240,7 +135,7 @@ def left_by(model, optimizer, autocast, accumulate, forwards):
 
 def check(recipe, share, autocast, accumulate, forwards):
     try:
-        plain = trained(recipe.build(), None, autocast, accumulate, forwards)
+        plain = trained(recipe, None, autocast, accumulate, forwards)
     except RuntimeError:
         reject()  # changes in place what plain PyTorch still needs
     weights = sum(p.numel() * p.element_size() for p in recipe.build().parameters())
@@ -248,7 +143,7 @@ def check(recipe, share, autocast, accumulate, forwards):
     while True:
         with hydra_tune.ShardPool(["cpu"], budget) as pool:
             try:
-                prepared = trained(recipe.build(), pool, autocast, accumulate, forwards)
+                prepared = trained(recipe, pool, autocast, accumulate, forwards)
                 break
             except (hydra_tune.BudgetError, torch.OutOfMemoryError) as error:
                 if forwards == 1 and not isinstance(error, hydra_tune.BudgetError):

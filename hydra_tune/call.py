@@ -20,6 +20,7 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.gradient_sums import GradientSums, WeightSum
 from hydra_tune.graph import (
     Unsaved,
+    add_to_grad,
     alias_of,
     borrowed_by,
     detached,
@@ -269,7 +270,7 @@ class BlockCall:
                 self.num_edges = _num_uses(made, given)
             assert self.weights is not None
             self.weights.count_uses(made, [*given, *visit.leaves], len(given))
-            if self.seen is None and any(map(_has_hooks, block.parameters)):
+            if self.seen is None and (block.reentrant or any(map(_has_hooks, block.parameters))):
                 self._cut_unused_edges(made, visit.leaves)
             plain = visit.taken_home([self._kept(visit, alias_of(x)) for x in made])
             changed = visit.changed_buffers()
@@ -357,7 +358,8 @@ class BlockCall:
             self.trial.residency.meter.journal.watch(self.block.name, known)
 
     def _cut_unused_edges(self, made: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
-        """A weight that this call does not use has no edge: its hooks would fire, without a gradient."""
+        """A weight that this call does not use has no edge: its hooks would fire, without a gradient. Nor one that only
+        reentrant checkpoints use: plain PyTorch waits for no such use."""
         assert self.weights is not None
         used = {id(leaf_of(node)) for node in nodes_of(made)}
         self.weights.cut_unused({i for i, leaf in enumerate(leaves) if id(leaf) not in used})
@@ -404,13 +406,21 @@ class BlockCall:
         weights, sums = self.weights, self.trial.sums
         assert weights is not None
         again = partial(self._run_backward, weights, tensors, needed, grad_outputs)
-        grads, before = self.trial.with_room(self.block, again, lambda: True)
+        grads, before, within = self.trial.with_room(self.block, again, lambda: True)
         self.block.is_checked = True
+        self._add_at_once(within)
         num_edges = [*self.num_edges, *weights.num_edges]
         of_casts = [row[0] for row in grads[len(num_edges) :]]
         with self.trial.residency.meter.paused() if before else nullcontext():
             weights.hand_on(before, grads[len(self.num_edges) :], of_casts, sums)
         return [g for source in grads[: len(num_edges)] for g in source]
+
+    def _add_at_once(self, within: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """What weights get from backwards within the block's, as plain PyTorch does."""
+        in_slot = set(map(id, self.block.slot_parameters))
+        for weight, gradient in within:
+            with self.trial.residency.meter.paused() if id(weight) in in_slot else nullcontext():
+                add_to_grad(weight, gradient)
 
     @property
     def may_join(self) -> bool:
@@ -440,9 +450,9 @@ class BlockCall:
         tensors: Sequence[torch.Tensor],
         needed: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
-    ) -> tuple[list[list[torch.Tensor | None]], dict[int, WeightSum]]:
+    ) -> tuple[list[list[torch.Tensor | None]], dict[int, WeightSum], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Gradients for each source's edges; then the sums of shared weights before this call, and behind the sources
-        what the uses of their casts here give."""
+        what the uses of their casts here give; and weights with a gradient that they get at once."""
         moment, parameters = self._moment, self.block.parameters
         sums = weights.sums_before(self.trial.sums)
         moment.refuse_changed_weights()
@@ -480,7 +490,7 @@ class BlockCall:
                 # what a checkpoint within draws it undoes, and noise does not
                 with moment.drawing(drawing_for_nothing), visit.drawing():
                     brought = visit.brought(grad_outputs)
-                    grads = self._local_backward(weights, inputs, made, wanted, brought, visit, sums)
+                    grads, at_once = self._local_backward(weights, inputs, made, wanted, brought, visit, sums)
             except torch.OutOfMemoryError:  # it may run again, as if it had not
                 if self.block.draws:
                     set_generator_states(generators, drawn)
@@ -496,10 +506,25 @@ class BlockCall:
             masters = [*parameters, *(parameters[i] for i in (*weights.casts, *sums))]
             residency = self.trial.residency
             gate = None if sums or visit.is_away else self._gate  # late ones have room at home only
+            within = self._spilled_at_once(visit, at_once)
             spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], gate)
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
-        return grads, sums
+        return grads, sums, within
+
+    def _spilled_at_once(
+        self, visit: Visit, at_once: Sequence[tuple[int, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of weights, by their numbers, that still want gradients."""
+        if not at_once:
+            return []
+        parameters = self.block.parameters
+        found = [(parameters[i], gradient) for i, gradient in at_once if parameters[i].requires_grad]
+        masters, rows = [weight for weight, _ in found], [[gradient] for _, gradient in found]
+        spilled = self.trial.residency.spill_gradients(visit.device, self.block, masters, rows, None)
+        return [
+            (weight, gradient) for weight, (gradient,) in zip(masters, spilled, strict=True) if gradient is not None
+        ]
 
     def _repeated(self, arguments: tuple[Sequence[Any], dict[str, Any]]) -> Any:
         try:
@@ -517,12 +542,13 @@ class BlockCall:
         grad_outputs: Sequence[torch.Tensor | None],
         visit: Visit,
         sums: Mapping[int, WeightSum],
-    ) -> list[list[torch.Tensor | None]]:
-        """As `LocalBackward.run`; uses up what was `made`."""
+    ) -> tuple[list[list[torch.Tensor | None]], list[tuple[int, torch.Tensor]]]:
+        """As `LocalBackward.run`, and its `within`, by the numbers of weights; uses up what was `made`."""
         leaves, first = [*inputs, *visit.leaves], len(inputs)
         recast = {first + i: cast.dtype for i, cast in weights.casts.items()}
         backward = LocalBackward(
             leaves,
+            first,
             [(w or i in recast) and x.requires_grad for i, (w, x) in enumerate(zip(wanted, leaves, strict=False))],
             [*self.num_edges, *weights.num_edges],
             [*map(self._is_apart, range(first)), *[True] * len(visit.leaves)],
@@ -533,7 +559,8 @@ class BlockCall:
             self.block.reentrant,
         )
         residency = self.trial.residency
-        return backward.run(made, grad_outputs, lambda gradient: residency.received(visit.device, [gradient])[0])
+        rows = backward.run(made, grad_outputs, lambda gradient: residency.received(visit.device, [gradient])[0])
+        return rows, [(i - first, gradient) for i, gradient in backward.within]
 
 
 class _Place:

@@ -16,7 +16,7 @@ from hydra_tune.block import Block
 from hydra_tune.partition import find_blocks, has_children
 from hydra_tune.pilot import Findings
 from hydra_tune.probe import hooked_inside
-from hydra_tune.shard import BlockProfile, Cut
+from hydra_tune.shard import TOO_LARGE, BlockProfile, Cut
 
 
 def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[BlockProfile] = ()) -> list[Block]:
@@ -76,7 +76,7 @@ def open_too_large(model: nn.Module, cut: Cut, name: str) -> Cut | None:
     """The cut with a block opened that does not fit; None if nothing is left to open."""
     if not has_children(model.get_submodule(name)):
         return None
-    return replace(cut, opened=(*cut.opened, (name, "it does not fit the budget")))
+    return replace(cut, opened=(*cut.opened, (name, TOO_LARGE)))
 
 
 def cut_at_hooks(model: nn.Module, limit_bytes: int, cut: Cut) -> Cut:

@@ -176,24 +176,35 @@ def gradients_of(
     grad_outputs: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor],
     needed: Sequence[bool],
+    first_weight: int,
     *,
     reentrant: bool,
-) -> list[torch.Tensor | None]:
+) -> tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]:
     """The gradient of each leaf, with the strides that its operators gave it: what accumulates into a leaf's
-    `.grad` is laid out anew, and the operators to come would add in another order.
+    `.grad` is laid out anew, and the operators to come would add in another order. Then those that weights (leaves
+    from `first_weight` on) get from backwards within this one, each with its leaf's number, in the order in which they
+    were made: plain PyTorch adds each to `.grad` at once.
 
-    A graph with `reentrant` checkpoints refuses `torch.autograd.grad`.
+    A graph with `reentrant` checkpoints, which run such backwards, refuses `torch.autograd.grad`.
     """
     if not reentrant:
         wanted = tuple([leaf for leaf, n in zip(leaves, needed, strict=True) if n])
         ends = tuple(outputs), tuple(grad_outputs)
         found = iter(_backward(*ends, False, False, wanted, True, accumulate_grad=False) if wanted else ())
-        return [next(found) if n else None for n in needed]
+        return [next(found) if n else None for n in needed], []
     sums: dict[int, torch.Tensor] = {}
+    within: list[tuple[int, torch.Tensor]] = []
+    own: list[int] = []  # the number of this backward, until a node has told it, and then of nothing else
     before = [leaf.grad for leaf in leaves]
 
+    def begin(_: Any) -> None:
+        own.append(torch._C._current_graph_task_id())
+
     def note(i: int, _: Any, grads: Sequence[torch.Tensor]) -> None:
-        sums[i] = sums[i] + grads[0] if i in sums else grads[0]
+        if i >= first_weight and own and own[0] != torch._C._current_graph_task_id():
+            within.append((i, grads[0]))
+        else:
+            sums[i] = sums[i] + grads[0] if i in sums else grads[0]
 
     def forget(leaf: torch.Tensor) -> None:
         leaf.grad = None
@@ -207,6 +218,7 @@ def gradients_of(
                 nodes.append(node)  # kept: what a checkpoint repeats finds it
                 handles.append(node.register_hook(partial(note, i)))  # torch 2.6 may forget those on leaves
                 handles.append(leaf.register_post_accumulate_grad_hook(forget))
+        handles += [x.grad_fn.register_prehook(begin) for x in outputs if x.grad_fn is not None]
     try:
         torch.autograd.backward(outputs, grad_outputs)
     finally:
@@ -214,7 +226,14 @@ def gradients_of(
             handle.remove()
         for leaf, grad in zip(leaves, before, strict=True):
             leaf.grad = grad
-    return [sums.get(i) if n else None for i, n in enumerate(needed)]
+    return [sums.get(i) if n else None for i, n in enumerate(needed)], within
+
+
+def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Into its `.grad`, as a backward of its own: its hooks fire."""
+    with torch.enable_grad():
+        use = leaf.expand_as(leaf)
+    torch.autograd.backward(use, gradient)
 
 
 def borrowed_by(

@@ -19,6 +19,7 @@ class LocalBackward:
     """Once. Leaves are known by their numbers: inputs first, then weights.
 
     leaves      of the repeated forward
+    first       weight among them
     needed      whether the gradient of each is
     num_edges   of each leaf in the outer graph, then of each copy among `recast`
     apart       leaves whose uses have a gradient each, as far as they have edges
@@ -27,9 +28,11 @@ class LocalBackward:
     made_before castable weights whose copy an earlier call has made, if there is one
     sums        what later calls have given to weights that this one shares with others; those that the uses here were
                 added to are taken out
+    within      gradients of weights by backwards within this one, as `gradients_of` gives them
     """
 
     leaves: Sequence[torch.Tensor]
+    first: int
     needed: Sequence[bool]
     num_edges: Sequence[int]
     apart: Sequence[bool]
@@ -38,6 +41,7 @@ class LocalBackward:
     made_before: Container[int]
     sums: Mapping[int, WeightSum]
     reentrant: bool
+    within: Sequence[tuple[int, torch.Tensor]] = ()
 
     def run(
         self,
@@ -73,7 +77,9 @@ class LocalBackward:
         outs, grads_in = zip(*pairs, strict=True)
         del pairs
         hide_from_backward()
-        gradients = gradients_of(outs, grads_in, self.leaves, self.needed, reentrant=self.reentrant)
+        gradients, self.within = gradients_of(
+            outs, grads_in, self.leaves, self.needed, self.first, reentrant=self.reentrant
+        )
         rows: Rows = []
         of_casts: dict[int, torch.Tensor | None] = {}  # to be handed on
         for i, gradient in enumerate(gradients):

@@ -512,7 +512,7 @@ class Pilot:
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]
                 needed = [x.requires_grad for x in leaves]
-                gradients_of(differentiable, ones, leaves, needed, reentrant=uses.reentrant)
+                gradients_of(differentiable, ones, leaves, needed, len(inputs), reentrant=uses.reentrant)
             device.synchronize()
             seconds = time.perf_counter() - start
             slot_leaves = [

@@ -45,6 +45,9 @@ class Task(NamedTuple):
         return f"{self.trial}/{self.step}/{self.direction.value}{self.shard}"
 
 
+TOO_LARGE = "it does not fit the budget"  # why a module is opened
+
+
 @dataclass(frozen=True)
 class Cut:
     """Where a model is cut otherwise than by size, by names, each with the reason.
@@ -62,9 +65,15 @@ class Cut:
 
     def spell_kept(self) -> str:
         """For an error about lack of room: what takes it."""
+        found = [item for item in self.opened if item[1] != TOO_LARGE]
+        opened = "".join(
+            f" Blocks are opened ({len(found)}, as {name}), so that what lies between their parts stays there until "
+            f"backward: {reason}"
+            for name, reason in found[:1]
+        )
         kept = "".join(f" {name} stays on the device: {reason}" for name, reason in self.kept[:1])
         held = "".join(f" {len(self.held)} weights stay there, as {name}: {reason}." for name, reason in self.held[:1])
-        return kept + held
+        return opened + kept + held
 
 
 @dataclass(frozen=True)

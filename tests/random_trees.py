@@ -145,13 +145,19 @@ def convolutions(between, width):
 class Kind:
     """Of tensors, `shape` of one item of a batch; and which parts take them."""
 
+    name: str
     shape: tuple[int, ...]
     scales: tuple[int, ...]  # the shape of what can be multiplied with them
     mixing: Callable[[], nn.Module]
     leaves: dict[str, Callable[[int], nn.Module]]
 
+    def _repr_pretty_(self, printer, cycle):
+        """To hypothesis, when it prints a case."""
+        printer.text(self.name)
+
 
 ROWS = Kind(
+    "ROWS",
     (WIDTH,),
     (WIDTH,),
     lambda: nn.Linear(WIDTH, WIDTH),
@@ -166,6 +172,7 @@ ROWS = Kind(
     },
 )
 MAPS = Kind(
+    "MAPS",
     (CHANNELS, SIDE, SIDE),
     (CHANNELS, 1, 1),
     lambda: nn.Conv2d(CHANNELS, CHANNELS, 1),

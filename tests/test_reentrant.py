@@ -1,0 +1,125 @@
+"""Reentrant checkpoints within blocks: plain PyTorch adds what each gives to a weight to `.grad` at once, not with the
+gradients of the weight's other uses."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hydra_tune
+from compared import compare
+
+WIDTH, BUDGET = 32, 50_000
+
+
+class Layer(nn.Module):
+    """By `uses`: its part in a checkpoint, or as it is."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.uses = uses
+        self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())
+
+    def forward(self, x):
+        for use in self.uses:
+            x = checkpoint(self.part, x, use_reentrant=True) if use == "checkpoint" else self.part(x)
+        return x
+
+
+LAYERS = {
+    "one": ["checkpoint"],
+    "several": ["checkpoint"] * 3,
+    "one behind a use": ["use", "checkpoint"],
+}
+
+
+class Net(nn.Module):
+    def __init__(self, uses, *, tied=False):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Layer(uses) for _ in range(4)])
+        if tied:
+            self.layers[1].part = self.layers[3].part
+            self.layers[3].uses = ["use", "use"]
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def trained(model, forwards=2, before=lambda model: None):
+    """The gradients after each of three backwards of several forwards, added up."""
+    found = []
+    for _ in range(3):
+        loss = sum(model(torch.randn(6, WIDTH)).square().mean() for _ in range(forwards))
+        before(model)
+        loss.backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("forwards", [1, 3])
+@pytest.mark.parametrize("uses", LAYERS.values(), ids=LAYERS)
+def test_gradients_are_added_checkpoint_by_checkpoint(uses, forwards, autocast):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = prepare(Net(uses))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return trained(model, forwards)
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_a_weight_that_another_block_uses_without_a_checkpoint():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        return trained(prepare(Net(["checkpoint"], tied=True)))
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_hooks_fire_for_each_checkpoint():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = prepare(Net(LAYERS["several"]))
+        fired = []
+        for name, p in model.named_parameters():
+            p.register_hook(lambda g, name=name: fired.append((name, g.clone())))
+            p.register_post_accumulate_grad_hook(lambda p, name=name: fired.append((name, p.grad.clone())))
+        found = trained(model)
+        names = [[name for name, _ in fired if name == n] for n, _ in model.named_parameters()]
+        assert len(names[2]) == 2 * 3 * 2 * 3, "two hooks, checkpoints, forwards and backwards"
+        return found, [[g for name, g in fired if name == n] for n, _ in model.named_parameters()]
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_a_weight_that_is_frozen_before_the_backward():
+    """The checkpoint meets it so when it repeats its forward."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = prepare(Net(LAYERS["one"]))
+        trained(model)
+
+        def freeze(model):
+            model.layers[2].part[0].weight.requires_grad_(False)
+
+        return trained(model, before=freeze)
+
+    compare(scenario, num_bytes=BUDGET)
+
+
+def test_no_bytes_are_left():
+    torch.manual_seed(0)
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        model, used = hydra_tune.prepare(Net(LAYERS["several"]), pool=pool), []
+        for _ in range(3):
+            trained(model)
+            used.append(pool.devices[0].used_bytes)
+        assert len(set(used)) == 1
+        hydra_tune.release(model)
+        assert pool.devices[0].used_bytes == 0

@@ -49,11 +49,12 @@ class Net(nn.Module):
         return x
 
 
-def trained(model, forwards=2, before=lambda model: None):
+def trained(model, forwards=2, before=lambda model: None, autocast=False):
     """The gradients after each of three backwards of several forwards, added up."""
     found = []
     for _ in range(3):
-        loss = sum(model(torch.randn(6, WIDTH)).square().mean() for _ in range(forwards))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = sum(model(torch.randn(6, WIDTH)).square().mean() for _ in range(forwards))
         before(model)
         loss.backward()
         found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
@@ -66,9 +67,7 @@ def trained(model, forwards=2, before=lambda model: None):
 def test_gradients_are_added_checkpoint_by_checkpoint(uses, forwards, autocast):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = prepare(Net(uses))
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return trained(model, forwards)
+        return trained(prepare(Net(uses)), forwards, autocast=autocast)
 
     compare(scenario, num_bytes=BUDGET)
 

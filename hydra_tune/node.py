@@ -23,7 +23,7 @@ from hydra_tune.block import Block
 from hydra_tune.call import BlockCall, Executor
 from hydra_tune.errors import HydraTuneError, PrepareError, SecondGradientError, UncuttableError
 from hydra_tune.forward_pass import AbandonedForward
-from hydra_tune.graph import nodes_from
+from hydra_tune.graph import alias_of, nodes_from
 from hydra_tune.root import transform_around
 from hydra_tune.shard import Direction
 from hydra_tune.tree import map_tensors, tensors_in
@@ -81,7 +81,11 @@ class BlockForward:
         """In a pilot that has found that it can't be cut so."""
         with self.trial.visit(self.block, Direction.FORWARD), torch.set_grad_enabled(self.block.differentiates):
             outputs = self.block.forward(args, kwargs)
-            return map_tensors(torch.detach, outputs) if self.block.differentiates else outputs
+            if self.block.differentiates:
+                return map_tensors(torch.detach, outputs)
+        given = tensors_in((args, kwargs))
+        sources = [t for t in (*given, *self.block.parameters) if t.requires_grad]
+        return _as_with_graph(outputs, given, sources) if sources and torch.is_grad_enabled() else outputs
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self.block.module, "forward")
@@ -96,6 +100,31 @@ def end_orphans(model: nn.Module) -> bool:
             forward.trial.end()
             found = True
     return found
+
+
+def _as_with_graph(outputs: Any, given: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
+    """They require gradients as in plain PyTorch: where an input needs none, some operators run other kernels."""
+    known = set(map(id, given))
+    made = {id(x): x for x in tensors_in(outputs) if id(x) not in known and (x.is_floating_point() or x.is_complex())}
+    if not made:
+        return outputs
+    standing = _Standing.apply(tuple(alias_of(x) for x in made.values()), *sources)  # type: ignore[no-untyped-call]
+    stands_for = dict(zip(made, standing, strict=True))
+    return map_tensors(lambda x: stands_for.get(id(x), x), outputs)
+
+
+class _Standing(torch.autograd.Function):
+    """The node of a block that ran without a graph, in a pilot that will be flown again."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[torch.Tensor, ...], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.num_sources = len(sources)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[None, ...]:
+        return None, *[None] * ctx.num_sources
 
 
 class BlockFunction(torch.autograd.Function):

@@ -207,3 +207,38 @@ def test_who_takes_the_memory_of_a_freed_tensor_is_not_taken_for_it():
     journal.watch("a block", [others[-1]])
     journal.note(torch.ops.aten.add_.Tensor, [others[-1], 1.0], {}, [others[-1]], on_device=False)
     assert journal.changed_shared == {"a block"}
+
+
+class InPlace(nn.Module):
+    """Can't be run apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.linear(x.mul_(2))
+
+
+class Wanting(nn.Module):
+    """A block behind an embedding gets inputs that require gradients, always."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        assert x.requires_grad
+        return self.linear(x)
+
+
+def test_what_follows_a_block_that_cannot_be_cut_is_measured_with_inputs_as_in_plain_pytorch():
+    """Some operators have other kernels where their input needs no gradient; that of a GroupNorm of channels-last maps
+    crashes."""
+    model = nn.Sequential(nn.Linear(32, 32), InPlace(), nn.ReLU(inplace=True), Wanting(), nn.Linear(32, 32))
+    with hydra_tune.ShardPool(["cpu"], 24_000) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        model(torch.randn(4, 32)).sum().backward()
+        (trial,) = pool.report()["trials"]
+        assert set(trial["cut"]["opened"]) == {"1"} and not trial["cut"]["kept"] and not trial["resident"]
+        hydra_tune.release(model)

@@ -91,7 +91,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-# ---- of rows ----
+# ---- leaves ----
 
 
 class Reached(nn.Module):
@@ -107,9 +107,6 @@ class Reached(nn.Module):
 
 def linear(width):
     return nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH))
-
-
-# ---- of maps ----
 
 
 class ChannelsLast(nn.Module):

@@ -165,7 +165,7 @@ def compare(tmp_path, budget="spilled", every=1, at=(8,), kind=Training, written
         assert_same(got, plain)
 
 
-OFTEN = ("shuffled", None)
+OFTEN = ("shuffled",)
 
 
 @pytest.mark.parametrize(
@@ -501,7 +501,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(
     "what",
-    [pytest.param(w, marks=() if w in ("depth", "optimizer", "groups") else pytest.mark.proof) for w in CHANGES],
+    [pytest.param(w, marks=() if w in ("depth", "optimizer") else pytest.mark.proof) for w in CHANGES],
 )
 def test_a_checkpoint_of_another_objective_is_refused_and_waits_for_the_right_one(tmp_path, what):
     training = Changed("shuffled", interrupt_at=8)

@@ -48,6 +48,16 @@ def nodes_from(nodes: Iterable[Any]) -> Iterator[Any]:
                 stack.append(child)
 
 
+def let_checkpoints_remember_casts(outputs: Iterable[torch.Tensor]) -> None:
+    """Reentrant ones behind these outputs, when they repeat their forwards: a weight that such a one casts is cast once
+    in it, and the gradients of its uses are added in the lower precision."""
+    for node in nodes_of(outputs):
+        if node.name() == REENTRANT:
+            for autocast in (node.device_autocast_kwargs, node.cpu_autocast_kwargs):
+                if autocast is not None:
+                    autocast["cache_enabled"] = True
+
+
 def users_of(nodes: Iterable[Any], outputs: Iterable[torch.Tensor]) -> Counter[Any]:
     """How many edges lead to each place in a graph: from these nodes, and from who is given the outputs."""
     users = Counter[Any]((t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None)

@@ -175,6 +175,11 @@ def _set_autocast(state: ProcessState) -> None:
         torch.set_autocast_dtype(kind, dtype)
 
 
+def is_in_autocast() -> bool:
+    """Whether this thread is in an autocast context, be it one that is switched off."""
+    return _nesting() > 0
+
+
 def remembers_casts() -> bool:
     """Whether this thread is in an autocast context, be it one that is switched off, at whose end PyTorch forgets the
     casts of weights that were made since."""

@@ -55,6 +55,11 @@ class Surroundings:
                 else:  # an activation, which would keep its graph
                     del own[name]
 
+    @property
+    def remember_casts(self) -> bool:
+        """Whether autocast keeps its casts of weights in a context."""
+        return self._process.context[1]
+
     def restored(self, block: str, *, alone: bool) -> _Restored:
         """Within, all is as it was; afterwards as it is now. What is set for the whole process is left as it is where
         others run in it, so not `alone`.

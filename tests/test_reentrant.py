@@ -13,7 +13,7 @@ WIDTH, BUDGET = 32, 50_000
 
 
 class Layer(nn.Module):
-    """By `uses`: its part in a checkpoint, or as it is."""
+    """By `uses`: its part in a checkpoint, once or twice, or as it is."""
 
     def __init__(self, uses):
         super().__init__()
@@ -22,14 +22,22 @@ class Layer(nn.Module):
 
     def forward(self, x):
         for use in self.uses:
-            x = checkpoint(self.part, x, use_reentrant=True) if use == "checkpoint" else self.part(x)
+            if use == "use":
+                x = self.part(x)
+            else:
+                x = checkpoint(self.part if use == "checkpoint" else self.again, x, use_reentrant=True)
         return x
+
+    def again(self, x):
+        """Under autocast each weight is cast once for both."""
+        return self.part(self.part(x))
 
 
 LAYERS = {
     "one": ["checkpoint"],
     "several": ["checkpoint"] * 3,
     "one behind a use": ["use", "checkpoint"],
+    "one with two uses": ["two uses"],
 }
 
 

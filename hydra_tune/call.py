@@ -23,10 +23,10 @@ from hydra_tune.graph import (
     add_to_grad,
     alias_of,
     borrowed_by,
+    checkpoints_remember_casts,
     detached,
     has_saved_hooks,
     leaf_of,
-    let_checkpoints_remember_casts,
     nodes_of,
     saved_as_it_is,
     uncached,
@@ -36,7 +36,6 @@ from hydra_tune.late_gradients import Gate
 from hydra_tune.local_backward import LocalBackward
 from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
 from hydra_tune.moment import Moment
-from hydra_tune.process_state import is_in_autocast
 from hydra_tune.random_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.seen_call import SeenCall
@@ -487,12 +486,13 @@ class BlockCall:
                     moment.refuse_other_values(made)
             if moment.surroundings.have_gradients:  # not when the pilot saw it, or it would not be a block
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
-            if self.block.reentrant and moment.surroundings.remember_casts and not is_in_autocast():
-                let_checkpoints_remember_casts(made)  # in the visit they were told not to
+            # in the visit they were told not to
+            remembers = self.block.reentrant and moment.surroundings.remember_casts
+            remembering = checkpoints_remember_casts(made) if remembers else nullcontext()
             found = self.found_buffers()
             try:
                 # what a checkpoint within draws it undoes, and noise does not
-                with moment.drawing(drawing_for_nothing), visit.drawing():
+                with moment.drawing(drawing_for_nothing), visit.drawing(), remembering:
                     brought = visit.brought(grad_outputs)
                     grads, at_once = self._local_backward(weights, inputs, made, wanted, brought, visit, sums)
             except torch.OutOfMemoryError:  # it may run again, as if it had not

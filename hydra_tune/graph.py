@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.gradient_sums import WeightSum
+from hydra_tune.process_state import is_in_autocast
 
 REENTRANT = "CheckpointFunctionBackward"
 BLOCK = "BlockFunctionBackward"  # a block's call; its `call` is None once it was used up
@@ -48,9 +49,19 @@ def nodes_from(nodes: Iterable[Any]) -> Iterator[Any]:
                 stack.append(child)
 
 
-def let_checkpoints_remember_casts(outputs: Iterable[torch.Tensor]) -> None:
-    """Reentrant ones behind these outputs, when they repeat their forwards: a weight that such a one casts is cast once
-    in it, and the gradients of its uses are added in the lower precision."""
+@contextmanager
+def checkpoints_remember_casts(outputs: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Reentrant ones behind these outputs, which repeat their forwards within: a weight that such a one casts is cast
+    once in it, and the gradients of its uses are added in the lower precision. Afterwards no such cast is left."""
+    _let_remember_casts(outputs)
+    try:
+        yield
+    finally:
+        if is_in_autocast():  # who leaves the outermost context does so
+            torch.clear_autocast_cache()
+
+
+def _let_remember_casts(outputs: Iterable[torch.Tensor]) -> None:
     for node in nodes_of(outputs):
         if node.name() == REENTRANT:
             for autocast in (node.device_autocast_kwargs, node.cpu_autocast_kwargs):

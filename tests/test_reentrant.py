@@ -80,6 +80,20 @@ def test_gradients_are_added_checkpoint_by_checkpoint(uses, forwards, autocast):
     compare(scenario, num_bytes=BUDGET)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 11), reason="it serves a checkpoint casts without a graph, and loses gradients"
+)
+@pytest.mark.parametrize("uses", LAYERS.values(), ids=LAYERS)
+def test_a_backward_within_autocast(uses):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = prepare(Net(uses))
+        with torch.autocast("cpu", torch.bfloat16):
+            return trained(model)
+
+    compare(scenario, num_bytes=BUDGET)
+
+
 def test_a_weight_that_another_block_uses_without_a_checkpoint():
     def scenario(prepare):
         torch.manual_seed(0)

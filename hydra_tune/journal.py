@@ -93,8 +93,8 @@ class Journal:
         if key in self._shared:
             self.changed_shared.add(self._shared[key][0])
         if key not in self._before:
-            tensors = [*self._weights.get(key, ()), *self._others.get(key, ())]
-            self._before[key] = [(tensor.data, tensor.detach().clone()) for tensor in tensors]
+            tensors = [_once(t.data) for t in (*self._weights.get(key, ()), *self._others.get(key, ()))]
+            self._before[key] = [(memory, memory.clone()) for memory in tensors]
 
     def read(self, *, on_device: bool) -> list[torch.nn.Parameter]:
         """What operators had among their inputs; with `on_device`, beside a tensor on the device."""
@@ -126,6 +126,14 @@ def _by_storage(tensors: Iterable[TensorT]) -> dict[int, list[TensorT]]:
         if _key(tensor):
             found.setdefault(_key(tensor), []).append(tensor)
     return found
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Each element once, where the tensor is expanded."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -41,3 +41,28 @@ def test_channels_last(kind, batch):
         return [loss.detach() for loss in losses], [p.grad.clone() for p in model.parameters()]
 
     compare(scenario, num_bytes=budget * batch)
+
+
+class AddsToARow(nn.Module):
+    """In place, before its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+
+    def forward(self, x):
+        x[0].add_(1)
+        return self.layers(x)
+
+
+def test_an_expanded_input_that_the_model_changes():
+    """All its rows are one, which a pilot puts back."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, x = prepare(AddsToARow()), torch.randn(1, 32).expand(4, 32)
+        for _ in range(2):
+            model(x).square().mean().backward()
+        return x.clone(), [p.grad.clone() for p in model.parameters()]
+
+    compare(scenario, num_bytes=20_000)

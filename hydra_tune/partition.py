@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from hydra_tune.config import format_bytes
+from hydra_tune.config import format_apart, format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError
 from hydra_tune.fingerprint import Fingerprint, PlanKey
 from hydra_tune.host_buffer import tensor_bytes
@@ -106,23 +106,25 @@ def make_plan(
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident
     if not profiles:
+        need, budget = format_apart(resident.need_bytes, budget_bytes)
         raise BudgetError(
-            f"the model has no block that could be spilled and needs {format_bytes(resident.need_bytes)}, but the "
-            f"budget is {format_bytes(budget_bytes)}. Raise the pool's memory=, lower the batch size, or split "
+            f"the model has no block that could be spilled and needs {need}, but the budget is {budget}. "
+            "Raise the pool's memory=, lower the batch size, or split "
             f"the model into child modules.{cut.spell_kept()}"
         ).lacking(resident.need_bytes, budget_bytes)
     step_bytes += late_bytes
     for p in profiles:
-        need = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
-        if need > budget_bytes:
+        need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
+        if need_bytes > budget_bytes:
+            need, budget = format_apart(need_bytes, budget_bytes)
             raise BlockTooLargeError(
                 p.name,
-                f"block {p.name} needs {format_bytes(need)}: {format_bytes(p.weight_bytes)} of weights, "
+                f"block {p.name} needs {need}: {format_bytes(p.weight_bytes)} of weights, "
                 f"{format_bytes(p.work_bytes)} to compute, "
                 f"{format_bytes(loose_bytes + step_bytes)} held by its trial and step; but the budget is "
-                f"{format_bytes(budget_bytes)}. Raise the pool's memory=, lower the batch size, or split "
+                f"{budget}. Raise the pool's memory=, lower the batch size, or split "
                 f"the module into smaller children.{cut.spell_kept()}",
-            ).lacking(need, budget_bytes)
+            ).lacking(need_bytes, budget_bytes)
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
     return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut, late_bytes)
 

@@ -11,6 +11,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -31,6 +33,7 @@ from hydra_tune.random_state import (
 
 _aten = torch.ops.aten
 _ASKS_FOR_MODES = {_aten.prod.default, _aten.prod.dim_int, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor}
+_NOTES_VIEWS = "ADInplaceOrView"  # a dispatch key, as PyTorch spells it
 
 
 class TrialMode(TorchDispatchMode):
@@ -97,6 +100,8 @@ class TrialMode(TorchDispatchMode):
         device = meter.device_of(func, inputs) if meter is not None else None
         if self.random_state is not None and draws(func) and is_default(kwargs.get("generator")):
             out = self.random_state.draw(func, args, kwargs)
+        elif torch.is_inference_mode_enabled() and _is_whole(func):
+            out = _looking_as_outside(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         if meter is not None and device is not None:
@@ -111,6 +116,25 @@ class TrialMode(TorchDispatchMode):
         made, self._made = self._made, None
         if made is not None and made.grad_fn is not None:
             made.grad_fn.register_prehook(_without_modes)
+
+
+@cache
+def _is_whole(func: Any) -> bool:
+    """Whether an operator is composed of others, which autograd would have told apart, and makes what is no view."""
+    if not isinstance(func, OpOverload) or any(made.alias_info for made in func._schema.returns):
+        return False
+    return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
+
+
+def _looking_as_outside(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Such an operator may choose kernels by whether a view of a weight requires a gradient; within a mode none does,
+    unless views are noted again."""
+    before = torch._C._dispatch_tls_is_dispatch_key_excluded(_NOTES_VIEWS)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_NOTES_VIEWS, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_NOTES_VIEWS, before)
 
 
 class Modes:

@@ -15,6 +15,7 @@ from hydra_tune.fork import gate
 from hydra_tune.meter import Meter, TrialMeter
 from hydra_tune.mode import TrialMode, drop_modes
 from hydra_tune.random_state import RandomState, has_own_state
+from hydra_tune.tree import tensors_in
 
 
 def is_set():
@@ -161,3 +162,36 @@ def test_derivatives_do_not_depend_on_it(kind, memory):
             found.append(train(lambda model: hydra_tune.prepare(model, pool=pool)))
     for gradients in found:
         assert all(map(torch.equal, gradients, expected))
+
+
+class Transposed(nn.Module):
+    """Gives sequences their batch last, as attention does."""
+
+    def forward(self, x):
+        return x.transpose(1, 2).transpose(0, 1)
+
+
+EVALUATED = {
+    "linear": (nn.Linear(6, 18), (2, 10, 6)),
+    "of a transposed input": (nn.Sequential(Transposed(), nn.Linear(6, 18)), (2, 6, 10)),
+    "attention": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
+    "recurrent": (nn.LSTM(6, 8, batch_first=True, bidirectional=True), (2, 5, 6)),
+    "convolution": (nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.GroupNorm(2, 6)), (2, 3, 8, 8)),
+    "views": (nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Flatten(0, 1), nn.Linear(3, 5)), (4, 6)),
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATED)
+def test_inference_mode_does_not_depend_on_it(kind):
+    """Operators that it is given whole choose kernels as they do outside of it."""
+    torch.manual_seed(0)
+    module, shape = EVALUATED[kind]
+    module.eval()
+    x = torch.randn(shape)
+    with torch.inference_mode():
+        alone = module(x)
+        with TrialMode(RandomState(0)):
+            within = module(x)
+    for a, b in zip(tensors_in(alone), tensors_in(within), strict=True):
+        assert torch.equal(a, b)
+        assert a.is_inference() and b.is_inference()

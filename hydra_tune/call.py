@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from hydra_tune import reentrant
 from hydra_tune.block import Block
 from hydra_tune.call_weights import CallWeights, note_casts
 from hydra_tune.copies import Copies
@@ -20,10 +21,8 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.gradient_sums import GradientSums, WeightSum
 from hydra_tune.graph import (
     Unsaved,
-    add_to_grad,
     alias_of,
     borrowed_by,
-    checkpoints_remember_casts,
     detached,
     has_saved_hooks,
     leaf_of,
@@ -269,6 +268,7 @@ class BlockCall:
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if self._counts_uses:
                 self.num_edges = _num_uses(made, given)
+                block.reentrant |= reentrant.are_behind(made)
             assert self.weights is not None
             self.weights.count_uses(made, [*given, *visit.leaves], len(given))
             if self.seen is None and (block.reentrant or any(map(_has_hooks, block.parameters))):
@@ -407,21 +407,22 @@ class BlockCall:
         weights, sums = self.weights, self.trial.sums
         assert weights is not None
         again = partial(self._run_backward, weights, tensors, needed, grad_outputs)
-        grads, before, within = self.trial.with_room(self.block, again, lambda: True)
+        grads, before, at_once = self.trial.with_room(self.block, again, lambda: True)
         self.block.is_checked = True
-        self._add_at_once(within)
+        self._add_at_once(at_once)
         num_edges = [*self.num_edges, *weights.num_edges]
         of_casts = [row[0] for row in grads[len(num_edges) :]]
         with self.trial.residency.meter.paused() if before else nullcontext():
             weights.hand_on(before, grads[len(self.num_edges) :], of_casts, sums)
         return [g for source in grads[: len(num_edges)] for g in source]
 
-    def _add_at_once(self, within: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """What weights get from backwards within the block's, as plain PyTorch does."""
+    def _add_at_once(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """To weights that still want some, as plain PyTorch does while reentrant checkpoints run."""
         in_slot = set(map(id, self.block.slot_parameters))
-        for weight, gradient in within:
-            with self.trial.residency.meter.paused() if id(weight) in in_slot else nullcontext():
-                add_to_grad(weight, gradient)
+        for weight, gradient in gradients:
+            if weight.requires_grad and gradient is not None:
+                with self.trial.residency.meter.paused() if id(weight) in in_slot else nullcontext():
+                    reentrant.add_to_grad(weight, gradient)
 
     @property
     def may_join(self) -> bool:
@@ -451,9 +452,9 @@ class BlockCall:
         tensors: Sequence[torch.Tensor],
         needed: Sequence[bool],
         grad_outputs: Sequence[torch.Tensor | None],
-    ) -> tuple[list[list[torch.Tensor | None]], dict[int, WeightSum], list[tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> tuple[list[list[torch.Tensor | None]], dict[int, WeightSum], list[tuple[torch.Tensor, torch.Tensor | None]]]:
         """Gradients for each source's edges; then the sums of shared weights before this call, and behind the sources
-        what the uses of their casts here give; and weights with a gradient that they get at once."""
+        what the uses of their casts here give; and weights, each with what it gets at once."""
         moment, parameters = self._moment, self.block.parameters
         sums = weights.sums_before(self.trial.sums)
         moment.refuse_changed_weights()
@@ -488,13 +489,13 @@ class BlockCall:
                 borrowed_by(self.block.name, made, (*inputs, *visit.leaves), first_node)
             # in the visit they were told not to
             remembers = self.block.reentrant and moment.surroundings.remember_casts
-            remembering = checkpoints_remember_casts(made) if remembers else nullcontext()
+            remembering = reentrant.casts_remembered(made) if remembers else nullcontext()
             found = self.found_buffers()
             try:
                 # what a checkpoint within draws it undoes, and noise does not
                 with moment.drawing(drawing_for_nothing), visit.drawing(), remembering:
                     brought = visit.brought(grad_outputs)
-                    grads, at_once = self._local_backward(weights, inputs, made, wanted, brought, visit, sums)
+                    grads, within = self._local_backward(weights, inputs, made, wanted, brought, visit, sums)
             except torch.OutOfMemoryError:  # it may run again, as if it had not
                 if self.block.draws:
                     set_generator_states(generators, drawn)
@@ -506,29 +507,20 @@ class BlockCall:
                 now or replaced or found != self.found_buffers()
             ):  # by a hook, a Function, or a checkpoint within the block
                 self._write_back(visit, visit.changed_buffers(), in_backward=True)
-            num_tensors = len(tensors)
-            masters = [*parameters, *(parameters[i] for i in (*weights.casts, *sums))]
+            num_tensors, num_rows, at_once = len(tensors), len(grads), [i for i, _ in within]
+            grads += [[gradient] for _, gradient in within]
+            del within  # on the device
+            masters = [*parameters, *(parameters[i] for i in (*weights.casts, *sums, *at_once))]
             residency = self.trial.residency
-            gate = None if sums or visit.is_away else self._gate  # late ones have room at home only
-            within = self._spilled_at_once(visit, at_once)
+            gate = None if sums or at_once or visit.is_away else self._gate  # late ones have room at home only
             spilled = residency.spill_gradients(visit.device, self.block, masters, grads[num_tensors:], gate)
             grads[:num_tensors] = map(visit.taken_home, grads[:num_tensors])
             grads[num_tensors:] = spilled  # the step's reservation does not cover the others, the visit's does
-        return grads, sums, within
-
-    def _spilled_at_once(
-        self, visit: Visit, at_once: Sequence[tuple[int, torch.Tensor]]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of weights, by their numbers, that still want gradients."""
-        if not at_once:
-            return []
-        parameters = self.block.parameters
-        found = [(parameters[i], gradient) for i, gradient in at_once if parameters[i].requires_grad]
-        masters, rows = [weight for weight, _ in found], [[gradient] for _, gradient in found]
-        spilled = self.trial.residency.spill_gradients(visit.device, self.block, masters, rows, None)
-        return [
-            (weight, gradient) for weight, (gradient,) in zip(masters, spilled, strict=True) if gradient is not None
-        ]
+        return (
+            grads[:num_rows],
+            sums,
+            [(parameters[i], row[0]) for i, row in zip(at_once, grads[num_rows:], strict=True)],
+        )
 
     def _repeated(self, arguments: tuple[Sequence[Any], dict[str, Any]]) -> Any:
         try:

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.gradient_sums import WeightSum
-from hydra_tune.process_state import is_in_autocast
 
-REENTRANT = "CheckpointFunctionBackward"
 BLOCK = "BlockFunctionBackward"  # a block's call; its `call` is None once it was used up
 GATE = "_GateFunctionBackward"  # for late gradients, before a block's call
 CAST = "ToCopyBackward0"  # what autocast makes of a float32 weight
@@ -47,26 +44,6 @@ def nodes_from(nodes: Iterable[Any]) -> Iterator[Any]:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
-
-
-@contextmanager
-def checkpoints_remember_casts(outputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Reentrant ones behind these outputs, which repeat their forwards within: a weight that such a one casts is cast
-    once in it, and the gradients of its uses are added in the lower precision. Afterwards no such cast is left."""
-    _let_remember_casts(outputs)
-    try:
-        yield
-    finally:
-        if is_in_autocast():  # who leaves the outermost context does so
-            torch.clear_autocast_cache()
-
-
-def _let_remember_casts(outputs: Iterable[torch.Tensor]) -> None:
-    for node in nodes_of(outputs):
-        if node.name() == REENTRANT:
-            for autocast in (node.device_autocast_kwargs, node.cpu_autocast_kwargs):
-                if autocast is not None:
-                    autocast["cache_enabled"] = True
 
 
 def users_of(nodes: Iterable[Any], outputs: Iterable[torch.Tensor]) -> Counter[Any]:
@@ -114,7 +91,6 @@ class Uses:
         cast_once: Mapping[int, torch.dtype | None],
     ) -> None:
         nodes = list(nodes_of(outputs))  # kept: a node's Python object must stay the same one
-        self.reentrant = any(node.name() == REENTRANT for node in nodes)
         index = {id(leaf): i for i, leaf in enumerate(leaves)}
         cast_of: dict[Any, int] = {}
         self.cast_to: dict[int, torch.dtype] = {}
@@ -197,64 +173,13 @@ def gradients_of(
     grad_outputs: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor],
     needed: Sequence[bool],
-    first_weight: int,
-    *,
-    reentrant: bool,
-) -> tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]:
+) -> list[torch.Tensor | None]:
     """The gradient of each leaf, with the strides that its operators gave it: what accumulates into a leaf's
-    `.grad` is laid out anew, and the operators to come would add in another order. Then those that weights (leaves
-    from `first_weight` on) get from backwards within this one, each with its leaf's number, in the order in which they
-    were made: plain PyTorch adds each to `.grad` at once.
-
-    A graph with `reentrant` checkpoints, which run such backwards, refuses `torch.autograd.grad`.
-    """
-    if not reentrant:
-        wanted = tuple([leaf for leaf, n in zip(leaves, needed, strict=True) if n])
-        ends = tuple(outputs), tuple(grad_outputs)
-        found = iter(_backward(*ends, False, False, wanted, True, accumulate_grad=False) if wanted else ())
-        return [next(found) if n else None for n in needed], []
-    sums: dict[int, torch.Tensor] = {}
-    within: list[tuple[int, torch.Tensor]] = []
-    own: list[int] = []  # the number of this backward, until a node has told it, and then of nothing else
-    before = [leaf.grad for leaf in leaves]
-
-    def begin(_: Any) -> None:
-        own.append(torch._C._current_graph_task_id())
-
-    def note(i: int, _: Any, grads: Sequence[torch.Tensor]) -> None:
-        if i >= first_weight and own and own[0] != torch._C._current_graph_task_id():
-            within.append((i, grads[0]))
-        else:
-            sums[i] = sums[i] + grads[0] if i in sums else grads[0]
-
-    def forget(leaf: torch.Tensor) -> None:
-        leaf.grad = None
-
-    handles: list[RemovableHandle] = []
-    nodes: list[Any] = []
-    with torch._C.DisableTorchFunction():  # a pilot ignores the hooks that users put on activations
-        for i, leaf in enumerate(leaves):
-            if leaf.requires_grad:
-                node = torch.autograd.graph.get_gradient_edge(leaf).node
-                nodes.append(node)  # kept: what a checkpoint repeats finds it
-                handles.append(node.register_hook(partial(note, i)))  # torch 2.6 may forget those on leaves
-                handles.append(leaf.register_post_accumulate_grad_hook(forget))
-        handles += [x.grad_fn.register_prehook(begin) for x in outputs if x.grad_fn is not None]
-    try:
-        torch.autograd.backward(outputs, grad_outputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for leaf, grad in zip(leaves, before, strict=True):
-            leaf.grad = grad
-    return [sums.get(i) if n else None for i, n in enumerate(needed)], within
-
-
-def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Into its `.grad`, as a backward of its own: its hooks fire."""
-    with torch.enable_grad():
-        use = leaf.expand_as(leaf)
-    torch.autograd.backward(use, gradient)
+    `.grad` is laid out anew, and the operators to come would add in another order."""
+    wanted = tuple([leaf for leaf, n in zip(leaves, needed, strict=True) if n])
+    ends = tuple(outputs), tuple(grad_outputs)
+    found = iter(_backward(*ends, False, False, wanted, True, accumulate_grad=False) if wanted else ())
+    return [next(found) if n else None for n in needed]
 
 
 def borrowed_by(

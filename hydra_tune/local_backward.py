@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hydra_tune import reentrant
 from hydra_tune.gradient_sums import WeightSum
 from hydra_tune.graph import Uses, gradients_of
 from hydra_tune.mode import hide_from_backward
@@ -28,7 +29,8 @@ class LocalBackward:
     made_before castable weights whose copy an earlier call has made, if there is one
     sums        what later calls have given to weights that this one shares with others; those that the uses here were
                 added to are taken out
-    within      gradients of weights by backwards within this one, as `gradients_of` gives them
+    reentrant   whether there are such checkpoints
+    within      what weights get from their backwards, as `reentrant.gradients_of` gives it
     """
 
     leaves: Sequence[torch.Tensor]
@@ -77,9 +79,10 @@ class LocalBackward:
         outs, grads_in = zip(*pairs, strict=True)
         del pairs
         hide_from_backward()
-        gradients, self.within = gradients_of(
-            outs, grads_in, self.leaves, self.needed, self.first, reentrant=self.reentrant
-        )
+        if self.reentrant:
+            gradients, self.within = reentrant.gradients_of(outs, grads_in, self.leaves, self.needed, self.first)
+        else:
+            gradients = gradients_of(outs, grads_in, self.leaves, self.needed)
         rows: Rows = []
         of_casts: dict[int, torch.Tensor | None] = {}  # to be handed on
         for i, gradient in enumerate(gradients):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_tune import reentrant
 from hydra_tune.block import Block, gradient_bytes, owners_of
 from hydra_tune.call import BlockCall, versions_of
 from hydra_tune.config import format_bytes
@@ -396,7 +397,7 @@ class Pilot:
                     given.restore()
                     attributes = Snapshot.of_modules(block.module.named_modules(), self.model)
                 copy.swap_buffers(block, now)
-                backward_s, backward_work, saved_bytes, leaves, reentrant = self._backward(call, copy)
+                backward_s, backward_work, saved_bytes, leaves, has_checkpoints = self._backward(call, copy)
                 copy.refuse_kept_weights(block)
             except torch.OutOfMemoryError:
                 raise DoesNotFitError(block, self.free_bytes - block.weight_bytes) from None
@@ -414,7 +415,7 @@ class Pilot:
         return BlockProfile(
             block.name, block.weight_bytes, forward_work, backward_work, saved_bytes, boundary, carried,
             bool(uses_home), forward_s, backward_s,
-            visits=1 + any(t.requires_grad for t in (*call.tensors, *block.parameters)), reentrant=reentrant,
+            visits=1 + any(t.requires_grad for t in (*call.tensors, *block.parameters)), reentrant=has_checkpoints,
             draws=self._journal.drew, shares_memory=call.shares_memory,
         )  # fmt: skip
 
@@ -509,17 +510,21 @@ class Pilot:
                 [frozenset({(around, dtype)} if dtype not in (None, around) else ()) for dtype in dtypes],
                 [i in weights for i in range(len(inputs), len(leaves))],
             )  # fmt: skip
+            has_checkpoints = reentrant.are_behind(differentiable)
             if differentiable:
                 ones = [torch.ones_like(x) for x in differentiable]
                 needed = [x.requires_grad for x in leaves]
-                gradients_of(differentiable, ones, leaves, needed, len(inputs), reentrant=uses.reentrant)
+                if has_checkpoints:
+                    reentrant.gradients_of(differentiable, ones, leaves, needed, len(inputs))
+                else:
+                    gradients_of(differentiable, ones, leaves, needed)
             device.synchronize()
             seconds = time.perf_counter() - start
             slot_leaves = [
                 x for x, p in zip(visit.leaves, block.parameters, strict=True) if x is not p
             ]  # not the borrowed
             refs = [weakref.ref(x) for x in (*inputs, *slot_leaves)]
-        return seconds, used[0], saved_bytes, refs, uses.reentrant
+        return seconds, used[0], saved_bytes, refs, has_checkpoints
 
     @contextmanager
     def _measured(self) -> Iterator[list[int]]:

@@ -134,6 +134,31 @@ def test_a_weight_that_is_frozen_before_the_backward():
     compare(scenario, num_bytes=BUDGET)
 
 
+class Skipping(nn.Module):
+    """Its first layer, which alone makes inputs that require gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Layer(["checkpoint"]), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x):
+        first, layer, last = self.layers
+        return last(layer(x if x.sum() < 0 else first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_an_input_that_requires_gradients_only_after_the_pilot():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, found = prepare(Skipping()), []
+        for shift in (-5, 5, 5):
+            model(torch.randn(6, WIDTH) + shift).square().mean().backward()
+            found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        return found
+
+    compare(scenario, num_bytes=22_000)
+
+
 def test_no_bytes_are_left():
     torch.manual_seed(0)
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:

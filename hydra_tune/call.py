@@ -268,7 +268,6 @@ class BlockCall:
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if self._counts_uses:
                 self.num_edges = _num_uses(made, given)
-                block.reentrant |= reentrant.are_behind(made)
             assert self.weights is not None
             self.weights.count_uses(made, [*given, *visit.leaves], len(given))
             if self.seen is None and (block.reentrant or any(map(_has_hooks, block.parameters))):
@@ -406,8 +405,14 @@ class BlockCall:
             )
         weights, sums = self.weights, self.trial.sums
         assert weights is not None
-        again = partial(self._run_backward, weights, tensors, needed, grad_outputs)
-        grads, before, at_once = self.trial.with_room(self.block, again, lambda: True)
+        run = partial(self._run_backward, weights, tensors, needed, grad_outputs)
+        try:
+            grads, before, at_once = self.trial.with_room(self.block, run, lambda: True)
+        except RuntimeError as error:
+            if self.block.reentrant or not reentrant.is_refused(error):
+                raise
+            self.block.reentrant = True  # which no earlier call has shown
+            grads, before, at_once = self.trial.with_room(self.block, run, lambda: True)
         self.block.is_checked = True
         self._add_at_once(at_once)
         num_edges = [*self.num_edges, *weights.num_edges]

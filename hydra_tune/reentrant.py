@@ -26,6 +26,11 @@ def are_behind(outputs: Iterable[torch.Tensor]) -> bool:
     return any(_nodes(outputs))
 
 
+def is_refused(error: RuntimeError) -> bool:
+    """Whether it is theirs, for they were met by `torch.autograd.grad`, or by a backward with `inputs=`."""
+    return "torch.utils.checkpoint is incompatible with .grad()" in str(error)
+
+
 def _nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
     return (node for node in nodes_of(outputs) if node.name() == _CHECKPOINT)
 

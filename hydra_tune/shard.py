@@ -67,8 +67,8 @@ class Cut:
         """For an error about lack of room: what takes it."""
         found = [item for item in self.opened if item[1] != TOO_LARGE]
         opened = "".join(
-            f" Blocks are opened ({len(found)}, as {name}), so that what lies between their parts stays there until "
-            f"backward: {reason}"
+            f" Blocks are opened ({len(found)}, as {name}), so that what lies between their parts stays on the "
+            f"device until backward: {reason}"
             for name, reason in found[:1]
         )
         kept = "".join(f" {name} stays on the device: {reason}" for name, reason in self.kept[:1])

@@ -161,3 +161,27 @@ def test_in_company_of_data_sets_that_draw_only_blocks_that_draw_stay_whole(draw
     reasons = {name: [str(why) for why in cut.values() if "NumPy" in str(why)] for name, cut in cuts.items()}
     assert not reasons["trial 0"]
     assert len(reasons["trial 1"]) == 1 and "2 draws" in reasons["trial 1"][0]
+
+
+class Drops(nn.Module):
+    """By NumPy's numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu()) * float(np.random.rand() < 0.9)
+
+
+def test_an_error_about_room_says_that_blocks_are_opened_and_why():
+    """What lies between their parts takes the room, which no smaller block would give back."""
+    model = nn.Sequential(*(Drops() for _ in range(4)))
+    with hydra_tune.ShardPool(["cpu"], 150_000) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        said = (
+            r"Blocks are opened \(4, as 0\), so that .* stays on the device until backward: .* NumPy's random numbers"
+        )
+        with pytest.raises(hydra_tune.BudgetError, match=said):
+            model(torch.randn(64, 32)).square().mean().backward()
+        hydra_tune.release(model)

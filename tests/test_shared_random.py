@@ -163,8 +163,8 @@ def test_in_company_of_data_sets_that_draw_only_blocks_that_draw_stay_whole(draw
     assert len(reasons["trial 1"]) == 1 and "2 draws" in reasons["trial 1"][0]
 
 
-class Drops(nn.Module):
-    """By NumPy's numbers."""
+class Wide(nn.Module):
+    """Keeps much between its parts."""
 
     def __init__(self):
         super().__init__()
@@ -176,8 +176,8 @@ class Drops(nn.Module):
 
 def test_an_error_about_room_says_that_blocks_are_opened_and_why():
     """What lies between their parts takes the room, which no smaller block would give back."""
-    model = nn.Sequential(*(Drops() for _ in range(4)))
-    with hydra_tune.ShardPool(["cpu"], 150_000) as pool:
+    model = nn.Sequential(*(Wide() for _ in range(4)))
+    with hydra_tune.ShardPool(["cpu"], 330_000) as pool:
         hydra_tune.prepare(model, pool=pool)
         said = (
             r"Blocks are opened \(4, as 0\), so that .* stays on the device until backward: .* NumPy's random numbers"

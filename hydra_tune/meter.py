@@ -239,9 +239,10 @@ class TrialMeter:
         if self.always:
             first = sets[0][0]
             second = next(meters for meters in sets if first not in meters)[0]
+            where = " of another pool" if second.name == first.name else ""
             raise MixedDevicesError(
                 f"Expected all tensors to be on the same device, but found at least two devices, {first.name} and "
-                f"{second.name}! (in {operator}, of trial {self.trial}) Give other trials numbers (.item(), "
+                f"{second.name}{where}! (in {operator}, of trial {self.trial}) Give other trials numbers (.item(), "
                 ".tolist()), or copy a tensor into the trial that uses it (.to(device, copy=True))."
             )
         return self.here

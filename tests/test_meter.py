@@ -151,6 +151,15 @@ def test_tensors_of_two_devices_do_not_meet(operator, pair, meters):
     assert all(torch.equal(a, b) for a, b in zip(pair, before, strict=True)), "nothing was computed"
 
 
+def test_devices_of_two_pools_are_told_apart_where_they_have_one_name():
+    meters = [Meter("cpu:0", 1000, enforce=True) for _ in range(2)]
+    tensors = torch.ones(10), torch.ones(10)
+    for meter, tensor in zip(meters, tensors, strict=True):
+        meter.add(0, [tensor])
+    with on(meters[0]), pytest.raises(MixedDevicesError, match="cpu:0 and cpu:0 of another pool"):
+        tensors[0] + tensors[1]
+
+
 def test_copies_cross_devices_and_belong_where_they_arrive(pair, meters):
     left, right = pair
     with on(meters[0]):

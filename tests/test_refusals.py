@@ -161,10 +161,20 @@ def test_a_second_backward_fails_as_in_plain_pytorch_and_training_goes_on(budget
 @both_budgets
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_detection(budget):
+    """Also of what the first batch brings."""
+
     def scenario(prepare):
         torch.manual_seed(0)
         model, optimizer = made(prepare)
+        weight = model.layers[0].up.weight
+        before = weight.detach().clone()
+        nn.init.constant_(weight, torch.nan)
         with torch.autograd.detect_anomaly():
+            loss = loss_on(model, *batch())
+            with pytest.raises(RuntimeError, match="returned nan"):
+                loss.backward()
+            weight.data.copy_(before)
+            optimizer.zero_grad()
             losses = train(model, optimizer)
             with pytest.raises(RuntimeError, match="returned nan"):
                 (loss_on(model, *batch()) * torch.nan).backward()

@@ -173,7 +173,7 @@ class Pilot:
             self._hooks_off,
             parametrizations_uncached(self.model),
             thread_settings_kept(),
-            torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),  # the true backward finds NaNs
+            torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),  # NaNs are found later
         ):
             before = meter.trial_bytes
             meter.watch_outside()

@@ -1,10 +1,10 @@
-"""One call of a block: its arguments with the tensors taken out, its forward, and the repetition in backward."""
+"""One call of a block: its forward, and the repetition in backward."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from hydra_tune import reentrant
+from hydra_tune.arguments import Arguments, Outputs, taken_out
 from hydra_tune.block import Block
 from hydra_tune.call_weights import CallWeights, note_casts
 from hydra_tune.copies import Copies
@@ -40,8 +41,8 @@ from hydra_tune.residency import Residency
 from hydra_tune.seen_call import SeenCall
 from hydra_tune.shard import Direction
 from hydra_tune.spill import ChangedBuffer
-from hydra_tune.surroundings import Surroundings, kept, refuse_modes
-from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, map_in_place, map_tensors, tensors_in, unflatten
+from hydra_tune.surroundings import Surroundings, refuse_modes
+from hydra_tune.tree import map_in_place, map_tensors, tensors_in
 from hydra_tune.visit import Visit
 
 ResultT = TypeVar("ResultT")
@@ -94,7 +95,7 @@ class Executor(Protocol):
 
 
 class BlockCall:
-    """One call of a block: its arguments with the tensors taken out, and what its backward must restore.
+    """One call of a block, and what its backward must restore.
 
     `tensors`, each once, are its sources, and have as many edges in the outer graph as `num_edges` says; then come
     its `weights`. Outputs are the tensors that the block made; one that it was given is handed on as it is.
@@ -106,8 +107,7 @@ class BlockCall:
     used_by_others: Sequence[bool] | None = None  # each tensor, in this step; all, where nobody knows
     nondifferentiable: Sequence[int] = ()
     weights: CallWeights | None = None  # of a call with gradients
-    _output_leaves: Sequence[Any] = ()
-    _output_structure: Structure | None = None
+    _outputs: Outputs | None = None
     made: Sequence[torch.Tensor] = ()  # by a call without gradients
     _sharing: Sequence[tuple[torch.Tensor, int]] = ()  # outputs that share memory, each with its version
     _gate: Gate | None = None
@@ -122,35 +122,11 @@ class BlockCall:
         self.block = block
         self.trial = trial
         self.forward_pass = trial.forward_pass
-        leaves, self._structure = flatten_call(args, kwargs)
-        self._may_change = not (all(map(is_fixed, args)) and all(map(is_fixed, kwargs.values())))
-        places: dict[int, _Place] = {}
-        self.tensors: list[torch.Tensor] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
-                places[id(leaf)] = _Place(len(self.tensors))
-                self.tensors.append(leaf)
-        self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
-        numbers = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
-        self.places = self._structure.key, numbers, tuple([t.requires_grad for t in self.tensors])
+        self.arguments = Arguments(block.name, args, kwargs)
+        self.tensors = self.arguments.tensors
         self._moment = Moment(block)
 
-    # ---- arguments and outputs ----
-
-    @property
-    def objects(self) -> list[Any]:
-        """What is given beside tensors."""
-        return [leaf for leaf in self._leaves if not isinstance(leaf, _Place)]
-
-    def refuse_hidden_tensors(self) -> None:
-        """A mutable object with tensors inside (a cache) would be changed twice, by forward and recompute."""
-        for leaf in self._leaves:
-            if not isinstance(leaf, _Place) and any(isinstance(v, torch.Tensor) for v in _contents(leaf)):
-                raise UncuttableError(
-                    f"a block's arguments are tensors, plain data, and tuples, lists, dicts and dataclasses of them; "
-                    f"block {self.block.name} was given a {type(leaf).__name__} that holds tensors. Pass its tensors, "
-                    "or turn the feature off while training (use_cache=False)."
-                )
+    # ---- what it is given and what it makes ----
 
     def refuse_changed_inputs(self, tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         if list(versions) != versions_of(tensors):
@@ -162,47 +138,17 @@ class BlockCall:
             "Make its first operator out of place (inplace=False), or give it a copy."
         )
 
-    def refuse_changed_containers(self, tensors: Sequence[torch.Tensor], arguments: tuple[Any, Any]) -> None:
-        leaves, structure = flatten(arguments)
-        given = self._filled(tensors, self._leaves)
-        if structure.spec != self._structure.spec or any(a is not b for a, b in zip(leaves, given, strict=False)):
-            raise UncuttableError(
-                f"a block leaves the lists, dicts and objects that it is given as they are, but {self.block.name} "
-                "changed one. Return what it has to say."
-            )
-
-    def arguments(
-        self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any] = ()
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
-        args, kwargs = unflatten(self._filled(tensors, leaves or self._leaves), self._structure)
-        return args, kwargs
-
-    def _filled(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
-        return [tensors[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in leaves]
-
-    def made_by(self, outputs: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors among the outputs that are neither given nor met before, in order."""
-        places = {id(t): _Place(i) for i, t in enumerate(given)}
-        leaves, self._output_structure = flatten(outputs)
-        made: list[torch.Tensor] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
-                places[id(leaf)] = _Place(len(given) + len(made))
-                made.append(leaf)
-        self._output_leaves = [places.get(id(leaf), leaf) for leaf in leaves]
-        return made
-
     def outputs_of(self, made: Sequence[torch.Tensor]) -> Any:
-        assert self._output_structure is not None
+        assert self._outputs is not None
         if self.block.shares_memory:
             dense = [x for x in made if x.layout is torch.strided]
             owners = Counter(x.untyped_storage()._cdata for x in dense)
             self._sharing = [(x.detach(), version_of(x)) for x in dense if owners[x.untyped_storage()._cdata] > 1]
-        known = [*self.tensors, *made]
-        self._watch(known)
-        leaves = [known[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._output_leaves]
-        self.tensors = []  # the graph keeps them where a backward will come
-        return unflatten(leaves, self._output_structure)
+        self._watch([*self.tensors, *made])
+        outputs = self._outputs.filled(self.tensors, made)
+        self.tensors = self.arguments.tensors = []  # the graph keeps them where a backward will come
+        self._outputs = None
+        return outputs
 
     # ---- forward ----
 
@@ -210,8 +156,8 @@ class BlockCall:
         """A backward may come: count the edges, and give autocast's copies their places in the outer graph."""
         if self.seen is None:
             refuse_modes(self.block.name, self.block.modules)
-        self._moment.arguments = [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
-        given = self.block.edges.of_tensors(self.places)
+        self._moment.arguments = self.arguments.kept()
+        given = self.block.edges.of_tensors(self.arguments.places)
         if given is not None:
             self.always_apart = given.apart
         self._counts_uses = given is None and self.seen is None
@@ -258,12 +204,12 @@ class BlockCall:
             if self._counts_uses:  # as they are given for the repetition
                 given = list(map(uncached, given))
             versions = versions_of(given)
-            arguments = self.arguments(given)
+            arguments = self.arguments.filled(given)
             outputs = self._computed(visit, self.forward_unsaved, arguments)
             block.refuse_changed_weights(visit.leaves, weight_versions)
-            if self._may_change:
-                self.refuse_changed_containers(given, arguments)
-            made = self.made_by(outputs, given)
+            if self.arguments.may_change:
+                self.arguments.refuse_changed_containers(given, arguments)
+            made, self._outputs = taken_out(outputs, given)
             del outputs, arguments
             self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if self._counts_uses:
@@ -293,7 +239,7 @@ class BlockCall:
         versions = versions_of(self.tensors)
 
         def rewound() -> bool:
-            return not self._may_change and versions == versions_of(self.tensors) and self._rewound()
+            return not self.arguments.may_change and versions == versions_of(self.tensors) and self._rewound()
 
         return self.trial.with_room(self.block, lambda: self._run_without_graph(args, kwargs), rewound)
 
@@ -308,7 +254,7 @@ class BlockCall:
             self.made = made = tensors_in(outputs)
             if any(map(visit.copy.has, made)):
                 outputs = map_tensors(partial(self._kept, visit), outputs)
-            if self._may_change:
+            if self.arguments.may_change:
                 map_in_place(partial(self._kept, visit), [*args, *kwargs.values()])
             changed = visit.changed_buffers()
         self._write_back(visit, changed)
@@ -481,7 +427,7 @@ class BlockCall:
                     first_node = torch._C._autograd._get_sequence_nr()
                     restored = moment.surroundings.restored(self.block.name, alone=self.trial.is_alone)
                     with torch.enable_grad(), saved_as_it_is(), restored, visit.drawing():
-                        made = self.made_by(self._repeated(self.arguments(inputs, moment.arguments)), inputs)
+                        made, _ = taken_out(self._repeated(self.arguments.filled(inputs, moment.arguments)), inputs)
                 finally:
                     set_generator_states(generators, drawn)
                     visit.copy.swap_buffers(self.block, now)
@@ -562,30 +508,6 @@ class BlockCall:
         residency = self.trial.residency
         rows = backward.run(made, grad_outputs, lambda gradient: residency.received(visit.device, [gradient])[0])
         return rows, [(i - first, gradient) for i, gradient in backward.within]
-
-
-class _Place:
-    """Where a tensor was, by its number."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return "tensor"
-
-
-def _contents(leaf: object) -> Iterator[object]:
-    """The values of an object's attributes, and of the lists and dicts among them, one level down."""
-    for value in getattr(leaf, "__dict__", {}).values():
-        yield value
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                yield item
-                yield from getattr(item, "__dict__", {}).values()
-        elif isinstance(value, dict):
-            yield from value.values()
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:

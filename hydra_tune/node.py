@@ -72,7 +72,7 @@ class BlockForward:
                 if not self.trial.finds(self.block, error):
                     raise
             return self._run_as_it_is(args, kwargs)
-        call.refuse_hidden_tensors()
+        call.arguments.refuse_hidden_tensors()
         call.start_graph()
         made = call.run_forward()  # first: it tells which weights are used
         return call.outputs_of(BlockFunction.apply(call, made, *call.edges_in()))  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from hydra_tune import reentrant
+from hydra_tune.arguments import taken_out
 from hydra_tune.block import Block, gradient_bytes, owners_of
 from hydra_tune.call import BlockCall, versions_of
 from hydra_tune.config import format_bytes
@@ -380,7 +381,7 @@ class Pilot:
 
     def _profile(self, call: BlockCall) -> BlockProfile:
         block = call.block
-        call.refuse_hidden_tensors()
+        call.arguments.refuse_hidden_tensors()
         refuse_wrappers(block, call.tensors)
         copy, self._journal.drew = self.copy_of(block), False
         meter = self.residency.meter
@@ -388,7 +389,7 @@ class Pilot:
             now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
             before = {storage._cdata for storage in meter.meter.storages(meter.trial)}
             with self.residency.meter.paused():
-                given = Snapshot({"an object that it is given": call.objects}, self.model)
+                given = Snapshot({"an object that it is given": call.arguments.objects}, self.model)
             try:
                 with random_state_kept(self.residency.device.generators()):
                     forward_s, forward_work, boundary, carried = self._forward(call, copy)
@@ -428,7 +429,7 @@ class Pilot:
             self.residency.device.synchronize()  # others' tasks may be under way
             versions, start = versions_of(call.tensors), time.perf_counter()
             given, hooks = detached(call.tensors), hooks_of(call.block.modules)
-            arguments = call.arguments(given)
+            arguments = call.arguments.filled(given)
             try:
                 with SharedDraws() as self._draws:
                     outputs = call.forward_unsaved(arguments)
@@ -444,7 +445,7 @@ class Pilot:
                 copy.refuse_changed_values(call.block)
                 copy.changed_buffers(call.block)
             call.refuse_changed_inputs(call.tensors, versions)
-            call.refuse_changed_containers(given, arguments)
+            call.arguments.refuse_changed_containers(given, arguments)
             self.residency.device.synchronize()
             seconds = time.perf_counter() - start
             made = tensors_in(outputs)
@@ -478,7 +479,7 @@ class Pilot:
             before, start = meter.trial_bytes, time.perf_counter()
             first_node = torch._C._autograd._get_sequence_nr()
             self._hooks_off.cast_by_hand.clear()
-            outputs = block.forward(*call.arguments(inputs))
+            outputs = block.forward(*call.arguments.filled(inputs))
             saved_bytes = meter.trial_bytes - before
             if is_repeated and buffers != call.found_buffers():
                 raise UncuttableError(
@@ -490,7 +491,7 @@ class Pilot:
                 self._repeats = len(again) == len(self._made) and all(map(same_values, self._made, again))
                 del again
             self._made = []
-            made = call.made_by(outputs, inputs)
+            made, _ = taken_out(outputs, inputs)
             del outputs
             call.shares_memory = shares_memory(made, inputs)
             differentiable = [x for x in made if x.requires_grad]
@@ -505,7 +506,7 @@ class Pilot:
             counts = [(uses.count(i, cast=False), uses.count(i, cast=True)) for i in range(len(leaves))]
             dtypes = [uses.cast_to.get(i) for i in range(len(inputs), len(leaves))]
             call.seen = SeenCall(
-                block, call.places, casts, around is not None,
+                block, call.arguments.places, casts, around is not None,
                 list(map(weakref.ref, call.tensors)), list(map(storage_bytes, inputs)),
                 counts[: len(inputs)], counts[len(inputs) :],
                 [frozenset({(around, dtype)} if dtype not in (None, around) else ()) for dtype in dtypes],

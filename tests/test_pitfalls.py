@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import call, context, mode, node, pilot, planner, probe, spill, surroundings, trial
+from hydra_tune import arguments, call, context, mode, node, pilot, planner, probe, spill, surroundings, trial
 from hydra_tune.context import TrialContext
 from hydra_tune.edges import Edges, WeightEdges
 from hydra_tune.shard import Direction
@@ -303,7 +303,7 @@ PITFALLS = {
     "5 caches": (
         lambda: Caching(*(Cached() for _ in range(4))),
         [
-            (call.BlockCall, "refuse_hidden_tensors", always(nothing)),
+            (arguments.Arguments, "refuse_hidden_tensors", always(nothing)),
             (pilot, "refuse_side_channel", always(nothing)),
             (pilot, "borrowed_by", always(lambda *_: [])),
             (pilot, "refuse_changes", always(nothing)),

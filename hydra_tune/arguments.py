@@ -1,0 +1,118 @@
+"""What a call of a block is given, and what it makes: the tensors, each once, and what is left without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hydra_tune.errors import UncuttableError
+from hydra_tune.surroundings import kept
+from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, unflatten
+
+
+class _Place:
+    """Where a tensor was, by its number."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+class Arguments:
+    """Of a call of this block. `places` tell calls apart whose tensors were given otherwise: see `edges.Places`."""
+
+    def __init__(self, block: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._block = block
+        leaves, self._structure = flatten_call(args, kwargs)
+        self.may_change = not (all(map(is_fixed, args)) and all(map(is_fixed, kwargs.values())))
+        places: dict[int, _Place] = {}
+        self.tensors: list[torch.Tensor] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+                places[id(leaf)] = _Place(len(self.tensors))
+                self.tensors.append(leaf)
+        self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
+        numbers = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
+        self.places = self._structure.key, numbers, tuple([t.requires_grad for t in self.tensors])
+
+    @property
+    def objects(self) -> list[Any]:
+        """What is given beside tensors."""
+        return [leaf for leaf in self._leaves if not isinstance(leaf, _Place)]
+
+    def kept(self) -> list[Any]:
+        """The leaves as they are now, for `filled`."""
+        return [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
+
+    def filled(
+        self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any] = ()
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments with these tensors, and these leaves, if given."""
+        args, kwargs = unflatten(_filled(tensors, leaves or self._leaves), self._structure)
+        return args, kwargs
+
+    def refuse_hidden_tensors(self) -> None:
+        """A mutable object with tensors inside (a cache) would be changed twice, by forward and recompute."""
+        for leaf in self._leaves:
+            if not isinstance(leaf, _Place) and any(isinstance(v, torch.Tensor) for v in _contents(leaf)):
+                raise UncuttableError(
+                    f"a block's arguments are tensors, plain data, and tuples, lists, dicts and dataclasses of them; "
+                    f"block {self._block} was given a {type(leaf).__name__} that holds tensors. Pass its tensors, "
+                    "or turn the feature off while training (use_cache=False)."
+                )
+
+    def refuse_changed_containers(self, tensors: Sequence[torch.Tensor], arguments: tuple[Any, Any]) -> None:
+        """Where the block had these `arguments`, as `filled` gave them for these `tensors`."""
+        leaves, structure = flatten(arguments)
+        given = _filled(tensors, self._leaves)
+        if structure.spec != self._structure.spec or any(a is not b for a, b in zip(leaves, given, strict=False)):
+            raise UncuttableError(
+                f"a block leaves the lists, dicts and objects that it is given as they are, but {self._block} "
+                "changed one. Return what it has to say."
+            )
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Without their tensors."""
+
+    leaves: Sequence[Any]
+    structure: Structure
+
+    def filled(self, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> Any:
+        return unflatten(_filled([*given, *made], self.leaves), self.structure)
+
+
+def taken_out(outputs: Any, given: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Outputs]:
+    """The tensors that were made, neither given nor met before, in order; and what is left."""
+    places = {id(t): _Place(i) for i, t in enumerate(given)}
+    leaves, structure = flatten(outputs)
+    made: list[torch.Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+            places[id(leaf)] = _Place(len(given) + len(made))
+            made.append(leaf)
+    return made, Outputs([places.get(id(leaf), leaf) for leaf in leaves], structure)
+
+
+def _filled(tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
+    return [tensors[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in leaves]
+
+
+def _contents(leaf: object) -> Iterator[object]:
+    """The values of an object's attributes, and of the lists and dicts among them, one level down."""
+    for value in getattr(leaf, "__dict__", {}).values():
+        yield value
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                yield item
+                yield from getattr(item, "__dict__", {}).values()
+        elif isinstance(value, dict):
+            yield from value.values()

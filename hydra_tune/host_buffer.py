@@ -105,3 +105,11 @@ class HostBuffer:
             return tensor.detach()
         flat = torch.frombuffer(self._mapping, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         return flat.as_strided(tensor.size(), tensor.stride()).copy_(tensor.detach())
+
+
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """Each element once, where the tensor is expanded."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -10,16 +10,23 @@ from typing import Any, TypeVar
 
 import torch
 
+from hydra_tune.host_buffer import once
 from hydra_tune.leaves import Leaves
 from hydra_tune.random_state import draws
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
+_NORMALISES = {  # and writes running statistics, of which its schema says nothing
+    getattr(torch.ops.aten, name)
+    for name in (
+        "batch_norm", "_batch_norm_impl_index", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
+        "instance_norm", "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
+    )
+}  # fmt: skip
 
 
 class Journal:
     """Of these weights; and of `others`, and of the gradients of `leaves` as they are come upon, what is written. A
-    dispatch mode shows it every operator before it runs; copies are made only of what is written. Operators that write
-    without saying so in their schema (batch_norm) pass unnoticed."""
+    dispatch mode shows it every operator before it runs; copies are made only of what is written."""
 
     def __init__(self, weights: Iterable[torch.nn.Parameter], others: Iterable[torch.Tensor], leaves: Leaves) -> None:
         self._weights = _by_storage(weights)
@@ -31,6 +38,7 @@ class Journal:
         self._around: dict[int, torch.UntypedStorage] = {}  # see `looking_around`
         self.looked_around = False
         self.drew = False  # random numbers, since somebody set it to False
+        self.updated: list[torch.Tensor] = []  # running statistics, since somebody emptied it: no version tells of them
         self._shared: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # see `watch`
         self.changed_shared: set[str] = set()  # those blocks of which something was written later
 
@@ -56,14 +64,27 @@ class Journal:
                 for gradient in self._leaves.come_upon(tensor):
                     self._others.setdefault(_key(gradient), []).append(gradient)
         schema = getattr(func, "_schema", None)
-        if schema is None or not schema.is_mutable:
+        if schema is None:
+            return
+        if getattr(func, "overloadpacket", None) in _NORMALISES:
+            self._note_updated(
+                {argument.name: _given(i, argument, args, kwargs) for i, argument in enumerate(schema.arguments)}
+            )
+        if not schema.is_mutable:
             return
         for i, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                value = _given(i, argument, args, kwargs)
                 for written in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(written, torch.Tensor):
                         self._keep(_key(written))
+
+    def _note_updated(self, given: dict[str, Any]) -> None:
+        if given.get("training", given.get("use_input_stats", True)):
+            for tensor in (given["running_mean"], given["running_var"]):
+                if tensor is not None:
+                    self.updated.append(tensor)
+                    self._keep(_key(tensor))
 
     @contextmanager
     def looking_around(self, storages: Iterable[torch.UntypedStorage], given: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -93,7 +114,7 @@ class Journal:
         if key in self._shared:
             self.changed_shared.add(self._shared[key][0])
         if key not in self._before:
-            tensors = [_once(t.data) for t in (*self._weights.get(key, ()), *self._others.get(key, ()))]
+            tensors = [once(t.data) for t in (*self._weights.get(key, ()), *self._others.get(key, ()))]
             self._before[key] = [(memory, memory.clone()) for memory in tensors]
 
     def read(self, *, on_device: bool) -> list[torch.nn.Parameter]:
@@ -120,20 +141,17 @@ class Journal:
                     memory.copy_(value)
 
 
+def _given(i: int, argument: torch._C.Argument, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator was given for its argument of this number; None for nothing."""
+    return args[i] if i < len(args) else kwargs.get(argument.name)
+
+
 def _by_storage(tensors: Iterable[TensorT]) -> dict[int, list[TensorT]]:
     found: dict[int, list[TensorT]] = {}
     for tensor in tensors:
         if _key(tensor):
             found.setdefault(_key(tensor), []).append(tensor)
     return found
-
-
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """Each element once, where the tensor is expanded."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -383,7 +383,8 @@ class Pilot:
         block = call.block
         call.arguments.refuse_hidden_tensors()
         refuse_wrappers(block, call.tensors)
-        copy, self._journal.drew = self.copy_of(block), False
+        copy = self.copy_of(block)
+        self._journal.drew, self._journal.updated = False, []
         meter = self.residency.meter
         with random_state_kept(self.residency.device.generators()):
             now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
@@ -395,7 +396,7 @@ class Pilot:
                     forward_s, forward_work, boundary, carried = self._forward(call, copy)
                 kept = any(storage._cdata not in before for storage in meter.meter.storages(meter.trial))
                 with self.residency.meter.paused():
-                    changes = list(given.changes())
+                    changes = [*given.changes(), *given.names_of(self._journal.updated)]
                     given.restore()
                     attributes = Snapshot.of_modules(block.module.named_modules(), self.model)
                 copy.swap_buffers(block, now)
@@ -410,7 +411,8 @@ class Pilot:
                 copy.renew_leaves()
                 given.restore()
         refuse_shared_draws(block, self._draws, repeats=self._repeats)
-        refuse_changes(block, (*changes, *attributes.changes()), repeats=self._repeats)
+        changes += [*attributes.changes(), *attributes.names_of(self._journal.updated)]
+        refuse_changes(block, changes, repeats=self._repeats)
         refuse_side_channel(block, leaves, self.findings.uncuttable)
         uses_home = kept or call.shares_memory or block.held or block.borrowed or self._journal.looked_around
         uses_home = uses_home or block.names_device
@@ -429,9 +431,10 @@ class Pilot:
             self.residency.device.synchronize()  # others' tasks may be under way
             versions, start = versions_of(call.tensors), time.perf_counter()
             given, hooks = detached(call.tensors), hooks_of(call.block.modules)
+            needs = [x.requires_grad for x in given]
             arguments = call.arguments.filled(given)
             try:
-                with SharedDraws() as self._draws:
+                with SharedDraws() as self._draws, self._hooks_off.noted() as hooked:
                     outputs = call.forward_unsaved(arguments)
             except ForgottenError as error:
                 call.block.differentiates = True
@@ -439,7 +442,8 @@ class Pilot:
                     f"a block's forward keeps nothing for a backward, but {call.block.name} runs one within its forward"
                 ) from error
             refuse_shared_draws(call.block, self._draws)
-            refuse_marks(call.block, visit.leaves, hooks, self._hooks_off.hooked)
+            hooked += [x for x, needed in zip(given, needs, strict=True) if x.requires_grad != needed]
+            refuse_marks(call.block, [*given, *visit.leaves], hooks, hooked)
             call.block.refuse_changed_weights(visit.leaves, weight_versions)
             with self.residency.meter.paused():
                 copy.refuse_changed_values(call.block)

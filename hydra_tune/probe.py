@@ -89,29 +89,43 @@ def parametrizations_uncached(model: nn.Module) -> Iterator[None]:
 
 
 class TensorHooksOff(TorchFunctionMode):
-    """Hooks that a forward puts on its activations would see a pilot's gradients. `hooked` are the weights that it
-    would have put one on, `cast_by_hand` the ids of the leaves that its own code has cast, not autocast. Autocast's
-    casts of `weights` are forgotten: the forward proper makes its own, where plain PyTorch makes them."""
+    """Hooks that a forward puts on its activations would see a pilot's gradients. `cast_by_hand` are the ids of the
+    leaves that its own code has cast, not autocast. Autocast's casts of `weights` are forgotten: the forward proper
+    makes its own, where plain PyTorch makes them."""
 
     def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         super().__init__()
         self._weights = set(map(id, weights))
-        self.hooked: list[nn.Parameter] = []
+        self._hooked: list[torch.Tensor] | None = None
         self.cast_by_hand: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
-            self.hooked += [args[0]] if isinstance(args[0], nn.Parameter) else []
+            self._note(args[0])
             return RemovableHandle(OrderedDict())
         if func is torch.Tensor.retain_grad:
+            self._note(args[0])
             return None
         with self._casts_forgotten(args, kwargs):
             result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.grad_fn is not None and result.grad_fn.name() == CAST:
             self.cast_by_hand.update(id(x) for x in args if isinstance(x, torch.Tensor) and x.is_leaf)
         return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        if self._hooked is not None:
+            self._hooked.append(tensor)
+
+    @contextmanager
+    def noted(self) -> Iterator[list[torch.Tensor]]:
+        """Those that a hook would have been put on within."""
+        self._hooked = []
+        try:
+            yield self._hooked
+        finally:
+            self._hooked = None
 
     @contextmanager
     def _casts_forgotten(self, *arguments: Any) -> Iterator[None]:
@@ -178,21 +192,23 @@ def hooks_of(modules: Iterable[nn.Module]) -> list[list[int]]:
 
 
 def refuse_marks(
-    block: Block, leaves: Sequence[nn.Parameter], hooks: list[list[int]], hooked: Sequence[nn.Parameter]
+    block: Block, leaves: Sequence[torch.Tensor], hooks: list[list[int]], hooked: Sequence[torch.Tensor]
 ) -> None:
-    """After a forward on `leaves`, before which `hooks` were on the block's modules.
+    """After a forward on `leaves`, inputs first, then weights, before which `hooks` were on the block's modules.
 
     Raises:
-        UncuttableError: it has put a hook on a module or a weight, or an attribute on a weight, as it would again when
-            it is repeated, and on a copy.
+        UncuttableError: it has put a hook on a module, a weight or an input, or an attribute on a weight, as it would
+            again when it is repeated, and on a copy.
     """
+    weights = leaves[len(leaves) - len(block.parameters) :]
     marked = any(
-        x is not p and not has_attributes_of(x, p) for x, p in zip(leaves, block.parameters, strict=True)
+        x is not p and not has_attributes_of(x, p) for x, p in zip(weights, block.parameters, strict=True)
     ) or any(x is leaf for x in hooked for leaf in leaves)
     if marked or hooks_of(block.modules) != hooks:
         raise UncuttableError(
-            f"a block's forward may be repeated, on copies of its weights, but that of {block.name} puts a hook or an "
-            "attribute on its weights or a hook on its modules. Do so outside of forward, or keep it on the module."
+            f"a block's forward may be repeated, on copies of its weights and inputs, but that of {block.name} puts a "
+            "hook or an attribute on its weights, or a hook on its modules or inputs. Do so outside of forward, or "
+            "keep it on the module."
         )
 
 

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from hydra_tune.errors import PrepareError, UncuttableError
-from hydra_tune.host_buffer import same_bits, version_of
+from hydra_tune.host_buffer import once, same_bits, version_of
 from hydra_tune.leaves import Leaves
 from hydra_tune.meter import TrialMeter
 from hydra_tune.random_state import generator_states, set_generator_states
-from hydra_tune.snapshot import Snapshot
+from hydra_tune.snapshot import MOST_ELEMENTS, Snapshot
 from hydra_tune.tree import tensors_in
 
 
 class Rewind:
     """Random state, buffers, gradients, arguments and attributes of a model as they are now; of its weights which
-    tensors they are and what is on them. `tensors` are those that a forward may write into, whose values, and
-    weights', are kept only if `keep` is told so."""
+    tensors they are and what is on them. `tensors` are those that a forward may write into. Their values are kept
+    where they are few, weights' only if `keep` is told so."""
 
     def __init__(
         self,
@@ -44,12 +44,13 @@ class Rewind:
         self.leaves = Leaves((*model.parameters(), *leaves))  # a forward may run a backward
         self.tensors = (*found, *self.leaves.gradients)
         self._values: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.keep(t for t in found if t.numel() <= MOST_ELEMENTS and not t.is_meta)  # .data and NumPy write unseen
         self._generators, self._states = generators, generator_states(generators)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """The values of these, too."""
         with self._meter.paused():
-            self._values += [(t, t.data, t.detach().clone()) for t in tensors if t.layout is torch.strided]
+            self._values += [(t, t.data, once(t.data).clone()) for t in tensors if t.layout is torch.strided]
 
     def restore(self) -> None:
         """Put all of it back.
@@ -72,9 +73,11 @@ class Rewind:
             for buffer, value in self._buffers:
                 buffer.resize_(value.shape).copy_(value)
         with self._meter.paused():
-            for _, memory, value in self._values:
-                if not same_bits(memory, value):
-                    memory.copy_(value)
+            for tensor, data, value in self._values:
+                if not same_bits(once(data), value):
+                    once(data).copy_(value)
+                if (tensor.data_ptr(), tensor.shape, tensor.stride()) != (data.data_ptr(), data.shape, data.stride()):
+                    tensor.data = data
         for tensor, node in self._nodes:
             _take_out(tensor, node)
         _refuse_new_parts(self._parts)

@@ -18,14 +18,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.quasirandom import SobolEngine
 
 from hydra_tune.host_buffer import same_bits, same_values, version_of
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
-_MOST_ITEMS = 10_000  # that are followed of a container, or kept of an array: a data set is not a state
+_MOST_ITEMS = 10_000  # that are followed of a container: a data set is not a state
+MOST_ELEMENTS = 1_000_000  # that are kept of an array or tensor
 _IMMUTABLE = (int, float, complex, str, bytes, type, type(None))
 _CONTAINERS = (list, set, deque, dict)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_STATES = (types.SimpleNamespace, SobolEngine)  # that are followed, all the same
 _FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names) - {"collections"}
 _TENSORS_AND_CHILDREN = ("_parameters", "_modules", "forward", "_apply")
 
@@ -89,6 +92,17 @@ class Snapshot:
                 if not same_bits(buffer, value):
                     buffer.copy_(value)
 
+    def names_of(self, tensors: Iterable[torch.Tensor]) -> list[str]:
+        """Of those of these whose memory is reached."""
+        found = {t.untyped_storage()._cdata for t in tensors}
+        return [
+            name
+            for name, value, _ in self._saved
+            if isinstance(value, torch.Tensor)
+            and value.layout is torch.strided
+            and value.untyped_storage()._cdata in found
+        ]
+
     def changes(self) -> Iterator[str]:
         """Names of what holds other values now; equal ones in new objects are no change."""
         for name, value, held in self._saved:
@@ -135,16 +149,30 @@ def _held_by(value: Any) -> Any:
     if isinstance(value, tuple):
         return None
     if type(value).__module__ == "numpy":
-        return value.copy() if getattr(value, "size", _MOST_ITEMS + 1) <= _MOST_ITEMS else None
-    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
-        return value.bit_generator.state
+        return value.copy() if getattr(value, "size", MOST_ELEMENTS + 1) <= MOST_ELEMENTS else None
+    if type(value).__module__.startswith("numpy.random"):
+        return _state_of(value)
     if isinstance(value, nn.Module):  # hidden from the model, a teacher in a list
         return dict(vars(value))
     if isinstance(value, (*_CODE, functools.partial)) or (
-        type(value).__module__.partition(".")[0] in _FOREIGN and not isinstance(value, types.SimpleNamespace)
+        type(value).__module__.partition(".")[0] in _FOREIGN and not isinstance(value, _STATES)
     ):
         return None
     return _fields(value) if hasattr(value, "__dict__") or hasattr(value, "__slots__") else None
+
+
+def _state_of(generator: Any) -> dict[str, Any] | None:
+    """Of a NumPy generator, of the older kind (RandomState), or of what either draws from."""
+    if hasattr(generator, "get_state"):
+        return generator.get_state(legacy=False)  # type: ignore[no-any-return]
+    return getattr(getattr(generator, "bit_generator", generator), "state", None)
+
+
+def _set_state(generator: Any, state: dict[str, Any]) -> None:
+    if hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -218,8 +246,8 @@ def _restore(value: Any, held: Any) -> None:
         value.update(held)
     elif type(value).__module__ == "numpy":
         value[...] = held
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = held
+    elif type(value).__module__.startswith("numpy.random"):
+        _set_state(value, held)
     else:
         owner = value.owner if isinstance(value, _Fields) else value
         for name in [name for name in _fields(owner) if name not in held]:

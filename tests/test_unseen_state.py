@@ -1,0 +1,213 @@
+"""State beside weights and buffers that a forward changes in ways that no version of a tensor tells of, and marks that
+a block leaves on what it is given."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import batch_norm
+from torch.quasirandom import SobolEngine
+
+import scripts
+from scripts import WIDTH, Net, Script, trains_as_in_plain_pytorch
+
+
+class Draws:
+    """From NumPy's older generator, also from the half of a pair that it keeps."""
+
+    def keep(self):
+        self.generator = np.random.RandomState(0)
+
+    def use(self, x):
+        return x * (1 + float(self.generator.rand())) + float(self.generator.randn())
+
+
+class Walks:
+    """Through a quasi-random sequence."""
+
+    def keep(self):
+        self.engine = SobolEngine(WIDTH)
+
+    def use(self, x):
+        return x + self.engine.draw(len(x))
+
+
+class CountsALot:
+    def keep(self):
+        self.seen = np.zeros(20_000)
+
+    def use(self, x):
+        self.seen += 1
+        return x / float(self.seen[-1])
+
+
+class KeepsAMean:
+    """In a tensor that is no buffer."""
+
+    def keep(self):
+        self.mean = torch.zeros(WIDTH)
+
+    def use(self, x):
+        with torch.no_grad():
+            self.update(torch.tanh(self.mean + x.mean(0)))
+        return x + self.mean.clone()
+
+
+class SetsData(KeepsAMean):
+    def update(self, mean):
+        self.mean.data = mean
+
+
+class WritesThroughNumPy(KeepsAMean):
+    def update(self, mean):
+        self.mean.numpy()[:] = mean.numpy()
+
+
+class SetsTheTensor(KeepsAMean):
+    def update(self, mean):
+        self.mean.set_(mean)
+
+
+class Resizes(KeepsAMean):
+    def update(self, mean):
+        self.mean.resize_(2 * WIDTH)[WIDTH:] = mean
+        self.mean.data = self.mean[WIDTH:]
+
+
+class Normalises:
+    """With running statistics that are no buffers."""
+
+    def keep(self):
+        self.statistics = [torch.zeros(WIDTH), torch.ones(WIDTH)]
+
+    def use(self, x):
+        mean, var = self.statistics
+        x = batch_norm(x, mean, var, training=True)
+        return x + batch_norm(x.detach(), mean, var, training=False)
+
+
+class NormalisesByWeights(Normalises):
+    def keep(self):
+        self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.var = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    @property
+    def statistics(self):
+        return self.mean, self.var
+
+
+def keeps(kind, where):
+    class Layer(scripts.Layer):
+        if where == "in blocks":
+            use = kind.use
+
+            def set_up(self):
+                self.keep()
+
+            def forward(self, x, *_):
+                return super().forward(self.use(x))
+
+    class Root(Net):
+        if where == "between them":
+
+            def set_up(self):
+                self.keep()
+
+            def forward(self, x):
+                return super().forward(self.use(x))
+
+    owner = Layer if where == "in blocks" else Root
+    for name in ("keep", "use", "update", "statistics"):
+        if hasattr(kind, name):
+            setattr(owner, name, getattr(kind, name))
+
+    class Keeps(Script):
+        def model(self):
+            return Root(Layer)
+
+    return Keeps
+
+
+@pytest.mark.parametrize("budget", ["spilled", pytest.param("resident", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("where", ["in blocks", "between them"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Draws, Walks, CountsALot, SetsData, WritesThroughNumPy, SetsTheTensor, Resizes, Normalises,
+        NormalisesByWeights,
+    ],
+)  # fmt: skip
+def test_a_pilot_and_a_repetition_leave_no_trace(kind, where, budget):
+    trains_as_in_plain_pytorch(keeps(kind, where), budget)
+
+
+# ---- marks on what a block is given ----
+
+
+class Halves(scripts.Layer):
+    """Part of the gradient of its input, which others use, too."""
+
+    def forward(self, x, *_):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / 2)
+        return super().forward(x)
+
+
+class HooksInputs(Script):
+    def model(self):
+        class Skips(Net):
+            def forward(self, x):
+                for layer in self.layers:
+                    x = x + layer(x)
+                return self.head(x)
+
+        return Skips(Halves)
+
+
+class Retains(scripts.Layer):
+    def forward(self, x, *_):
+        if x.requires_grad:
+            x.retain_grad()
+        return super().forward(x)
+
+
+class RetainsInputs(Script):
+    def model(self):
+        class Keeps(Net):
+            def forward(self, x):
+                self.__dict__["met"] = met = []
+                for layer in self.layers:
+                    met.append(x)
+                    x = layer(x)
+                return self.head(x)
+
+        self.made = Keeps(Retains)
+        return self.made
+
+    def after(self, model, optimizer):
+        for x in self.made.met[1:]:
+            model.head.bias.data[0] += x.grad.sum()
+
+
+class Wants(scripts.Layer):
+    """The gradient of what it is given, perhaps the batch."""
+
+    def forward(self, x, *_):
+        return super().forward(x.requires_grad_())
+
+
+class WantsGradientsOfTheBatch(Script):
+    Layer = Wants
+
+    def forward(self, model, x):
+        self.batch = x
+        return model(x)
+
+    def after(self, model, optimizer):
+        model.head.bias.data += self.batch.grad.sum()
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+@pytest.mark.parametrize("script", [HooksInputs, RetainsInputs, WantsGradientsOfTheBatch])
+def test_marks_are_on_the_tensor_that_the_model_has(script, budget):
+    trains_as_in_plain_pytorch(script, budget)

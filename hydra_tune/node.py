@@ -136,7 +136,8 @@ class BlockFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        tensors = [t.clone() for t in call.tensors] if call.block.keeps_clones else call.tensors
+        keeps_clones = call.block.keeps_clones  # an inference tensor can't be saved, but used
+        tensors = [t.clone() if keeps_clones or t.is_inference() else t for t in call.tensors]
         ctx.save_for_backward(*tensors, *call.marks())
         ctx.mark_non_differentiable(*(made[i] for i in call.nondifferentiable))
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from threading import Lock
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -141,7 +142,8 @@ class Residency:
 
     def refresh(self, copy: DeviceCopy, block: Block, *, forward: bool) -> None:
         """Copy anew what has changed on the host since it was copied."""
-        stale = copy.stale(block, forward=forward)
+        with self.meter.paused() if block.buffer_sites else nullcontext():
+            stale = copy.stale(block, forward=forward)
         if stale:
             with self.meter.paused():
                 copy.device.refresh(stale)

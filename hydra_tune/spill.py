@@ -105,6 +105,7 @@ class DeviceCopy:
         self.used: Any = None  # the last moment of computing that needs the slot, as `Device.mark` tells it
         self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
+        self._unvisited: set[Block] = set()  # since it was filled
         self._copied: dict[Hashable, tuple[int, int, int]] = {}  # of each parameter and buffer: see `_state_of`
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the slot, seen with a dtype
         self._runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
@@ -141,6 +142,7 @@ class DeviceCopy:
                 self._copied[id(parameter)] = _state_of(parameter)
         for site, (_, host) in self._buffers.items():
             self._copied[site] = _state_of(host)
+        self._unvisited = set(self.blocks)
         self.device.promote(self._copies)
 
     def retire(self) -> None:
@@ -161,7 +163,9 @@ class DeviceCopy:
     def stale(self, block: Block, *, forward: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) of what has changed on the host since it was copied, and is to be copied anew: a forward
         may write weights between two blocks, a script may lend them others' (`p.data = ...`) for an evaluation,
-        and a buffer may be another block's too."""
+        and a buffer may be another block's too, or an observer's, whose operator raises no version."""
+        is_new = block in self._unvisited
+        self._unvisited.discard(block)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in block.slot_parameters:
             if self._is_stale(id(parameter), parameter) or (block.rewritten and forward):
@@ -171,7 +175,7 @@ class DeviceCopy:
             if now is not host:
                 self._refuse_other_layout(block, site[1], now, slot)
                 self._buffers[site] = slot, now
-            if self._is_stale(site, now):
+            if self._is_stale(site, now) or not (is_new or same_bits(slot.to(now.device), now)):
                 pairs.append((slot, now))
         return pairs
 

@@ -183,6 +183,34 @@ def test_anomaly_detection(budget):
     compare(scenario, budget)
 
 
+class Shift(nn.Module):
+    """Needs no input for its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x + self.by
+
+
+@both_budgets
+def test_an_inference_tensor(budget):
+    """May be used by what does not save it."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            x = torch.randn(4, 6, WIDTH)
+        model, optimizer = made(prepare, nn.Sequential(Shift(), *(Layer(WIDTH, True) for _ in range(5))))
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+        return left_by(model, optimizer)
+
+    compare(scenario, budget)
+
+
 @both_budgets
 def test_training_goes_on_after_an_error_of_the_user(budget):
     """In a forward (a batch of a wrong shape, a label out of range) and in a backward (a hook that raises)."""

@@ -141,6 +141,35 @@ def test_a_pilot_and_a_repetition_leave_no_trace(kind, where, budget):
     trains_as_in_plain_pytorch(keeps(kind, where), budget)
 
 
+class Observed(scripts.Layer):
+    """A hook on it writes buffers that are its own, as quantization's observers do; one it writes itself."""
+
+    def set_up(self):
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
+
+    def forward(self, x, *_):
+        self.calls += 1
+        return super().forward(x)
+
+    def observe(self, x):
+        return batch_norm(x, self.mean, self.var, training=True)
+
+
+class Observes(Script):
+    def model(self):
+        model = Net(Observed)
+        for layer in model.layers:
+            layer.register_forward_hook(lambda layer, _, output: layer.observe(output))
+        return model
+
+
+@pytest.mark.parametrize("budget", ["few blocks", "three shards"])
+def test_what_a_hook_writes_into_a_blocks_buffers_stays(budget):
+    trains_as_in_plain_pytorch(Observes, budget)
+
+
 # ---- marks on what a block is given ----
 
 

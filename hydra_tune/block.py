@@ -129,6 +129,13 @@ class Block:
                 "(nn.Embedding's max_norm does). Change it outside of forward, before the step."
             )
 
+    def refuse_changed_flags(self, leaves: Sequence[torch.Tensor], trains: Sequence[bool]) -> None:
+        if any(leaf.requires_grad != flag for leaf, flag in zip(leaves, trains, strict=True)):
+            raise UncuttableError(
+                f"a block's forward finds its weights frozen or not, but {self.name} changed one's requires_grad. "
+                "Change it outside of forward, before the step."
+            )
+
     def refuse_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
         """That a backward within a forward has left at the copies of weights."""
         if any(leaf.grad is not None for leaf in leaves):

@@ -207,6 +207,7 @@ class BlockCall:
             arguments = self.arguments.filled(given)
             outputs = self._computed(visit, self.forward_unsaved, arguments)
             block.refuse_changed_weights(visit.leaves, weight_versions)
+            block.refuse_changed_flags(visit.leaves, moment.trains)
             if self.arguments.may_change:
                 self.arguments.refuse_changed_containers(given, arguments)
             made, self._outputs = taken_out(outputs, given)

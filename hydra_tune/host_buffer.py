@@ -20,13 +20,26 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What has memory: the tensor, or the indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return sum(part.numel() * part.element_size() for part in parts_of(tensor) or [tensor])
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a dense tensor, aligned as in a host buffer and in a slot."""
-    return align(max(1, tensor.numel() * tensor.element_size()))
+    """Bytes of a tensor, aligned as in a host buffer and in a slot."""
+    return align(max(1, tensor_bytes(tensor)))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ import torch
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import MixedDevicesError
 from hydra_tune.fork import gate
+from hydra_tune.host_buffer import parts_of
 from hydra_tune.journal import Journal
 
 _COPIES_INTO = (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
@@ -370,11 +371,7 @@ class Paused:
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """One, but of a sparse tensor those of its indices and values."""
-    if tensor.layout is torch.strided:
-        return [tensor.untyped_storage()]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
-    return []
+    return [part.untyped_storage() for part in parts_of(tensor)]
 
 
 def _known(tensor: torch.Tensor) -> tuple[Meter, ...]:

@@ -431,7 +431,6 @@ class Pilot:
             self.residency.device.synchronize()  # others' tasks may be under way
             versions, start = versions_of(call.tensors), time.perf_counter()
             given, hooks = detached(call.tensors), hooks_of(call.block.modules)
-            needs = [x.requires_grad for x in given]
             arguments = call.arguments.filled(given)
             try:
                 with SharedDraws() as self._draws, self._hooks_off.noted() as hooked:
@@ -442,7 +441,6 @@ class Pilot:
                     f"a block's forward keeps nothing for a backward, but {call.block.name} runs one within its forward"
                 ) from error
             refuse_shared_draws(call.block, self._draws)
-            hooked += [x for x, needed in zip(given, needs, strict=True) if x.requires_grad != needed]
             refuse_marks(call.block, [*given, *visit.leaves], hooks, hooked)
             call.block.refuse_changed_weights(visit.leaves, weight_versions)
             with self.residency.meter.paused():

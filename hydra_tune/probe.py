@@ -88,6 +88,9 @@ def parametrizations_uncached(model: nn.Module) -> Iterator[None]:
             parametrize._cache = {}
 
 
+_FREEZES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
 class TensorHooksOff(TorchFunctionMode):
     """Hooks that a forward puts on its activations would see a pilot's gradients. `cast_by_hand` are the ids of the
     leaves that its own code has cast, not autocast. Autocast's casts of `weights` are forgotten: the forward proper
@@ -108,6 +111,8 @@ class TensorHooksOff(TorchFunctionMode):
         if func is torch.Tensor.retain_grad:
             self._note(args[0])
             return None
+        if func in _FREEZES:
+            self._note(args[0])
         with self._casts_forgotten(args, kwargs):
             result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.grad_fn is not None and result.grad_fn.name() == CAST:
@@ -120,7 +125,7 @@ class TensorHooksOff(TorchFunctionMode):
 
     @contextmanager
     def noted(self) -> Iterator[list[torch.Tensor]]:
-        """Those that a hook would have been put on within."""
+        """Those that a hook would have been put on within, or that were told whether to require a gradient."""
         self._hooked = []
         try:
             yield self._hooked
@@ -198,7 +203,7 @@ def refuse_marks(
 
     Raises:
         UncuttableError: it has put a hook on a module, a weight or an input, or an attribute on a weight, as it would
-            again when it is repeated, and on a copy.
+            again when it is repeated, and on a copy; or has told one of these whether to require a gradient.
     """
     weights = leaves[len(leaves) - len(block.parameters) :]
     marked = any(
@@ -207,8 +212,8 @@ def refuse_marks(
     if marked or hooks_of(block.modules) != hooks:
         raise UncuttableError(
             f"a block's forward may be repeated, on copies of its weights and inputs, but that of {block.name} puts a "
-            "hook or an attribute on its weights, or a hook on its modules or inputs. Do so outside of forward, or "
-            "keep it on the module."
+            "hook or an attribute on its weights, a hook on its modules or inputs, or sets what requires a gradient. "
+            "Do so outside of forward, or keep it on the module."
         )
 
 

@@ -18,10 +18,9 @@ from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.late_gradients import Gate
 from hydra_tune.meter import TrialMeter
 from hydra_tune.moment import FoundBuffers
-from hydra_tune.optim import load_exactly
 from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.trace import During
-from hydra_tune.tree import map_tensors
+from hydra_tune.tree import map_tensors, tensors_in
 from hydra_tune.visit import Visit
 
 MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
@@ -270,8 +269,16 @@ class Residency:
         return self.device.to_host([tensor], [tensor])[0]
 
     def _move_state(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is not None and optimizer.state and self.device.torch_device.type != "cpu":
-            load_exactly(optimizer, optimizer.state_dict())  # which moves state to its parameter's device
+        """To its parameters, as `load_state_dict` would; groups and tensors stay who they are."""
+        if optimizer is None:
+            return
+        for group in optimizer.param_groups:
+            counts_there = group.get("capturable") or group.get("fused")
+            for p in group["params"]:
+                values = optimizer.state.get(p, {})
+                for x in tensors_in([v for key, v in values.items() if key != "step" or counts_there]):
+                    if x.device != p.device:
+                        x.data = x.data.to(p.device)
 
     def close(self) -> None:
         self._retire_copies()

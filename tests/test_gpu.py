@@ -56,6 +56,24 @@ def test_resident_equals_plain_cuda_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True))
 
 
+def test_groups_and_states_stay_who_they_are_where_the_state_moves():
+    torch.manual_seed(0)
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), foreach=False)
+    x, y = bytes_batch()
+    loss_of(model, x, y).backward()
+    optimizer.step()
+    p = model.get_parameter(next(name for name, _ in model.named_parameters()))
+    group, rate, mean = optimizer.param_groups[0], optimizer.param_groups[0]["lr"], optimizer.state[p]["exp_avg"]
+    with hydra_tune.ShardPool("cuda:0", "1GiB") as pool:
+        hydra_tune.prepare(model, optimizer, pool=pool)
+        loss_of(model, x.cuda(), y.cuda()).backward()
+        assert p.device.type == mean.device.type == "cuda"
+        hydra_tune.release(model)
+    assert p.device.type == mean.device.type == "cpu"
+    assert optimizer.param_groups[0] is group and group["lr"] is rate and optimizer.state[p]["exp_avg"] is mean
+
+
 def test_spilled_equals_plain_cuda_within_tolerance_and_itself_bit_for_bit():
     runs = []
     for _ in range(2):

@@ -95,6 +95,34 @@ def test_a_sparse_gradient_counts_its_indices_and_values(meters):
     assert meter.live_bytes == 20 * 4 * 4
 
 
+class Scaled(nn.Linear):
+    def forward(self, x, by):
+        return super().forward(x) * torch.sparse.sum(by)
+
+
+class ScaledBy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled(64, 64) for _ in range(6))
+
+    def forward(self, x, by):
+        for layer in self.layers:
+            x = layer(x, by)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_argument_counts_its_indices_and_values(layout):
+    """A plan had room for all its zeros: four megabytes."""
+    by = torch.sparse_coo_tensor([[3], [5]], [1.0], (1000, 1000), check_invariants=False).to_sparse(layout=layout)
+    with hydra_tune.ShardPool(["cpu"], "100KiB") as pool:
+        model = hydra_tune.prepare(ScaledBy(), pool=pool)
+        for _ in range(2):
+            model(torch.ones(4, 64), by).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.parametrize("budget", [70_000, "1MiB"], ids=["spilled", "resident"])
 def test_batches_may_be_views_of_a_data_set_larger_than_the_device(budget):
     """Its whole storage was counted, though a GPU gets a copy of the batch alone."""

@@ -211,6 +211,25 @@ def test_an_inference_tensor(budget):
     compare(scenario, budget)
 
 
+class Thaws(nn.Linear):
+    def forward(self, x):
+        if x[0, 0] > 0:
+            self.weight.requires_grad_()
+        return super().forward(x)
+
+
+def test_a_block_that_thaws_its_weight_after_the_first_batch():
+    words = r"but 0 changed one's requires_grad\. Change it outside of forward"
+    with hydra_tune.ShardPool(["cpu"], "60KiB") as pool:
+        model = nn.Sequential(Thaws(64, 64), *(nn.Linear(64, 64) for _ in range(5)))
+        model[0].weight.requires_grad_(False)
+        hydra_tune.prepare(model, pool=pool)
+        model(-torch.ones(4, 64)).sum().backward()
+        with pytest.raises(hydra_tune.PrepareError, match=words):
+            model(torch.ones(4, 64))
+        model(-torch.ones(4, 64)).sum().backward()
+
+
 @both_budgets
 def test_training_goes_on_after_an_error_of_the_user(budget):
     """In a forward (a batch of a wrong shape, a label out of range) and in a backward (a hook that raises)."""

@@ -236,7 +236,26 @@ class WantsGradientsOfTheBatch(Script):
         model.head.bias.data += self.batch.grad.sum()
 
 
+class Thaws(scripts.Layer):
+    """Its own weight, some day."""
+
+    def set_up(self):
+        self.thaws = False
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x, *_):
+        self.up.weight.requires_grad = self.thaws
+        return super().forward(x)
+
+
+class ThawsLayersOneByOne(Script):
+    Layer = Thaws
+
+    def after(self, model, optimizer):
+        next(layer for layer in model.layers if not layer.thaws).thaws = True
+
+
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
-@pytest.mark.parametrize("script", [HooksInputs, RetainsInputs, WantsGradientsOfTheBatch])
+@pytest.mark.parametrize("script", [HooksInputs, RetainsInputs, WantsGradientsOfTheBatch, ThawsLayersOneByOne])
 def test_marks_are_on_the_tensor_that_the_model_has(script, budget):
     trains_as_in_plain_pytorch(script, budget)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,11 @@ class Arguments:
         args, kwargs = unflatten(_filled(tensors, leaves or self._leaves), self._structure)
         return args, kwargs
 
-    def refuse_hidden_tensors(self) -> None:
-        """A mutable object with tensors inside (a cache) would be changed twice, by forward and recompute."""
-        for leaf in self._leaves:
-            if not isinstance(leaf, _Place) and any(isinstance(v, torch.Tensor) for v in _contents(leaf)):
+    def refuse_hidden_tensors(self, leads_to_some: Callable[[Any], bool] = lambda _: False) -> None:
+        """A mutable object with tensors inside (a cache) would be changed twice, by forward and recompute. Here they
+        are looked for one level down; `leads_to_some` tells of those that are deeper in an object."""
+        for leaf in self.objects:
+            if _holds_tensors(leaf) or leads_to_some(leaf):
                 raise UncuttableError(
                     f"a block's arguments are tensors, plain data, and tuples, lists, dicts and dataclasses of them; "
                     f"block {self._block} was given a {type(leaf).__name__} that holds tensors. Pass its tensors, "
@@ -104,6 +105,11 @@ def taken_out(outputs: Any, given: Sequence[torch.Tensor]) -> tuple[list[torch.T
 
 def _filled(tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
     return [tensors[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in leaves]
+
+
+def _holds_tensors(leaf: object) -> bool:
+    """Among an object's attributes, or in the lists and dicts among them, one level down."""
+    return any(isinstance(value, torch.Tensor) for value in _contents(leaf))
 
 
 def _contents(leaf: object) -> Iterator[object]:

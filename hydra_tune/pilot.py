@@ -381,7 +381,8 @@ class Pilot:
 
     def _profile(self, call: BlockCall) -> BlockProfile:
         block = call.block
-        call.arguments.refuse_hidden_tensors()
+        with self.residency.meter.paused():
+            call.arguments.refuse_hidden_tensors(lambda x: bool(Snapshot({"": x}, self.model).tensors))
         refuse_wrappers(block, call.tensors)
         copy = self.copy_of(block)
         self._journal.drew, self._journal.updated = False, []

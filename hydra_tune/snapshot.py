@@ -205,7 +205,7 @@ def _children(value: Any, held: Any) -> Iterable[Any]:
         return ()
     if isinstance(held, dict):
         return held.values() if not type(value).__module__.startswith("numpy") else ()
-    return held if held is not None and isinstance(value, (list, deque)) else ()
+    return held if held is not None and isinstance(value, (list, set, deque)) else ()
 
 
 def _is_same(value: Any, held: Any) -> bool:

@@ -1,6 +1,9 @@
 """State beside weights and buffers that a forward changes in ways that no version of a tensor tells of, and marks that
 a block leaves on what it is given."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -168,6 +171,70 @@ class Observes(Script):
 @pytest.mark.parametrize("budget", ["few blocks", "three shards"])
 def test_what_a_hook_writes_into_a_blocks_buffers_stays(budget):
     trains_as_in_plain_pytorch(Observes, budget)
+
+
+# ---- tensors in objects that blocks are given, which the model changes between them ----
+
+
+class InSlots:
+    __slots__ = ("mean",)
+
+    def __init__(self, mean):
+        self.mean = mean
+
+
+def in_an_object(mean):
+    return SimpleNamespace(inner=SimpleNamespace(mean=mean))
+
+
+def in_dicts(mean):
+    return SimpleNamespace(inner={"a": {"b": mean}})
+
+
+def in_a_closure(mean):
+    return lambda x: x + mean
+
+
+def in_a_partial(mean):
+    return partial(torch.add, mean)
+
+
+def shares(put):
+    class Adds(scripts.Layer):
+        def forward(self, x, state):
+            if callable(state):
+                return super().forward(state(x))
+            if isinstance(state, set):
+                return super().forward(x + next(iter(state)))
+            if hasattr(state, "mean"):
+                return super().forward(x + state.mean)
+            inner = state.inner
+            return super().forward(x + (inner["a"]["b"] if isinstance(inner, dict) else inner.mean))
+
+    class Shares(Script):
+        def model(self):
+            class Updates(Net):
+                """From the second batch on."""
+
+                def set_up(self):
+                    self.register_buffer("calls", torch.zeros(()))
+
+                def forward(self, x):
+                    mean = torch.zeros(WIDTH)
+                    self.calls += 1
+                    for layer in self.layers:
+                        x = layer(x, put(mean))
+                        mean += (self.calls > 1) * x.detach().mean(0)
+                    return self.head(x)
+
+            return Updates(Adds)
+
+    return Shares
+
+
+@pytest.mark.parametrize("put", [InSlots, in_an_object, in_dicts, in_a_closure, in_a_partial, lambda mean: {mean}])
+def test_a_block_that_is_given_hidden_tensors_is_opened(put):
+    trains_as_in_plain_pytorch(shares(put), "spilled")
 
 
 # ---- marks on what a block is given ----

@@ -33,7 +33,13 @@ from hydra_tune.random_state import (
 
 _aten = torch.ops.aten
 _ASKS_FOR_MODES = {_aten.prod.default, _aten.prod.dim_int, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor}
-_NOTES_VIEWS = "ADInplaceOrView"  # a dispatch key, as PyTorch spells it
+_CASTS_WITHIN = {  # whose own operators autocast casts; those that it casts themselves call none
+    _aten.affine_grid_generator, _aten.bilinear, _aten._trilinear, _aten.einsum, _aten.tensordot, _aten.inner,
+    _aten.chain_matmul, _aten.linalg_multi_dot, _aten.matrix_power, _aten.linalg_matrix_power, _aten.cov,
+    _aten.corrcoef,
+}  # fmt: skip
+_NOTES_VIEWS = "ADInplaceOrView"  # dispatch keys, as PyTorch spells them
+_AUTOCASTS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 class TrialMode(TorchDispatchMode):
@@ -100,8 +106,9 @@ class TrialMode(TorchDispatchMode):
         device = meter.device_of(func, inputs) if meter is not None else None
         if self.random_state is not None and draws(func) and is_default(kwargs.get("generator")):
             out = self.random_state.draw(func, args, kwargs)
-        elif torch.is_inference_mode_enabled() and _is_whole(func):
-            out = _looking_as_outside(func, args, kwargs)
+        elif keys := _keys_of(func):
+            with _included(keys):
+                out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
         if meter is not None and device is not None:
@@ -118,6 +125,17 @@ class TrialMode(TorchDispatchMode):
             made.grad_fn.register_prehook(_without_modes)
 
 
+def _keys_of(func: Any) -> list[str]:
+    """Dispatch keys that work within an operator outside of modes. One that is run as a whole, in inference mode, may
+    choose kernels by whether a view of a weight requires a gradient; within a mode none does, unless views are noted.
+    And what autocast casts within an operator it would not cast."""
+    keys = [_NOTES_VIEWS] if torch.is_inference_mode_enabled() and _is_whole(func) else []
+    if _casts_within(func):
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # outside: within a mode it is off
+            keys += [key for kind, key in _AUTOCASTS.items() if torch.is_autocast_enabled(kind)]
+    return keys
+
+
 @cache
 def _is_whole(func: Any) -> bool:
     """Whether an operator is composed of others, which autograd would have told apart, and makes what is no view."""
@@ -126,15 +144,21 @@ def _is_whole(func: Any) -> bool:
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
-def _looking_as_outside(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Such an operator may choose kernels by whether a view of a weight requires a gradient; within a mode none does,
-    unless views are noted again."""
-    before = torch._C._dispatch_tls_is_dispatch_key_excluded(_NOTES_VIEWS)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_NOTES_VIEWS, False)
+@cache
+def _casts_within(func: Any) -> bool:
+    return getattr(func, "overloadpacket", None) in _CASTS_WITHIN
+
+
+@contextmanager
+def _included(keys: Sequence[str]) -> Iterator[None]:
+    before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
+    for key in keys:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
     try:
-        return func(*args, **kwargs)
+        yield
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_NOTES_VIEWS, before)
+        for key, excluded in zip(keys, before, strict=True):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 class Modes:

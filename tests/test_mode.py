@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import nullcontext
 
 import optuna
 import pytest
@@ -195,3 +196,51 @@ def test_inference_mode_does_not_depend_on_it(kind):
     for a, b in zip(tensors_in(alone), tensors_in(within), strict=True):
         assert torch.equal(a, b)
         assert a.is_inference() and b.is_inference()
+
+
+CAST_WITHIN = {
+    "affine_grid": lambda x, w: nn.functional.affine_grid(x[:, :2, :3], (2, 1, 4, 4), align_corners=False),
+    "bilinear": lambda x, w: nn.functional.bilinear(x, x, w.expand(4, 8, 8)),
+    "einsum": lambda x, w: torch.einsum("bti,oi->bto", x, w),
+    "tensordot": lambda x, w: torch.tensordot(x, w, dims=([2], [0])),
+    "inner": torch.inner,
+    "multi_dot": lambda x, w: torch.linalg.multi_dot([x[0], w, w]),
+    "matrix_power": lambda x, w: torch.linalg.matrix_power(w, 3),
+    "cov": lambda x, w: torch.cov(x[0]),
+    "corrcoef": lambda x, w: torch.corrcoef(x[0]),
+    "cdist": lambda x, w: torch.cdist(x, w),
+}
+
+
+@pytest.mark.parametrize("without", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", CAST_WITHIN)
+def test_what_autocast_casts_within_an_operator_does_not_depend_on_it(kind, without):
+    """The mode sees the operator, not those that its kernel calls."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 5, 8), torch.randn(8, 8, requires_grad=without is nullcontext)
+
+    def made():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = CAST_WITHIN[kind](x, w)
+        return [y, *(torch.autograd.grad(y.float().square().sum(), w) if y.requires_grad else ())]
+
+    with without():
+        alone = made()
+        with TrialMode(RandomState(0)):
+            within = made()
+    for a, b in zip(alone, within, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_it_leaves_autocast_as_it_was(without):
+    x, w = torch.randn(2, 5, 8), torch.randn(8, 8)
+    with without(), TrialMode(RandomState(0)):
+        assert torch.einsum("bti,oi->bto", x, w).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.einsum("bti,oi->bto", x, w).dtype == torch.bfloat16
+            assert torch.is_autocast_enabled("cpu")
+            with torch.autocast("cpu", enabled=False):
+                assert torch.einsum("bti,oi->bto", x, w).dtype == torch.float32
+        assert torch.einsum("bti,oi->bto", x, w).dtype == torch.float32
+        assert not torch.is_autocast_enabled("cpu")

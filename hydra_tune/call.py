@@ -223,6 +223,7 @@ class BlockCall:
             changed = visit.changed_buffers()
             self.refuse_changed_inputs(given, versions)
             del made, given
+        moment.note_drawn(self.trial.residency.device.generators())
         with self.trial.residency.meter.paused() if block.rewritten else nullcontext():
             moment.note_weights()
         if block.is_checked:
@@ -414,7 +415,7 @@ class BlockCall:
         num_edges = [*self.num_edges, *weights.num_edges]
         wanted = [n > 0 and needed[end - 1] for n, end in zip(num_edges, accumulate(num_edges), strict=True)]
         written, replaced = moment.buffers()
-        generators = self.trial.residency.device.generators()
+        generators = self.trial.residency.device.generators() if moment.random_states else []
         with self.trial.visit(self.block, Direction.BACKWARD) as visit:
             visit.train(moment.trains)
             now = visit.copy.swap_buffers(self.block, written)

@@ -43,7 +43,7 @@ class Moment:
         self._block = block
         self.arguments: Sequence[Any] = ()  # the leaves as they are given to the repeated forward
         self.surroundings: Surroundings | None = None
-        self.random_states: Sequence[torch.Tensor] = ()
+        self.random_states: Sequence[torch.Tensor] = ()  # none of a forward that has drawn nothing
         self._draws_apart = False  # from those that other threads draw from, too
         self._buffers: Sequence[FoundBuffer] = ()
         self._written: Sequence[tuple[int, torch.Tensor]] = ()  # by itself: values from before, by site
@@ -64,6 +64,16 @@ class Moment:
 
     def note_random_states(self, generators: Sequence[torch.Generator]) -> None:
         self.random_states = generator_states(generators)
+
+    def note_drawn(self, generators: Sequence[torch.Generator]) -> None:
+        """After a forward. One that has drawn, or beside which another thread has, repeats apart; one that has not
+        leaves the generators alone."""
+        if self._draws_apart or has_own_state():
+            return
+        if all(map(torch.equal, self.random_states, generator_states(generators))):
+            self.random_states = ()
+        else:
+            self._draws_apart = True
 
     def rewind(self, generators: Sequence[torch.Generator]) -> None:
         """After a forward that had no room."""

@@ -154,3 +154,36 @@ def test_most_operators_take_the_trials_generator_and_the_others_swap(monkeypatc
             draw()
         assert not swapped or name == "rand_like"
         swapped.clear()
+
+
+class Meanwhile(nn.Linear):
+    """Draws nothing, but while it runs another thread may: once something is in the list."""
+
+    def __init__(self, drawn):
+        super().__init__(WIDTH, WIDTH)
+        self.drawn = drawn
+
+    def forward(self, x):
+        if self.drawn:
+            thread = threading.Thread(target=lambda: self.drawn.append(torch.rand(2)))
+            thread.start()
+            thread.join()
+        return super().forward(x)
+
+
+def test_what_a_thread_draws_while_a_block_is_repeated_that_draws_nothing():
+    """Batches, perhaps, each of which comes once."""
+    drawn = []
+    model = nn.Sequential(*(Meanwhile(drawn if i == 2 else []) for i in range(8)))
+    x = torch.ones(4, WIDTH)
+    with hydra_tune.ShardPool(["cpu"], BUDGET // 2) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        model(x).sum().backward()
+        assert len(pool.report()["trials"][0]["shards"]) > 2
+        loss = model(x).sum()
+        torch.manual_seed(0)
+        drawn.append(torch.rand(2))
+        loss.backward()
+        drawn.append(torch.rand(2))
+    torch.manual_seed(0)
+    assert torch.equal(torch.stack(drawn), torch.stack([torch.rand(2) for _ in range(3)]))

@@ -442,7 +442,8 @@ class Pilot:
                     f"a block's forward keeps nothing for a backward, but {call.block.name} runs one within its forward"
                 ) from error
             refuse_shared_draws(call.block, self._draws)
-            refuse_marks(call.block, [*given, *visit.leaves], hooks, hooked)
+            stand_for = [*call.tensors, *call.block.parameters]
+            refuse_marks(call.block, [*given, *visit.leaves], stand_for, hooks, hooked)
             call.block.refuse_changed_weights(visit.leaves, weight_versions)
             with self.residency.meter.paused():
                 copy.refuse_changed_values(call.block)

@@ -197,22 +197,26 @@ def hooks_of(modules: Iterable[nn.Module]) -> list[list[int]]:
 
 
 def refuse_marks(
-    block: Block, leaves: Sequence[torch.Tensor], hooks: list[list[int]], hooked: Sequence[torch.Tensor]
+    block: Block,
+    leaves: Sequence[torch.Tensor],
+    stand_for: Sequence[torch.Tensor],
+    hooks: list[list[int]],
+    hooked: Sequence[torch.Tensor],
 ) -> None:
-    """After a forward on `leaves`, inputs first, then weights, before which `hooks` were on the block's modules.
+    """After a forward on `leaves`, which `stand_for` its inputs and weights, and before which `hooks` were on the
+    block's modules.
 
     Raises:
-        UncuttableError: it has put a hook on a module, a weight or an input, or an attribute on a weight, as it would
+        UncuttableError: it has put a hook on a module, or a hook or an attribute on a weight or an input, as it would
             again when it is repeated, and on a copy; or has told one of these whether to require a gradient.
     """
-    weights = leaves[len(leaves) - len(block.parameters) :]
-    marked = any(
-        x is not p and not has_attributes_of(x, p) for x, p in zip(weights, block.parameters, strict=True)
-    ) or any(x is leaf for x in hooked for leaf in leaves)
+    marked = any(x is not p and not has_attributes_of(x, p) for x, p in zip(leaves, stand_for, strict=True)) or any(
+        x is leaf for x in hooked for leaf in leaves
+    )
     if marked or hooks_of(block.modules) != hooks:
         raise UncuttableError(
             f"a block's forward may be repeated, on copies of its weights and inputs, but that of {block.name} puts a "
-            "hook or an attribute on its weights, a hook on its modules or inputs, or sets what requires a gradient. "
+            "hook or an attribute on these, or a hook on its modules, or sets what requires a gradient. "
             "Do so outside of forward, or keep it on the module."
         )
 

@@ -8,12 +8,15 @@ or to Python itself.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import random
 import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
+from operator import is_
 from typing import Any
 
 import torch
@@ -28,8 +31,9 @@ MOST_ELEMENTS = 1_000_000  # that are kept of an array or tensor
 _IMMUTABLE = (int, float, complex, str, bytes, type, type(None))
 _CONTAINERS = (list, set, deque, dict)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_STATES = (types.SimpleNamespace, SobolEngine)  # that are followed, all the same
+_STATES = (types.SimpleNamespace, argparse.Namespace, SobolEngine, torch.optim.Optimizer)  # that are followed
 _FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names) - {"collections"}
+_NOTHING = object()
 _TENSORS_AND_CHILDREN = ("_parameters", "_modules", "forward", "_apply")
 
 
@@ -154,6 +158,8 @@ def _held_by(value: Any) -> Any:
         return _state_of(value)
     if isinstance(value, nn.Module):  # hidden from the model, a teacher in a list
         return dict(vars(value))
+    if isinstance(value, types.FunctionType) and vars(value):
+        return dict(vars(value))
     if isinstance(value, (*_CODE, functools.partial)) or (
         type(value).__module__.partition(".")[0] in _FOREIGN and not isinstance(value, _STATES)
     ):
@@ -196,7 +202,8 @@ def _children(value: Any, held: Any) -> Iterable[Any]:
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.FunctionType):
-        return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        return [*cells, *vars(value).values()]
     if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
         return [value.__self__]
     if isinstance(value, tuple):
@@ -204,7 +211,7 @@ def _children(value: Any, held: Any) -> Iterable[Any]:
     if isinstance(held, (list, dict)) and len(held) > _MOST_ITEMS:
         return ()
     if isinstance(held, dict):
-        return held.values() if not type(value).__module__.startswith("numpy") else ()
+        return (*held, *held.values()) if not type(value).__module__.startswith("numpy") else ()
     return held if held is not None and isinstance(value, (list, set, deque)) else ()
 
 
@@ -217,10 +224,16 @@ def _is_same(value: Any, held: Any) -> bool:
         return now.keys() == held.keys() and all(now[k] is v for k, v in held.items())
     now = _held_by(value)
     if isinstance(held, dict):
-        return now.keys() == held.keys() and all(now[k] is v for k, v in held.items())
+        return _are_same_keys(now, held) and all(map(is_, now.values(), held.values()))
     if isinstance(held, list):
         return len(now) == len(held) and all(a is b for a, b in zip(now, held, strict=True))
     return equal(now, held)
+
+
+def _are_same_keys(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    """In one order: an OrderedDict may be a queue."""
+    pairs = list(zip_longest(a, b, fillvalue=_NOTHING))
+    return all(x is y or (not isinstance(x, torch.Tensor) and type(x) is type(y) and bool(x == y)) for x, y in pairs)
 
 
 def _restore(value: Any, held: Any) -> None:
@@ -268,7 +281,7 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple, deque)):
         return len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(v, b[k]) for k, v in a.items())
+        return _are_same_keys(a, b) and all(map(equal, a.values(), b.values()))
     if type(a).__module__ == "numpy":
         return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
     if isinstance(a, float):

@@ -1,6 +1,8 @@
 """State beside weights and buffers that a forward changes in ways that no version of a tensor tells of, and marks that
 a block leaves on what it is given."""
 
+from argparse import Namespace
+from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 
@@ -42,6 +44,71 @@ class CountsALot:
     def use(self, x):
         self.seen += 1
         return x / float(self.seen[-1])
+
+
+class CountsInArguments:
+    """Of a command line."""
+
+    def keep(self):
+        self.arguments = Namespace(calls=0)
+
+    def use(self, x):
+        self.arguments.calls += 1
+        return x / self.arguments.calls
+
+
+class CountsInASet:
+    def keep(self):
+        self.counters = {SimpleNamespaceWithHash(calls=0)}
+
+    def use(self, x):
+        (counter,) = self.counters
+        counter.calls += 1
+        return x / counter.calls
+
+
+class SimpleNamespaceWithHash(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+class CountsInKeys(CountsInASet):
+    def keep(self):
+        self.counters = dict.fromkeys([SimpleNamespaceWithHash(calls=0)])
+
+
+class CountsInAFunction:
+    def keep(self):
+        def count():
+            count.calls += 1
+            return count.calls
+
+        count.calls, self.count = 0, count
+
+    def use(self, x):
+        return x / self.count()
+
+
+class TakesTurns:
+    def keep(self):
+        self.factors = OrderedDict(a=1.0, b=0.9, c=1.1)
+
+    def use(self, x):
+        first = next(iter(self.factors))
+        self.factors.move_to_end(first)
+        return x * self.factors[first]
+
+
+class Adapts:
+    """By an optimizer of its own."""
+
+    def keep(self):
+        self.shift = torch.zeros(WIDTH)
+        self.optimizer = torch.optim.Adam([self.shift], lr=0.1)
+
+    def use(self, x):
+        self.shift.grad = x.detach().mean(0)
+        self.optimizer.step()
+        return x + self.shift.clone()
 
 
 class KeepsAMean:
@@ -136,8 +203,8 @@ def keeps(kind, where):
 @pytest.mark.parametrize(
     "kind",
     [
-        Draws, Walks, CountsALot, SetsData, WritesThroughNumPy, SetsTheTensor, Resizes, Normalises,
-        NormalisesByWeights,
+        Draws, Walks, CountsALot, CountsInArguments, CountsInASet, CountsInKeys, CountsInAFunction, TakesTurns, Adapts,
+        SetsData, WritesThroughNumPy, SetsTheTensor, Resizes, Normalises, NormalisesByWeights,
     ],
 )  # fmt: skip
 def test_a_pilot_and_a_repetition_leave_no_trace(kind, where, budget):
@@ -285,6 +352,26 @@ class RetainsInputs(Script):
             model.head.bias.data[0] += x.grad.sum()
 
 
+class Tags(scripts.Layer):
+    """Its input, for whoever has it."""
+
+    def forward(self, x, *_):
+        x.factor = 0.9
+        return super().forward(x)
+
+
+class ReadsTags(Script):
+    def model(self):
+        class Reads(Net):
+            def forward(self, x):
+                for layer in self.layers:
+                    y = layer(x)
+                    x = y * getattr(x, "factor", 1.0)
+                return self.head(x)
+
+        return Reads(Tags)
+
+
 class Wants(scripts.Layer):
     """The gradient of what it is given, perhaps the batch."""
 
@@ -323,6 +410,8 @@ class ThawsLayersOneByOne(Script):
 
 
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
-@pytest.mark.parametrize("script", [HooksInputs, RetainsInputs, WantsGradientsOfTheBatch, ThawsLayersOneByOne])
+@pytest.mark.parametrize(
+    "script", [HooksInputs, RetainsInputs, ReadsTags, WantsGradientsOfTheBatch, ThawsLayersOneByOne]
+)
 def test_marks_are_on_the_tensor_that_the_model_has(script, budget):
     trains_as_in_plain_pytorch(script, budget)

@@ -148,9 +148,8 @@ def train_without_checkpoints(config: dict[str, Any]) -> None:
         time.sleep(0.2)  # they go on side by side
 
 
-@pytest.mark.parametrize(
-    "synch", [pytest.param(False, id="at any time"), pytest.param(True, id="in step", marks=pytest.mark.proof)]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("synch", [False, True], ids=["at any time", "in step"])
 def test_functions_that_keep_no_checkpoint_are_cloned_by_their_pool_within_host_memory(run, synch):
     random.seed(0)
     scheduler = schedulers.PopulationBasedTraining(

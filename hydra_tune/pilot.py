@@ -184,9 +184,10 @@ class Pilot:
                     args, kwargs = map_tensors(cache(partial(_apart, goes_on=goes_on)), (args, kwargs))
                     outputs = tensors_in(forward(*args, **kwargs))
             except SecondGradientError as error:  # within the forward, which no cut would allow
-                for block in set(self.blocks).intersection(error.blocks):  # another model's may be behind them, too
-                    block.differentiates = True
-                    self.findings.uncuttable[block] = str(error)
+                for block in self.blocks:
+                    if block in error.blocks:  # another model's may be behind them, too
+                        block.differentiates = True
+                        self.findings.uncuttable[block] = str(error)
                 if not self.findings:
                     raise
                 return

@@ -296,7 +296,8 @@ class OuterGraph:
         measured = [node for node in called if node.call is not None and node.call.seen is not None]  # not used up
         owned = {id(p): p for block in blocks for p in block.slot_parameters}
         into_blocks = {*called, *(node for node in nodes if is_edge(node) or node.name() == GATE)}
-        others = set(nodes).difference(into_blocks, nodes_of(inputs))
+        not_others = into_blocks.union(nodes_of(inputs))
+        others = [node for node in nodes if node not in not_others]
         children = [leaf_of(c) for node in others for c, _ in node.next_functions]
         self._cast_outside = {id(leaf_of(c)) for node in others if node.name() == CAST for c, _ in node.next_functions}
         self.used_outside = list(dict.fromkeys(owned[id(leaf)] for leaf in children if id(leaf) in owned))
@@ -313,8 +314,9 @@ class OuterGraph:
             shared = [*(users[child] > 1 for child in tensors), *(outside[child] > 0 for child in weights)]
             self._calls[node.call.seen] = shared
         self._calls.update((call, [True] * (len(call.tensor_uses) + len(call.weight_uses))) for call in run_back)
-        for call in set(calls).difference(self._calls):
-            self._calls[call] = [True] * len(call.tensor_uses) + [False] * len(call.weight_uses)
+        for call in calls:
+            if call not in self._calls:
+                self._calls[call] = [True] * len(call.tensor_uses) + [False] * len(call.weight_uses)
 
     def edges(self, *, hooked: bool) -> Iterator[tuple[Block, Edges, int]]:
         """For each call: sources that other operators use too have an edge for each use in the block; and the bytes of

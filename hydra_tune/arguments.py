@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hydra_tune.errors import UncuttableError
-from hydra_tune.surroundings import kept
+from hydra_tune.surroundings import Kept, kept
 from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, unflatten
 
 
@@ -48,14 +48,15 @@ class Arguments:
         return [leaf for leaf in self._leaves if not isinstance(leaf, _Place)]
 
     def kept(self) -> list[Any]:
-        """The leaves as they are now, for `filled`."""
+        """The leaves, and what is kept of them as they are now, for `filled`."""
         return [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
 
     def filled(
         self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any] = ()
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments with these tensors, and these leaves, if given."""
-        args, kwargs = unflatten(_filled(tensors, leaves or self._leaves), self._structure)
+        given = [leaf.as_it_was() if isinstance(leaf, Kept) else leaf for leaf in leaves or self._leaves]
+        args, kwargs = unflatten(_filled(tensors, given), self._structure)
         return args, kwargs
 
     def refuse_hidden_tensors(self, leads_to_some: Callable[[Any], bool] = lambda _: False) -> None:

@@ -248,12 +248,17 @@ class BlockCall:
     def _run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._moment.note_buffers(self.trial.residency.found_buffers)
         here = self.trial.visit(self.block, Direction.FORWARD, at_home=True)
-        with here as visit, torch.no_grad(), self.trial.measuring(self):
+        with here as visit, self.trial.measuring(self):
             weight_versions = versions_of(visit.leaves)
             outputs = self._computed(visit, self.block.forward, args, kwargs)
             self.block.refuse_changed_weights(visit.leaves, weight_versions)
             self.block.refuse_gradients(visit.leaves[: len(self.block.own_parameters)])  # beside borrowed ones
             self.made = made = tensors_in(outputs)
+            if any(x.grad_fn is not None for x in made):
+                raise UncuttableError(
+                    f"a block whose weights and inputs require no gradients makes no graph, but {self.block.name} "
+                    "does. Detach what it returns, or let one of them require a gradient."
+                )
             if any(map(visit.copy.has, made)):
                 outputs = map_tensors(partial(self._kept, visit), outputs)
             if self.arguments.may_change:

@@ -23,7 +23,7 @@ BLOCK = "BlockFunctionBackward"  # a block's call; its `call` is None once it wa
 GATE = "_GateFunctionBackward"  # for late gradients, before a block's call
 CAST = "ToCopyBackward0"  # what autocast makes of a float32 weight
 _backward = torch.autograd.graph._engine_run_backward  # torch.autograd.grad looks at each gradient's shape before
-_top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
+top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
 
@@ -235,7 +235,7 @@ class Unsaved:
 
 def keep_again() -> None:
     """After an interruption within `Unsaved`."""
-    while (hooks := _top_saved_tensors_hooks(True)) is not None and hooks[0] is _forget:
+    while (hooks := top_saved_tensors_hooks(True)) is not None and hooks[0] is _forget:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
@@ -256,15 +256,14 @@ def saved_as_it_is() -> AbstractContextManager[None]:
 def has_saved_hooks() -> bool:
     """Whether hooks see what is saved here, as they may in torch 2.6, which does not tell."""
     return (
-        not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-        or _top_saved_tensors_hooks(True) is not None
+        not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") or top_saved_tensors_hooks(True) is not None
     )
 
 
 def is_checkpointed() -> bool:
     """Whether PyTorch's checkpoint will repeat what runs here, up to the last tensor that is saved. Torch 2.6 does not
     tell."""
-    hooks = _top_saved_tensors_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 

@@ -78,7 +78,7 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two dense tensors of one dtype, on one device, are the same, the signs of zeros included."""
     if a.dtype in _COMPLEX:
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     bits = _BITS[a.element_size()]
     return torch.equal(a.view(bits), b.view(bits))
 

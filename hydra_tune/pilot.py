@@ -392,7 +392,7 @@ class Pilot:
             now = [(i, copy.buffer(*site).clone()) for i, site in enumerate(block.buffer_sites)]
             before = {storage._cdata for storage in meter.meter.storages(meter.trial)}
             with self.residency.meter.paused():
-                given = Snapshot({"an object that it is given": call.arguments.objects}, self.model)
+                given = Snapshot({"an object that it is given": call.arguments.objects}, block.module)
             try:
                 with random_state_kept(self.residency.device.generators()):
                     forward_s, forward_work, boundary, carried = self._forward(call, copy)
@@ -400,7 +400,7 @@ class Pilot:
                 with self.residency.meter.paused():
                     changes = [*given.changes(), *given.names_of(self._journal.updated)]
                     given.restore()
-                    attributes = Snapshot.of_modules(block.module.named_modules(), self.model)
+                    attributes = Snapshot.of_modules(block.module.named_modules(), block.module)
                 copy.swap_buffers(block, now)
                 backward_s, backward_work, saved_bytes, leaves, has_checkpoints = self._backward(call, copy)
                 copy.refuse_kept_weights(block)

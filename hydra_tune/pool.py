@@ -1,7 +1,7 @@
 """One pool of devices for all live trials: carries out what the scheduler decides.
 
-The machine decides under the pool's lock; a trial's own thread does the trial's work, promotions
-included, outside of it. No thread of the pool's own, so nothing runs that no trial asked for.
+The machine decides under the pool's lock; a trial's own thread does the trial's work outside of it. So it does
+promotions, but for those made ahead, which a device's thread copies (`copier`).
 """
 
 from __future__ import annotations

@@ -47,6 +47,17 @@ class Flag(NamedTuple):
 
 
 _DEFAULT_DTYPE = Flag("default dtype", torch.get_default_dtype, torch.set_default_dtype)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(mode: tuple[bool, bool]) -> None:
+    enabled, warn_only = mode
+    torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
 _FLAGS = (
     Flag("backends.mkldnn.enabled", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     Flag("backends.cuda.math_sdp", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
@@ -61,6 +72,7 @@ _FLAGS = (
     Flag("backends.cudnn.enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     Flag("backends.cudnn.deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
     Flag("backends.cudnn.allow_tf32", _unless_by_backend(torch._C._get_cudnn_allow_tf32), _set_cudnn_allow_tf32),
+    Flag("use_deterministic_algorithms", _deterministic, _set_deterministic),
     _DEFAULT_DTYPE,
 )
 

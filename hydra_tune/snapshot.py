@@ -40,7 +40,8 @@ _TENSORS_AND_CHILDREN = ("_parameters", "_modules", "forward", "_apply")
 class Snapshot:
     """Of everything that can be reached from `values`.
 
-    `tensors` are not copied: what is written into them is undone by a pilot's journal, which sees it happen.
+    `tensors` are not copied: what operators write into them a pilot's journal sees and undoes, what is written unseen
+    its `Rewind`.
     """
 
     def __init__(self, values: Mapping[str, Any], model: nn.Module | None = None) -> None:
@@ -234,6 +235,12 @@ def _are_same_keys(a: Iterable[Any], b: Iterable[Any]) -> bool:
     """In one order: an OrderedDict may be a queue."""
     pairs = list(zip_longest(a, b, fillvalue=_NOTHING))
     return all(x is y or (not isinstance(x, torch.Tensor) and type(x) is type(y) and bool(x == y)) for x, y in pairs)
+
+
+def hold_the_same(value: Any, copy: Any) -> bool:
+    """Whether nothing was put into an object since it was copied, shallowly, as far as anybody can tell."""
+    held = _held_by(copy)
+    return type(value) is object or (held is not None and type(value) is type(copy) and _is_same(value, held))
 
 
 def _restore(value: Any, held: Any) -> None:

@@ -20,9 +20,11 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hydra_tune.errors import PrepareError
+from hydra_tune.graph import top_saved_tensors_hooks
 from hydra_tune.host_buffer import version_of
 from hydra_tune.mode import TrialMode
 from hydra_tune.process_state import ProcessState
+from hydra_tune.snapshot import hold_the_same
 
 _PLAIN = frozenset((
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.FunctionType,
@@ -32,9 +34,6 @@ _STRUCTURE = frozenset((  # not what a module is set to
     "_parameters", "_buffers", "_modules", "forward", "_apply", "_flat_weights", "_flat_weight_refs",
 ))  # fmt: skip
 _HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on saved tensors, and change no value
-_top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
-)
 
 
 class Surroundings:
@@ -137,7 +136,7 @@ def refuse_modes(block: str, modules: Sequence[nn.Module]) -> None:
         seen += [m for m in _get_current_function_mode_stack() if not isinstance(m, DeviceContext)]
     if torch._C._len_torch_dispatch_stack():
         seen += [m for m in _get_current_dispatch_mode_stack() if not isinstance(m, TrialMode)]
-    hooks = _top_saved_tensors_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", None) not in _HOOKS_OF_PYTORCH:
         seen.append(torch.autograd.graph.saved_tensors_hooks)
     if parametrize._cache_enabled and any(map(parametrize.is_parametrized, modules)):
@@ -155,11 +154,25 @@ def refuse_modes(block: str, modules: Sequence[nn.Module]) -> None:
         )
 
 
+class Kept:
+    """An argument of a forward, should its owner change it before the repetition."""
+
+    __slots__ = ("_argument", "_copy")
+
+    def __init__(self, argument: Any) -> None:
+        self._argument = argument
+        try:
+            self._copy = copy.copy(argument)
+        except Exception:  # what can't be copied can hardly be changed
+            self._copy = argument
+
+    def as_it_was(self) -> Any:
+        """Itself, if it is so still: it may be known by its identity, as a default is that stands for none."""
+        return self._argument if hold_the_same(self._argument, self._copy) else self._copy
+
+
 def kept(argument: Any) -> Any:
-    """An argument as it is now, should its owner change it: a shallow copy of what is neither a tensor nor plain."""
+    """An argument as it is, or what is kept of it if it is neither a tensor nor plain."""
     if type(argument) in _PLAIN or isinstance(argument, (torch.Tensor, nn.Module, type)) or callable(argument):
         return argument
-    try:
-        return copy.copy(argument)
-    except Exception:  # what can't be copied can hardly be changed
-        return argument
+    return Kept(argument)

@@ -304,6 +304,117 @@ def test_a_block_that_is_given_hidden_tensors_is_opened(put):
     trains_as_in_plain_pytorch(shares(put), "spilled")
 
 
+# ---- what is known by its identity ----
+
+MISSING = object()
+
+
+class Setting:
+    def __init__(self):
+        self.factor = 0.5
+
+
+class ToldByIdentity(Script):
+    def model(self):
+        setting = Setting()
+
+        class Tells(scripts.Layer):
+            def forward(self, x, given, factor):
+                x = super().forward(x) if given is setting else super().forward(-x)
+                return x if factor is MISSING else x * factor
+
+        class Hands(Net):
+            def forward(self, x):
+                for layer in self.layers:
+                    x = layer(x, setting, MISSING)
+                return self.head(x)
+
+        return Hands(Tells)
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_an_object_that_has_not_changed_is_itself_where_a_block_is_repeated(budget):
+    trains_as_in_plain_pytorch(ToldByIdentity, budget)
+
+
+# ---- other modules of the model, which a block reaches ----
+
+
+class Tells(scripts.Layer):
+    """Its parent, at each call."""
+
+    def forward(self, x, *_):
+        return super().forward(x) + self.tell[0](x)
+
+
+def tells(how):
+    class Told(Net):
+        def set_up(self):
+            self.calls, self.norm = 0, nn.BatchNorm1d(WIDTH)
+            self.register_buffer("mean", torch.zeros(WIDTH))
+            for layer in self.layers:
+                layer.tell = [getattr(self, how)]
+
+        def count(self, x):
+            self.calls += 1
+            return float(self.calls > 12)
+
+        def average(self, x):
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            return 0
+
+    class Script_(Script):
+        def model(self):
+            return Told(Tells)
+
+    return Script_
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+@pytest.mark.parametrize("how", ["count", "average", "norm"])
+def test_a_block_that_changes_another_module_is_opened(how, budget):
+    trains_as_in_plain_pytorch(tells(how), budget)
+
+
+# ---- a block of which nothing requires a gradient ----
+
+
+class Patches(scripts.Layer):
+    """Returns a view; counts where gradients are on."""
+
+    def set_up(self):
+        self.register_buffer("calls", torch.zeros(()))
+        self.requires_grad_(False)
+
+    def forward(self, x, *_):
+        if torch.is_grad_enabled():
+            self.calls += 1
+        return super().forward(x).view(-1, 2, WIDTH // 2)
+
+
+class FrozenPatches(Script):
+    def model(self):
+        class Embeds(Net):
+            def set_up(self):
+                self.patches, self.position = Patches(), nn.Parameter(torch.zeros(WIDTH // 2))
+
+            def forward(self, x):
+                h = self.patches(x)
+                h += self.position
+                return super().forward(h.view(-1, WIDTH))
+
+        return Embeds()
+
+    def after(self, model, optimizer):
+        with torch.no_grad():
+            model(torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_a_frozen_block_runs_with_gradients_on(budget):
+    trains_as_in_plain_pytorch(FrozenPatches, budget)
+
+
 # ---- marks on what a block is given ----
 
 

@@ -145,8 +145,11 @@ class BlockFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: BlockCall | None = ctx.call
-        if call is None:  # let go of below: PyTorch's own error for a second backward
-            raise RuntimeError(f"Trying to backward through the graph a second time: {ctx.saved_tensors}")
+        if call is None:  # let go of below
+            raise RuntimeError(
+                "Trying to backward through the graph a second time, or through another output of a block than the "
+                "first time: its outputs have one node here. Specify retain_graph=True the first time."
+            )
         if torch.is_grad_enabled():
             raise SecondGradientError(
                 "gradients of gradients are not available in a prepared model that is spilled: backward was called "

@@ -20,7 +20,7 @@ from hydra_tune.meter import TrialMeter
 from hydra_tune.moment import FoundBuffers
 from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.trace import During
-from hydra_tune.tree import map_tensors, tensors_in
+from hydra_tune.tree import flatten, tensors_in, unflatten
 from hydra_tune.visit import Visit
 
 MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
@@ -287,6 +287,14 @@ class Residency:
             self._weights.close()
 
     def to_device(self, batch: Any) -> Any:
-        """A batch's tensors on the device; what else it holds as it is."""
+        """A batch's tensors on the device, and what has a `to` of its own (a BatchEncoding); what else it holds as it
+        is."""
         device = self.device.torch_device
-        return map_tensors(lambda x: x.to(device, non_blocking=True), batch)
+        leaves, structure = flatten(batch)
+        return unflatten([_moved(leaf, device) for leaf in leaves], structure)
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(device, non_blocking=True)
+    return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf

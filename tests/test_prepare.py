@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections import UserDict
 
 import pytest
 import torch
@@ -333,6 +334,21 @@ def test_what_is_set_on_a_prepared_loader_reaches_the_loader(pool):
     (again,) = hydra_tune.prepare(nn.Linear(4, 4), None, prepared, pool=hydra_tune.ShardPool(["cpu"], "1MiB"))[2:]
     again.epoch = 4
     assert again[1][0, 0] == loader.epoch == 4
+
+
+class Encoding(UserDict):
+    """A batch that moves itself, as tokenizers give them."""
+
+    def to(self, device):
+        self.device = device
+        return self
+
+
+def test_batches_that_can_move_themselves_do(pool):
+    batch = {"inputs": Encoding(ids=torch.zeros(4)), "label": "a"}
+    (prepared,) = loaders_of(pool, [batch])
+    (got,) = prepared
+    assert got["inputs"] is batch["inputs"] and got["inputs"].device == torch.device("cpu") and got["label"] == "a"
 
 
 def test_a_prepared_loader_is_used_as_the_plain_one(pool):

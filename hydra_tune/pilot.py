@@ -414,6 +414,7 @@ class Pilot:
                 given.restore()
         refuse_shared_draws(block, self._draws, repeats=self._repeats)
         changes += [*attributes.changes(), *attributes.names_of(self._journal.updated)]
+        self._journal.updated = []  # of the slot
         refuse_changes(block, changes, repeats=self._repeats)
         refuse_side_channel(block, leaves, self.findings.uncuttable)
         uses_home = kept or call.shares_memory or block.held or block.borrowed or self._journal.looked_around

@@ -437,7 +437,9 @@ def test_a_script_that_is_interrupted_anywhere_goes_on(where, budget, num_places
         assert bytes_of(pool) == [(0, 0)]
 
 
-@pytest.mark.parametrize(("where", "budget"), [("spilled", 12_000), ("resident", 400_000)])
+@pytest.mark.parametrize(
+    ("where", "budget"), [("spilled", 12_000), pytest.param("resident", 400_000, marks=pytest.mark.proof)]
+)
 def test_a_release_that_is_interrupted_is_called_again(where, budget, monkeypatch):
     monkeypatch.setenv("HYDRA_TUNE_CHECKS", "0")
     plain = small_model()
@@ -476,7 +478,10 @@ def run_trials(pool, study, n_trials, concurrency, seen):
     assert ended == {number: expected_state(way) for number, way in ways.items()}
 
 
-@pytest.mark.parametrize("concurrency", [1, 4], ids=["one after another", "four together"])
+@pytest.mark.parametrize(
+    "concurrency",
+    [pytest.param(1, id="one after another", marks=pytest.mark.proof), pytest.param(4, id="four together")],
+)
 def test_sixty_trials_that_end_in_every_way(concurrency):
     seen = defaultdict(list)
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:

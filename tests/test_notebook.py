@@ -9,6 +9,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the kernel's own libraries
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("01_*.ipynb")), ids=lambda p: p.name)
 def test_every_cell_runs(path, monkeypatch):

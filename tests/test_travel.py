@@ -387,7 +387,7 @@ def test_a_block_that_names_its_device_stays_at_home():
 
 
 CUT = [name for name in ZOO if (name, "adamw", "half") not in EXPECTED_DIFFERENCES]
-FEW = CUT[::32]
+FEW = [name for name in CUT[::32] if name != "marian"]  # the slowest of these
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else pytest.mark.proof) for n in CUT])

@@ -162,7 +162,8 @@ class BlockCall:
             self.always_apart = given.apart
         self._counts_uses = given is None and self.seen is None
         self.num_edges = [1] * len(self.tensors) if given is None else given.num_edges
-        self.weights = CallWeights(self.block, self.forward_pass)
+        within_backward = self.trial.in_backward and not has_saved_hooks()
+        self.weights = CallWeights(self.block, self.forward_pass, within_backward=within_backward)
         self.forward_pass.may_join |= self.may_join
 
     def edges_in(self) -> list[torch.Tensor]:

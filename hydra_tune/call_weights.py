@@ -12,7 +12,7 @@ from hydra_tune.block import Block, grad_dtype_of
 from hydra_tune.casts import context_number
 from hydra_tune.forward_pass import ForwardPass, castable_by
 from hydra_tune.gradient_sums import Cast, GradientSums, WeightSum, plus
-from hydra_tune.graph import Uses
+from hydra_tune.graph import Uses, autocasts_copy
 
 _numbers = itertools.count()
 
@@ -26,17 +26,29 @@ class CallWeights:
     shared     those whose gradients are added to what later calls give
     """
 
-    def __init__(self, block: Block, forward_pass: ForwardPass) -> None:
+    def __init__(self, block: Block, forward_pass: ForwardPass, *, within_backward: bool) -> None:
+        """Within a backward, of a reentrant checkpoint around the block, whose forward no pilot has seen with
+        gradients, whoever uses a weight beside the block shares autocast's own copy."""
         edges = block.edges
         self._block, self._forward_pass = block, forward_pass
         self._number = next(_numbers)
         self.casts = forward_pass.casts_of(block)
         self.castable = castable_by(block)
-        of_casts = [edges.weights[i].by_cast for i in self.casts]
+        if within_backward:
+            self._take_own_copies()
+        of_casts = [edges.weights[i].by_cast or edges.weights[i].num_casts for i in self.casts]
         self.num_edges = [*(edges.counts or [1] * len(block.parameters)), *of_casts]
         self.shared: dict[int, Any] = {}  # with their nodes
         self.cast_elsewhere: set[int] = set()  # those of `shared` whose copy another call has made
         self._counted: dict[int, tuple[int, int]] = {}  # uses of mixed weights in the forward, direct and by a cast
+
+    def _take_own_copies(self) -> None:
+        for i, dtype in list(self.castable.items()):
+            if self._block.edges.weights[i].num_casts:
+                copy = autocasts_copy(self._block.parameters[i])
+                if copy is not None and copy.dtype == dtype:
+                    self.casts[i] = copy
+                    del self.castable[i]
 
     # ---- forward ----
 
@@ -116,5 +128,5 @@ def note_casts(block: Block, forward_pass: ForwardPass) -> None:
     number = next(_numbers)
     forward_pass.casts_of(block)
     for i, dtype in castable_by(block).items():
-        if block.edges.weights[i].is_cast:
+        if block.edges.weights[i].num_casts:
             forward_pass.autocast.made_by(block.parameters[i], dtype, number)

@@ -46,7 +46,7 @@ class WeightEdges(NamedTuple):
 
     direct, by_cast    edges of its own, and of autocast's copy
     casts_to           by which dtype of the autocast around the block it is cast to which, where it is another one
-    is_cast            by autocast
+    num_casts          uses by autocast's copy
     is_cast_outside    of blocks, by what has an operator's copy from autocast, too
     may_be_cast        it is used by no others than blocks, and nobody casts it by hand: calls add the gradients of its
                        uses, by a copy or not
@@ -58,7 +58,7 @@ class WeightEdges(NamedTuple):
     direct: int = 1
     by_cast: int = 0
     casts_to: frozenset[tuple[Any, Any]] = frozenset()
-    is_cast: bool = False
+    num_casts: int = 0
     is_cast_outside: bool = False
     may_be_cast: bool = False
     is_watched: bool = False
@@ -71,7 +71,8 @@ class WeightEdges(NamedTuple):
             max(self.direct, other.direct),
             max(self.by_cast, other.by_cast),
             self.casts_to | other.casts_to,
-            *map(any, zip(self[3:], other[3:], strict=True)),
+            max(self.num_casts, other.num_casts),
+            *map(any, zip(self[4:], other[4:], strict=True)),
         )
 
 

@@ -232,7 +232,7 @@ class Planner:
             p
             for block in self.blocks
             for i, p in enumerate(block.parameters)
-            if p.requires_grad and p.dtype is torch.float32 and (not knows or block.edges.of_weight(i).is_cast)
+            if p.requires_grad and p.dtype is torch.float32 and (not knows or block.edges.of_weight(i).num_casts)
         ]
 
     def probe(self, call: BlockCall) -> bool:

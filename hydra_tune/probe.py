@@ -345,12 +345,12 @@ class OuterGraph:
         casts_to, may_be_cast = call.casts_to[number], call.may_be_cast[number] and self._remembers_casts
         if used_by_others:
             outside = id(call.block.parameters[number]) in self._cast_outside
-            return WeightEdges(max(direct, 1), by_cast, casts_to, by_cast > 0, outside, has_several=direct > 1)
+            return WeightEdges(max(direct, 1), by_cast, casts_to, by_cast, outside, has_several=direct > 1)
         is_shared = self._owners[id(call.block.parameters[number])] > 1
         is_unsure = self._under_autocast and not call.under_autocast
         return WeightEdges(
             casts_to=casts_to,
-            is_cast=by_cast > 0,
+            num_casts=by_cast,
             may_be_cast=may_be_cast,
             is_watched=is_unsure or is_shared or by_cast > 0 or direct != 1,
             is_mixed=is_unsure or is_shared or direct + by_cast == 0 or (may_be_cast and direct > 0),

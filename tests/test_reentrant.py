@@ -4,6 +4,7 @@ gradients of the weight's other uses."""
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
@@ -164,6 +165,51 @@ def test_a_checkpoint_that_the_pilot_has_not_seen(skipped):
         return found
 
     compare(scenario, num_bytes=24_500)
+
+
+class Beside(nn.Linear):
+    """Twice its own weight."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(super().forward(x).tanh())
+
+
+WAYS = {
+    "behind a block": lambda layer, x: linear(layer(x), layer.weight),
+    "before it": lambda layer, x: layer(linear(x, layer.weight)),
+    "between two calls": lambda layer, x: layer(linear(layer(x), layer.weight).tanh()),
+    "not at all, for two calls": lambda layer, x: layer(layer(x).tanh()),
+}
+
+
+class Around(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Beside() for _ in range(12)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(self.way, layer, x, use_reentrant=True)
+        return self.last(x)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="it can't be told from another checkpoint")
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_the_model_uses_beside_a_block_within_one_checkpoint(way, forwards):
+    """Autocast casts it once for both."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        return trained(prepare(Around(WAYS[way])), forwards, autocast=True)
+
+    compare(scenario, num_bytes=BUDGET)
 
 
 def test_no_bytes_are_left():

@@ -17,12 +17,12 @@ from hydra_tune import HydraExecutor, tune
 
 
 def long_step(config: dict[str, Any]) -> None:
-    """Leaves a file once it is under way, and trains for a minute."""
+    """Leaves a file once it is under way, and trains until it is stopped, for ten minutes at most."""
     import torch
 
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + 600
     while time.monotonic() < end_s:
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()

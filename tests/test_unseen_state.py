@@ -59,7 +59,7 @@ class CountsInArguments:
 
 class CountsInASet:
     def keep(self):
-        self.counters = {SimpleNamespaceWithHash(calls=0)}
+        self.counters = {Tally(calls=0)}
 
     def use(self, x):
         (counter,) = self.counters
@@ -67,13 +67,13 @@ class CountsInASet:
         return x / counter.calls
 
 
-class SimpleNamespaceWithHash(SimpleNamespace):
+class Tally(SimpleNamespace):
     __hash__ = object.__hash__
 
 
 class CountsInKeys(CountsInASet):
     def keep(self):
-        self.counters = dict.fromkeys([SimpleNamespaceWithHash(calls=0)])
+        self.counters = dict.fromkeys([Tally(calls=0)])
 
 
 class CountsInAFunction:
@@ -167,33 +167,21 @@ class NormalisesByWeights(Normalises):
 
 
 def keeps(kind, where):
-    class Layer(scripts.Layer):
-        if where == "in blocks":
-            use = kind.use
+    """`kind` as a part of each layer, or of the model."""
 
+    def with_kind(parent):
+        class Keeping(kind, parent):
             def set_up(self):
                 self.keep()
 
             def forward(self, x, *_):
-                return super().forward(self.use(x))
+                return parent.forward(self, self.use(x))
 
-    class Root(Net):
-        if where == "between them":
-
-            def set_up(self):
-                self.keep()
-
-            def forward(self, x):
-                return super().forward(self.use(x))
-
-    owner = Layer if where == "in blocks" else Root
-    for name in ("keep", "use", "update", "statistics"):
-        if hasattr(kind, name):
-            setattr(owner, name, getattr(kind, name))
+        return Keeping
 
     class Keeps(Script):
         def model(self):
-            return Root(Layer)
+            return Net(with_kind(scripts.Layer)) if where == "in blocks" else with_kind(Net)()
 
     return Keeps
 
@@ -250,58 +238,45 @@ class InSlots:
         self.mean = mean
 
 
-def in_an_object(mean):
-    return SimpleNamespace(inner=SimpleNamespace(mean=mean))
+PUT = {  # where a tensor is put, and how it is added from there
+    "slots": (InSlots, lambda x, state: x + state.mean),
+    "an object": (lambda mean: SimpleNamespace(inner=SimpleNamespace(mean=mean)), lambda x, s: x + s.inner.mean),
+    "dicts": (lambda mean: SimpleNamespace(inner={"a": {"b": mean}}), lambda x, s: x + s.inner["a"]["b"]),
+    "a closure": (lambda mean: lambda x: x + mean, lambda x, add: add(x)),
+    "a partial": (lambda mean: partial(torch.add, mean), lambda x, add: add(x)),
+    "a set": (lambda mean: {mean}, lambda x, state: x + next(iter(state))),
+}
 
 
-def in_dicts(mean):
-    return SimpleNamespace(inner={"a": {"b": mean}})
-
-
-def in_a_closure(mean):
-    return lambda x: x + mean
-
-
-def in_a_partial(mean):
-    return partial(torch.add, mean)
-
-
-def shares(put):
+def shares(put, add):
     class Adds(scripts.Layer):
         def forward(self, x, state):
-            if callable(state):
-                return super().forward(state(x))
-            if isinstance(state, set):
-                return super().forward(x + next(iter(state)))
-            if hasattr(state, "mean"):
-                return super().forward(x + state.mean)
-            inner = state.inner
-            return super().forward(x + (inner["a"]["b"] if isinstance(inner, dict) else inner.mean))
+            return super().forward(add(x, state))
+
+    class Updates(Net):
+        """From the second batch on."""
+
+        def set_up(self):
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            mean = torch.zeros(WIDTH)
+            self.calls += 1
+            for layer in self.layers:
+                x = layer(x, put(mean))
+                mean += (self.calls > 1) * x.detach().mean(0)
+            return self.head(x)
 
     class Shares(Script):
         def model(self):
-            class Updates(Net):
-                """From the second batch on."""
-
-                def set_up(self):
-                    self.register_buffer("calls", torch.zeros(()))
-
-                def forward(self, x):
-                    mean = torch.zeros(WIDTH)
-                    self.calls += 1
-                    for layer in self.layers:
-                        x = layer(x, put(mean))
-                        mean += (self.calls > 1) * x.detach().mean(0)
-                    return self.head(x)
-
             return Updates(Adds)
 
     return Shares
 
 
-@pytest.mark.parametrize("put", [InSlots, in_an_object, in_dicts, in_a_closure, in_a_partial, lambda mean: {mean}])
-def test_a_block_that_is_given_hidden_tensors_is_opened(put):
-    trains_as_in_plain_pytorch(shares(put), "spilled")
+@pytest.mark.parametrize("where", PUT)
+def test_a_block_that_is_given_hidden_tensors_is_opened(where):
+    trains_as_in_plain_pytorch(shares(*PUT[where]), "spilled")
 
 
 # ---- what is known by its identity ----
@@ -363,11 +338,11 @@ def tells(how):
             self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
             return 0
 
-    class Script_(Script):
+    class TellsParts(Script):
         def model(self):
             return Told(Tells)
 
-    return Script_
+    return TellsParts
 
 
 @pytest.mark.parametrize("budget", ["spilled", "resident"])

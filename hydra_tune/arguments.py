@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hydra_tune.errors import UncuttableError
-from hydra_tune.surroundings import Kept, kept
+from hydra_tune.snapshot import hold_the_same
 from hydra_tune.tree import Structure, flatten, flatten_call, is_fixed, unflatten
+
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 
 
 class _Place:
@@ -23,6 +27,30 @@ class _Place:
 
     def __repr__(self) -> str:
         return "tensor"
+
+
+class _Kept:
+    """An argument of a forward, should its owner change it before the repetition."""
+
+    __slots__ = ("_argument", "_copy")
+
+    def __init__(self, argument: Any) -> None:
+        self._argument = argument
+        try:
+            self._copy = copy.copy(argument)
+        except Exception:  # what can't be copied can hardly be changed
+            self._copy = argument
+
+    def as_it_was(self) -> Any:
+        """Itself, if it is so still: it may be known by its identity, as a default is that stands for none."""
+        return self._argument if hold_the_same(self._argument, self._copy) else self._copy
+
+
+def _kept(argument: Any) -> Any:
+    """An argument as it is, or what is kept of it if it is neither a tensor nor plain."""
+    if type(argument) in _PLAIN or isinstance(argument, (torch.Tensor, nn.Module, type)) or callable(argument):
+        return argument
+    return _Kept(argument)
 
 
 class Arguments:
@@ -49,13 +77,13 @@ class Arguments:
 
     def kept(self) -> list[Any]:
         """The leaves, and what is kept of them as they are now, for `filled`."""
-        return [leaf if isinstance(leaf, _Place) else kept(leaf) for leaf in self._leaves]
+        return [leaf if isinstance(leaf, _Place) else _kept(leaf) for leaf in self._leaves]
 
     def filled(
         self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any] = ()
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments with these tensors, and these leaves, if given."""
-        given = [leaf.as_it_was() if isinstance(leaf, Kept) else leaf for leaf in leaves or self._leaves]
+        given = [leaf.as_it_was() if isinstance(leaf, _Kept) else leaf for leaf in leaves or self._leaves]
         args, kwargs = unflatten(_filled(tensors, given), self._structure)
         return args, kwargs
 

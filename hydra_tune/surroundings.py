@@ -6,8 +6,6 @@ choose other kernels. Plain PyTorch computes once and does not care; a forward t
 
 from __future__ import annotations
 
-import copy
-import types
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
@@ -24,12 +22,7 @@ from hydra_tune.graph import top_saved_tensors_hooks
 from hydra_tune.host_buffer import version_of
 from hydra_tune.mode import TrialMode
 from hydra_tune.process_state import ProcessState
-from hydra_tune.snapshot import hold_the_same
 
-_PLAIN = frozenset((
-    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.FunctionType,
-    types.BuiltinFunctionType,
-))  # fmt: skip
 _STRUCTURE = frozenset((  # not what a module is set to
     "_parameters", "_buffers", "_modules", "forward", "_apply", "_flat_weights", "_flat_weight_refs",
 ))  # fmt: skip
@@ -152,27 +145,3 @@ def refuse_modes(block: str, modules: Sequence[nn.Module]) -> None:
             "Leave it out, use it inside of the block's forward (a block that the report calls opened is too large for "
             "the budget, or can't be run apart), or call hydra_tune.release(model) first."
         )
-
-
-class Kept:
-    """An argument of a forward, should its owner change it before the repetition."""
-
-    __slots__ = ("_argument", "_copy")
-
-    def __init__(self, argument: Any) -> None:
-        self._argument = argument
-        try:
-            self._copy = copy.copy(argument)
-        except Exception:  # what can't be copied can hardly be changed
-            self._copy = argument
-
-    def as_it_was(self) -> Any:
-        """Itself, if it is so still: it may be known by its identity, as a default is that stands for none."""
-        return self._argument if hold_the_same(self._argument, self._copy) else self._copy
-
-
-def kept(argument: Any) -> Any:
-    """An argument as it is, or what is kept of it if it is neither a tensor nor plain."""
-    if type(argument) in _PLAIN or isinstance(argument, (torch.Tensor, nn.Module, type)) or callable(argument):
-        return argument
-    return Kept(argument)

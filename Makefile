@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A test that hangs says where, and fails.
+HANGS := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
 .PHONY: demo test proof check bench clean
 .DELETE_ON_ERROR:
@@ -21,7 +23,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(HANGS)
 
 proof: $(READY)
 	$(BIN)/python -m pytest -m proof

@@ -12,6 +12,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import addressof, c_char, memset
 from math import inf
 from typing import Any
 
@@ -156,12 +157,18 @@ class CpuDevice(Device):
         return torch.frombuffer(self._arena, dtype=torch.uint8, count=num_bytes, offset=offset)
 
     def free_slot(self, offset: int | None, num_bytes: int) -> None:
-        if self._poison:
-            slot = self._beside_arena if offset is None else self.slot(offset, num_bytes)
-            if slot is not None:
-                slot.fill_(POISON)
+        if self._poison and num_bytes:
+            self._fill_with_poison(offset, num_bytes)
         if offset is None:
             self._beside_arena = None
+
+    def _fill_with_poison(self, offset: int | None, num_bytes: int) -> None:
+        """By no operator: who frees a slot has the pool's lock, for which a thread inside an operator may wait, and a
+        fork for that, for whose end the next operator would wait."""
+        if offset is not None:
+            memset(addressof(c_char.from_buffer(self._arena, offset)), POISON, num_bytes)
+        elif self._beside_arena is not None:
+            memset(self._beside_arena.data_ptr(), POISON, num_bytes)
 
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for slot, host in copies:

@@ -11,7 +11,8 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from os import PathLike
@@ -323,8 +324,8 @@ class ShardPool:
 
     def start_pilot(self, trial: Client, *, empty: bool, least_bytes: int | None) -> e.StartPilot:
         """Wait for so many bytes beside others, or for the device to be the trial's alone; which it is."""
-        self.await_copies(trial)
-        return self._ask(e.PilotReady(trial.id, empty, least_bytes), e.StartPilot)
+        with self._settled(trial):
+            return self._ask(e.PilotReady(trial.id, empty, least_bytes), e.StartPilot)
 
     def end_pilot(self, trial: Client, peak_bytes: int) -> None:
         self._tell(e.PilotDone(trial.id, peak_bytes))
@@ -346,17 +347,16 @@ class ShardPool:
 
     def have_alone(self, trial: Client) -> None:
         """Within a step, between tasks: wait for the others' steps to end."""
-        self.await_copies(trial)
-        self._ask(e.Outgrown(trial.id), e.Alone)
+        with self._settled(trial):
+            self._ask(e.Outgrown(trial.id), e.Alone)
 
     def leave_step(self, trial: Client, *, trained: bool) -> None:
-        self.await_copies(trial)
-        self._tell(e.StepDone(trial.id, trained))
+        with self._settled(trial):
+            self._handle(e.StepDone(trial.id, trained))
 
     def keep_step(self, trial: Client, num_bytes: int) -> bool:
         """For the next one; whether the device, if it is the trial's alone, stays so, for this is too much."""
-        self.await_copies(trial)
-        with self._lock:
+        with self._settled(trial):
             self._handle(e.StepDone(trial.id, keeps_bytes=num_bytes))
             return self._machine.is_alone(trial.id)
 
@@ -377,8 +377,8 @@ class ShardPool:
         self._tell(e.Reported(trial.id, value, maximizes))
 
     def invalidate(self, trial: Client) -> None:
-        self.await_copies(trial)
-        self._tell(e.Invalidated(trial.id))
+        with self._settled(trial):
+            self._handle(e.Invalidated(trial.id))
 
     def acquire(self, ready: e.TaskReady, after: tuple[Task, float] | None = None) -> tuple[float, Device]:
         """Wait for the lease and the shard; when the task began, in seconds, and where. `after` is the task that ends
@@ -407,6 +407,7 @@ class ShardPool:
         except BaseException:
             with self._lock:
                 if not self._handling:
+                    self.await_copies(trial)
                     self._handle(e.Failed(task))
                     self._granted[task.trial].clear()
             raise
@@ -441,8 +442,8 @@ class ShardPool:
 
     def repack(self, trial: Client, plan: TrialPlan) -> None:
         """Within a step, between tasks."""
-        self.await_copies(trial)
-        self._tell(e.Repacked(trial.id, plan))
+        with self._settled(trial):
+            self._handle(e.Repacked(trial.id, plan))
 
     def slot_of(self, task: Task) -> tuple[int, int]:
         """Offset and bytes of its shard's slot; none for a shard whose weights are all held."""
@@ -452,24 +453,21 @@ class ShardPool:
 
     def end_trial(self, trial: Client) -> None:
         """Take back everything; the others go on."""
-        self.await_copies(trial)
-        for device in self._devices:  # before others may have its bytes
-            device.meter.end_trial(trial.id)
-        with self._lock:
+        with self._settled(trial):
+            for device in self._devices:  # before others may have its bytes
+                device.meter.end_trial(trial.id)
             self.note_summary(trial)
             self._forget(trial.id)
             self._trials.pop(trial.id, None)
 
     def standing(self, trial: Client) -> Standing | None:
         """None if the trial's last event was interrupted."""
-        self.await_copies(trial)
-        with self._lock:
+        with self._settled(trial):
             return None if self._handling or self._granted[trial.id] else self._machine.standing(trial.id)
 
     def interrupt(self, trial: Client) -> None:
         """Take back everything; the trial will ask anew."""
-        self.await_copies(trial)
-        with self._lock:
+        with self._settled(trial):
             self._stop_others()
             self._handle(e.Interrupted(trial.id))
             self._granted[trial.id].clear()
@@ -576,6 +574,13 @@ class ShardPool:
                         self._submit(copy)
                 while self._copying.get(trial.id):
                     self._wake[trial.id].wait()
+
+    @contextmanager
+    def _settled(self, trial: Client) -> Iterator[None]:
+        """Inside, no copy of this trial is under way, and what others do begins none."""
+        with self._lock:
+            self.await_copies(trial)
+            yield
 
     def _take(self, trial: int, answer: type[InstructionT]) -> InstructionT:
         instruction = self._granted[trial].popleft()

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import traceback
 
 os.environ["HYDRA_TUNE_CHECKS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,7 @@ import torch
 
 from hydra_tune.cuda_device import CudaDevice
 from hydra_tune.device import CpuDevice
+from hydra_tune.fork import ForkGate
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import remembers_casts
 from hydra_tune.schedule import Machine
@@ -66,19 +68,27 @@ def quiet_optuna():
 
 @pytest.fixture(autouse=True)
 def pools(monkeypatch):
-    """Every pool a test makes; afterwards none has ever been over its budget, and each scheduler is sound. Shards are
-    promoted ahead however small they are."""
+    """Every pool a test makes; afterwards none has ever been over its budget, each scheduler is sound, and no operator
+    has run under a pool's lock: a fork would hold it up, and wait itself for another one that needs the lock. Shards
+    are promoted ahead however small they are."""
     for device in (CpuDevice, CudaDevice):
         monkeypatch.setattr(device, "least_ahead_bytes", 1)
-    made = []
-    original = ShardPool.__init__
+    made, under_lock = [], []
+    original, enter = ShardPool.__init__, ForkGate.enter
 
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)
         made.append(self)
 
+    def enter_without_lock(gate):
+        if any(pool._lock._is_owned() for pool in made):
+            under_lock.append("".join(traceback.format_stack()))
+        return enter(gate)
+
     monkeypatch.setattr(ShardPool, "__init__", init)
+    monkeypatch.setattr(ForkGate, "enter", enter_without_lock)
     yield made
+    assert not under_lock, under_lock[0]
     for pool in made:
         pool._machine.validate()
         for device in pool.devices:

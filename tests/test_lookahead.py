@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune.context import current_context
 from hydra_tune.copier import Copier
 from hydra_tune.device import CpuDevice
 from hydra_tune.events import Promote
+from hydra_tune.stop import Stop
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
 
 WAIT_S = 30.0  # for what a machine under load does late
@@ -187,6 +189,49 @@ def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
             time.sleep(0.001)
         assert waited == [True]
         assert pool.devices[0].used_bytes == 0
+
+
+def test_a_trial_is_stopped_while_it_waits_for_a_shard_that_is_on_its_way(monkeypatch):
+    """The copy would go on into what is another's by then."""
+    under_way, go_on, waited, freed = threading.Event(), threading.Event(), [], []
+    promote, free_slot = CpuDevice.promote, CpuDevice.free_slot
+
+    def slow(device, copies):
+        ahead = threading.current_thread() is not threading.main_thread()
+        if ahead and not waited and reads(copies, weight):
+            under_way.set()
+            waited.append(go_on.wait(WAIT_S))
+        promote(device, copies)
+
+    def watched(device, offset, num_bytes):
+        freed.extend(copy for each in pool._copying.values() for copy in each if copy.promote.offset == offset)
+        free_slot(device, offset, num_bytes)
+
+    def stop():
+        assert under_way.wait(WAIT_S)
+        (device,), (trial,) = pool._machine.devices, pool._trials.values()
+        end_s = time.monotonic() + WAIT_S
+        while (device.running is None or device.started) and time.monotonic() < end_s:
+            time.sleep(0.001)
+        trial.stop("enough")
+        time.sleep(0.05)
+        go_on.set()
+
+    monkeypatch.setattr(current_context(), "stop", Stop())
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+        model = Net()
+        step(model, pool).sum().backward()
+        weight = model.layers[2].up.weight
+        monkeypatch.setattr(CpuDevice, "promote", slow)
+        monkeypatch.setattr(CpuDevice, "free_slot", watched)
+        thread = threading.Thread(target=stop)
+        thread.start()
+        with pytest.raises(hydra_tune.TrialStopped, match="enough"):
+            model(torch.randn(4, WIDTH))
+        thread.join()
+        hydra_tune.release(model)
+    assert waited == [True]
+    assert not freed
 
 
 def test_what_is_written_while_a_shard_is_copied_is_not_missed(monkeypatch):

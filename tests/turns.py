@@ -49,13 +49,13 @@ class Turns:
 
     def _choose(self):
         self._count += 1
-        assert self._count < MOST_TURNS, "nobody goes on"
         self._whose = self._rng.choice(self._threads)
         self._changed.notify_all()
 
     def _await(self, name):
-        while self._whose != name:
+        while self._whose != name and self._count < MOST_TURNS:
             self._changed.wait()
+        assert self._count < MOST_TURNS, "nobody goes on"
 
 
 class Waits:

@@ -1,5 +1,7 @@
 """One thread at a time calls a prepared model; which one is the script's own affair."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -163,3 +165,27 @@ def test_blocks_that_several_threads_of_a_forward_call_take_turns(budget):
     """What they raised varied: an impossible transition, or budgets too small."""
     for _ in range(3):
         trains_as_in_plain_pytorch(TwoThreads, budget)
+
+
+COLLECTS = """
+import gc, threading
+from hydra_tune.callers import Callers
+
+for each in [threading.Event() for _ in range(50)]:
+    threading.Thread(target=each.wait, daemon=True).start()
+for threshold in range(1, 60):
+    callers, garbage = Callers(), [threading.local()]
+    garbage[0].x = 1
+    garbage.append(garbage)
+    other = threading.Thread(target=callers.enter, args=(None, "net"), kwargs={"in_backward": False})
+    other.start(), other.join()
+    gc.collect(), gc.set_threshold(threshold)
+    del garbage
+    callers.enter(None, "net", in_backward=False)
+    gc.set_threshold(700)
+"""
+
+
+def test_garbage_is_collected_while_it_is_asked_who_calls():
+    """Python up to 3.11 then waited for itself, for ever: seen once in many thousand tests."""
+    subprocess.run([sys.executable, "-c", COLLECTS], check=True, timeout=60)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hydra_tune.fork import new_in_child
 from hydra_tune.graph import CAST, leaf_of, nodes_of
 
 
@@ -31,7 +32,7 @@ class _Cleared(threading.local):
 
 _here = _Cleared()
 _by_all = 0
-_lock = threading.Lock()
+_lock = new_in_child(threading.Lock())
 
 
 def watch_clearings() -> None:

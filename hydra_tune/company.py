@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from hydra_tune.fork import new_in_child
+
 
 class Company:
     """What is the process's is nobody's to set in company: whoever put back what it had found would undo what another
@@ -11,7 +13,7 @@ class Company:
 
     def __init__(self) -> None:
         self.count = 0
-        self._lock = threading.Lock()
+        self._lock = new_in_child(threading.Lock())
 
     def join(self) -> None:
         with self._lock:

@@ -25,7 +25,8 @@ class Copier:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # it stays behind where a process forks
+            self._jobs = SimpleQueue()
             arguments = (self._jobs, self._num_threads)
             self._thread = threading.Thread(target=_work, args=arguments, name=f"copies of {self._name}", daemon=True)
             weakref.finalize(self, self._jobs.put, None)

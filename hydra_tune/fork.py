@@ -3,7 +3,7 @@
 A forked child, a loader's worker, inherits every lock as it is at that moment, also those that another
 thread holds: PyTorch's and the C library's own, which the first call of an operator takes. The child
 would wait for them for ever. So a fork waits until no trial's thread is inside an operator, and keeps
-them out meanwhile.
+them out meanwhile. Then it takes the pools' locks, under which no operator runs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 _ON_THE_WAY_S = 0.005  # for threads between PyTorch's binding and the trial's mode to arrive there
 
@@ -26,6 +28,8 @@ class ForkGate:
         self._inside: set[int] = set()
         self._users = 0  # trials whose operators pass here
         self._lock = threading.Lock()  # of the count, and of the one thread that forks
+        self._others: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
+        self._taken: list[threading.RLock] = []  # of these, during a fork
         # Held by who starts a loader's workers: libraries (filelock) refuse a fork while another one waits here.
         self.one_at_a_time = threading.RLock()
 
@@ -63,6 +67,11 @@ class ForkGate:
             if inside:
                 self.enter()
 
+    def guard(self, lock: threading.RLock) -> None:
+        """Let no fork happen while another thread has this lock, under which no operator may run."""
+        with self._lock:
+            self._others.add(lock)
+
     def close(self) -> None:
         self._lock.acquire()
         self._open.clear()
@@ -70,8 +79,13 @@ class ForkGate:
             time.sleep(_ON_THE_WAY_S)
             while self._inside - {threading.get_ident()}:
                 time.sleep(_ON_THE_WAY_S / 10)
+        self._taken = list(self._others)
+        for lock in self._taken:
+            lock.acquire()
 
     def open(self) -> None:
+        while self._taken:
+            self._taken.pop().release()
         self._open.set()
         self._lock.release()
 
@@ -79,7 +93,17 @@ class ForkGate:
         self._inside.clear()
         self.one_at_a_time = threading.RLock()
         self._users = 0
+        self._open = threading.Event()  # the other one's own lock a thread that came to wait there may have had
         self.open()
+
+
+LockT = TypeVar("LockT", threading.Lock, threading.RLock)
+
+
+def new_in_child(lock: LockT) -> LockT:
+    """The same lock, free in a forked child, whoever had it: as CPython's own modules do with theirs."""
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+    return lock
 
 
 gate = ForkGate()

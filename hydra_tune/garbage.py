@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
-_one_collects = threading.RLock()
+from hydra_tune.fork import new_in_child
+
+_one_collects = new_in_child(threading.RLock())
 _MOST_TRIES = 1_000
 _PAUSE_S = 1e-3
 

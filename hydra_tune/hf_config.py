@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import nn
 
-_lock = threading.Lock()
+from hydra_tune.fork import new_in_child
+
+_lock = new_in_child(threading.Lock())
 _users: dict[int, int] = {}  # by config: prepared models that it is switched off for
 
 

@@ -21,7 +21,7 @@ import torch
 
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import MixedDevicesError
-from hydra_tune.fork import gate
+from hydra_tune.fork import gate, new_in_child
 from hydra_tune.host_buffer import parts_of
 from hydra_tune.journal import Journal
 
@@ -29,17 +29,11 @@ _COPIES_INTO = (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
 _COPY_TO = torch.ops.aten._to_copy
 
 # A finalizer may run within any meter's work: reentrant, and one for all, lest two meters' threads wait for each other.
-_lock = threading.RLock()
+_lock = new_in_child(threading.RLock())
 _meters_of: dict[int, tuple[Meter, ...]] = {}  # by storage; several where trials share a batch that each copied
 
 
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.RLock()
-    _meters_of.clear()  # nothing that the child inherits is on a device
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_meters_of.clear)  # nothing that the child inherits is on a device
 
 
 class DeviceOutOfMemoryError(torch.OutOfMemoryError):
@@ -79,7 +73,7 @@ class Meter:
     def _add(self, trial: int, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key = storage._cdata
         with _lock:
-            if key in self._storages or num_bytes == 0 or storage.device.type == "meta":
+            if key in self._storages or num_bytes == 0 or storage.device.type == "meta" or self._is_forked:
                 return
             too_many = self.enforce and self.live_bytes + num_bytes > self.budget_bytes
             if too_many or self._trial_bytes[trial] + num_bytes > self._limits.get(trial, inf):
@@ -105,9 +99,14 @@ class Meter:
             "the pool's memory=."
         )
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a child's copy, where nothing is on the device."""
+        return os.getpid() != self._pid
+
     def _forget(self, key: int) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child frees its copy, which was never on the device
+        if self._is_forked:
+            return
         with _lock:
             if key in self._storages:
                 self._remove(key)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from hydra_tune.fork import gate
+from hydra_tune.fork import gate, new_in_child
 from hydra_tune.meter import TrialMeter, is_counted, storages_of
 from hydra_tune.random_state import (
     RandomState,
@@ -257,15 +257,7 @@ def drawing_for_nothing() -> Iterator[None]:
             own.give_back()
 
 
-_drawing = threading.RLock()
-
-
-def _after_fork_in_child() -> None:
-    global _drawing
-    _drawing = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+_drawing = new_in_child(threading.RLock())
 
 
 class Counted:

@@ -29,6 +29,7 @@ from hydra_tune.device import Device
 from hydra_tune.devices import host_bytes_for, open_devices
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.fingerprint import PlanKey
+from hydra_tune.fork import gate, new_in_child
 from hydra_tune.mode import TrialMode
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.pool_device import PoolDevice
@@ -128,6 +129,7 @@ class ShardPool:
         self._travels = alike and all(device.takes_travellers for device in self._devices)
         self._homes_stay = not all(device.homes_move for device in self._devices)
         self._lock = threading.RLock()
+        gate.guard(self._lock)
         self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
         self._granted: dict[int, deque[e.Instruction]] = {}
         self._wake: dict[int, threading.Condition] = {}
@@ -642,7 +644,7 @@ def _promote_ahead(reference: weakref.ref[ShardPool], copy: Copy) -> None:
 
 
 _default_pool: ShardPool | None = None
-_default_lock = threading.Lock()
+_default_lock = new_in_child(threading.Lock())
 
 
 def default_pool() -> ShardPool:

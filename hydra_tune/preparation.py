@@ -15,7 +15,7 @@ from torch import nn
 from hydra_tune.context import computes_elsewhere, current_context
 from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
-from hydra_tune.fork import gate
+from hydra_tune.fork import gate, new_in_child
 from hydra_tune.node import end_orphans
 from hydra_tune.optim import training_bytes
 from hydra_tune.pool import ShardPool, default_pool
@@ -186,7 +186,7 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 _bound: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # in any pool, by id
-_binding = threading.Lock()
+_binding = new_in_child(threading.Lock())
 
 
 def _refuse_shared(model: nn.Module) -> None:

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from hydra_tune.fork import new_in_child
 from hydra_tune.shared_random import SharedDraws
 
 T = TypeVar("T")
-_swap_lock = threading.RLock()
+_swap_lock = new_in_child(threading.RLock())
 _local = threading.local()
 
 
@@ -178,9 +179,7 @@ def remove_proxies() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """No operator, so no swap, was under way: see `fork`. But another thread may have held the lock."""
-    global _swap_lock
-    _swap_lock = threading.RLock()
+    """No operator, so no swap, was under way: see `fork`."""
     remove_proxies()
     _local.__dict__.clear()
 

@@ -36,8 +36,10 @@ class Stop:
 
     def pause(self) -> None:
         """Hold the trial where it next is between two steps, until `go_on`."""
-        if self._paused is None and not self.reason:
+        if self._paused is None:
             self._paused = threading.Event()
+        if self.reason:  # looked at last: another thread may say it meanwhile
+            self.go_on()
 
     def go_on(self) -> None:
         paused, self._paused = self._paused, None

@@ -1,6 +1,7 @@
 """A trial's loader workers are forked while no trial is inside an operator, and inherit no trial."""
 
 import os
+import signal
 import threading
 import time
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hydra_tune
+import scripts
 from hydra_tune.context import TrialContext
 from hydra_tune.fork import ForkGate, gate
 from hydra_tune.meter import Meter, TrialMeter
@@ -134,6 +136,56 @@ def test_a_thread_that_was_interrupted_on_its_way_out_and_searches_holds_up_no_f
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
         hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=1)
     assert not hung
+
+
+def test_a_child_that_was_forked_while_a_thread_came_to_wait_for_the_end_of_the_fork_goes_on():
+    """It has that thread's lock, but not the thread."""
+    gate = ForkGate()
+    gate.close()
+    waits = threading.Thread(target=gate._open._cond.acquire)
+    waits.start(), waits.join(10)
+    child = threading.Thread(target=gate.open_in_child, daemon=True)
+    child.start(), child.join(10)
+    assert not child.is_alive()
+
+
+def test_a_fork_waits_for_a_pools_lock():
+    held, may_go, pool = threading.Event(), threading.Event(), hydra_tune.ShardPool(["cpu"], "1MiB")
+
+    def handles():
+        with pool._lock:
+            held.set()
+            assert may_go.wait(10)
+            pool.handled = True
+
+    thread = threading.Thread(target=handles)
+    thread.start()
+    assert held.wait(10)
+    threading.Timer(0.05, may_go.set).start()
+    child = os.fork()
+    if child == 0:
+        os._exit(int(not hasattr(pool, "handled")))
+    _, status = os.waitpid(child, 0)
+    thread.join()
+    assert status == 0
+
+
+def test_a_forked_child_may_call_a_spilled_model():
+    """Also where its shards are copied ahead, by a thread that stays behind."""
+    torch.manual_seed(0)
+    model, x = scripts.Net(), torch.randn(4, scripts.WIDTH)
+    expected = model(x).detach()
+    with hydra_tune.ShardPool(["cpu"], scripts.BUDGETS["few blocks"]) as pool:
+        scripts.step(model, pool).sum().backward()
+        model(x).sum().backward()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            with torch.no_grad():
+                os._exit(int(not torch.equal(model(x), expected)))
+        _, status = os.waitpid(child, 0)
+        hydra_tune.release(model)
+    assert status == 0
 
 
 def test_a_forked_child_may_call_a_model_only_where_no_other_trial_waits_for_it():

@@ -592,7 +592,8 @@ class ShardPool:
     def _await(self, trial: int, answers: tuple[type, ...]) -> Any:
         while not self._granted[trial]:
             self.check_open(self._trials[trial])
-            self._wake[trial].wait()
+            self._wake[trial].wait(_LOOK_AROUND_S)
+            self._end_abandoned()
         instruction = self._granted[trial].popleft()
         assert isinstance(instruction, answers), (instruction, answers)
         return instruction

@@ -44,6 +44,12 @@ class Flag(NamedTuple):
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], Any]
+    of_gpus: bool = False
+
+    @property
+    def chooses_kernels(self) -> bool:
+        """Where several trials run. Hugging Face's CTC losses switch cuDNN off and on, wherever they run."""
+        return self is not _DEFAULT_DTYPE and (torch.cuda.is_initialized() or not self.of_gpus)
 
 
 _DEFAULT_DTYPE = Flag("default dtype", torch.get_default_dtype, torch.set_default_dtype)
@@ -67,11 +73,11 @@ _FLAGS = (
         torch.backends.cuda.mem_efficient_sdp_enabled,
         torch.backends.cuda.enable_mem_efficient_sdp,
     ),
-    Flag("backends.cuda.cudnn_sdp", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    Flag("backends.cuda.cudnn_sdp", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, True),
     Flag("float32_matmul_precision", _unless_by_backend(torch.get_float32_matmul_precision), _set_matmul_precision),
-    Flag("backends.cudnn.enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    Flag("backends.cudnn.deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    Flag("backends.cudnn.allow_tf32", _unless_by_backend(torch._C._get_cudnn_allow_tf32), _set_cudnn_allow_tf32),
+    Flag("backends.cudnn.enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, True),
+    Flag("backends.cudnn.deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic, True),
+    Flag("backends.cudnn.allow_tf32", _unless_by_backend(torch._C._get_cudnn_allow_tf32), _set_cudnn_allow_tf32, True),
     Flag("use_deterministic_algorithms", _deterministic, _set_deterministic),
     _DEFAULT_DTYPE,
 )
@@ -101,7 +107,7 @@ class ProcessState(NamedTuple):
         """
         now = tuple(flag.read() for flag in _FLAGS)
         for flag, value, other in zip(_FLAGS, self.flags, now, strict=True):
-            if value != other and flag is not _DEFAULT_DTYPE:
+            if value != other and flag.chooses_kernels:
                 raise RuntimeError(
                     f"while other trials run, the process's settings stay as they are from a forward to its backward, "
                     f"but torch.{flag.name} was {value} in the forward of block {block} and is {other} now: this trial "

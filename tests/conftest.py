@@ -88,6 +88,8 @@ def pools(monkeypatch):
     monkeypatch.setattr(ShardPool, "__init__", init)
     monkeypatch.setattr(ForkGate, "enter", enter_without_lock)
     yield made
+    for pool in made:
+        pool.close()
     assert not under_lock, under_lock[0]
     for pool in made:
         pool._machine.validate()
@@ -95,7 +97,6 @@ def pools(monkeypatch):
             assert device.peak_bytes <= device.budget_bytes, device
             if device.name.startswith("cpu"):
                 assert device.measured_peak_bytes <= device.budget_bytes, device
-        pool.close()
 
 
 @pytest.fixture

@@ -9,18 +9,11 @@ import torch
 from optuna.trial import TrialState
 
 import hydra_tune
+from hydra_tune import stop as stop_module
 from hydra_tune.optim import training_bytes
+from hydra_tune.stop import Stop
 from scripts import BUDGETS, WIDTH, Net
-
-WAIT_S = 60.0
-
-
-def wait_until(condition):
-    for _ in range(int(WAIT_S / 0.01)):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("waited in vain")
+from waiting import WAIT_S, wait_until
 
 
 class Search:
@@ -79,6 +72,19 @@ def test_a_paused_trial_rests_while_others_go_on(tmp_path):
         search.goes_on(0)
         assert search.state(0) == "live"
     assert {t.state for t in search.study.trials} == {TrialState.COMPLETE}
+
+
+def test_a_pause_that_is_asked_for_while_the_trial_is_stopped_holds_nobody(monkeypatch):
+    """By two threads: `optimize` never came back."""
+    stop, event = Stop(), threading.Event()
+
+    def stopped_meanwhile():
+        stop("enough")
+        return event
+
+    monkeypatch.setattr(stop_module.threading, "Event", stopped_meanwhile)
+    stop.pause()
+    assert not stop.is_paused
 
 
 @pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])

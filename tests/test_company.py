@@ -3,7 +3,6 @@
 import functools
 import multiprocessing
 import threading
-import time
 
 import optuna
 import pytest
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hydra_tune
 from hydra_tune.context import current_context
 from models import gpt
+from waiting import WAIT_S, wait_until
 
 STEPS = 6
 RATES = {0: 1e-3, 1: 3e-3, 2: 5e-4, 3: 2e-3}
@@ -137,7 +137,11 @@ class LargeTable(nn.Module):
 def test_steps_that_prove_too_large_to_run_beside_each_other_take_turns():
     """Both trials are admitted by the estimate; then the first step measures a loss that no pilot sees. Each
     waited for the bytes that the other holds."""
-    losses, together = {}, threading.Barrier(2)
+    losses, together = {}, threading.Barrier(2, timeout=WAIT_S)
+
+    def others_wait():
+        device = pool._machine.devices[0]
+        return device.entries or device.admissions
 
     def train(number, prepared):
         torch.manual_seed(number)
@@ -150,9 +154,7 @@ def test_steps_that_prove_too_large_to_run_beside_each_other_take_turns():
             output = model(torch.randint(0, 2000, (16,)))
             if prepared and step == 0 and not losses:
                 losses[number] = []
-                device = pool._machine.devices[0]
-                while not device.entries and not device.admissions:
-                    time.sleep(0.001)  # until the other is admitted, and waits for its first step
+                wait_until(others_wait, "the other is admitted, and waits for its first step")
             loss = (output.flatten().repeat(10) ** 2).mean()
             loss.backward()
             optimizer.step()

@@ -10,9 +10,8 @@ import torch
 import hydra_tune
 from hydra_tune.context import TrialContext
 from hydra_tune.optim import training_bytes
-from scripts import Net
-
-WAIT_S = 30.0
+from scripts import BUDGETS, Net
+from waiting import WAIT_S, wait_until
 
 
 def prepared(pool, model, **options):
@@ -84,6 +83,27 @@ def test_a_trial_that_was_collected_makes_room(room_for_one):
     gc.collect()
     thread.join(WAIT_S)
     assert isinstance(result[0], int)
+
+
+def test_a_trial_that_was_collected_makes_room_on_the_device():
+    """For one that waits between two tasks: nobody says that a model was collected."""
+
+    def work():
+        model = Net()
+        hydra_tune.prepare(model, pool=pool)
+        return model(torch.randn(4, 32)).sum().item()
+
+    with hydra_tune.ShardPool(["cpu"], 3 * BUDGETS["three shards"]) as pool:
+        first = Net()
+        hydra_tune.prepare(first, pool=pool)
+        first(torch.randn(4, 32)).sum().backward()
+        assert pool.report()["trials"][0]["resident"]
+        thread, result = in_thread(work)
+        wait_until(lambda: pool._machine.devices[0].admissions or pool._machine.devices[0].entries)
+        del first
+        gc.collect()
+        thread.join(WAIT_S)
+    assert isinstance(result[0], float)
 
 
 def test_who_waits_is_stopped_when_the_pool_is_closed(room_for_one):

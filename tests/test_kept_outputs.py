@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import hydra_tune
 from hydra_tune.context import current_context
 from scripts import BUDGETS, WIDTH, Net
+from waiting import wait_until
 
 STEPS = 12
 
@@ -117,8 +118,8 @@ def test_who_waited_to_measure_the_same_enters_by_what_was_measured():
         output = model(torch.randn(4, WIDTH))
         measures[trial.number] = current_context().trials[0].steps.measures
         begun.set()
-        while trial.number == 0 and not waits():
-            pass
+        if trial.number == 0:
+            wait_until(waits)
         output.sum().backward()
         return 0.0
 
@@ -131,15 +132,18 @@ def test_the_report_says_who_waits_for_whose_first_step():
     """Different models, of which each is to be measured."""
     begun, seen = threading.Event(), []
 
+    def waiting(name):
+        states = [t["state"] for t in pool.report()["trials"] if t["name"] == name]
+        return [state for state in states if state.startswith("waits")]
+
     def objective(trial):
         if trial.number == 1:
             assert begun.wait(60)
         model = hydra_tune.prepare(Net(depth=6 + trial.number), name=f"net {trial.number}")
         output = model(torch.randn(4, WIDTH))
         begun.set()
-        while trial.number == 0 and not seen:
-            states = [t["state"] for t in pool.report()["trials"] if t["name"] == "net 1"]
-            seen.extend(state for state in states if state.startswith("waits"))
+        if trial.number == 0:
+            wait_until(lambda: seen.extend(waiting("net 1")) or seen)
         output.sum().backward()
         return 0.0
 

@@ -13,6 +13,7 @@ import hydra_tune
 from hydra_tune.journal import Journal
 from hydra_tune.leaves import Leaves
 from models import bytes_batch, gpt, loss_of
+from waiting import wait_until
 
 
 class Norm(nn.Module):
@@ -200,8 +201,12 @@ def test_who_takes_the_memory_of_a_freed_tensor_is_not_taken_for_it():
     journal.watch("a block", [output])
     del output
     others = []
-    while not others or others[-1].untyped_storage()._cdata != address:
+
+    def is_taken():
         others.append(torch.zeros(4))
+        return others[-1].untyped_storage()._cdata == address
+
+    wait_until(is_taken)
     journal.note(torch.ops.aten.add_.Tensor, [others[-1], 1.0], {}, [others[-1]], on_device=False)
     assert not journal.changed_shared
     journal.watch("a block", [others[-1]])

@@ -32,6 +32,7 @@ import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from hydra_tune.integrations.messages import Order
 from ray_local import HERE, Results, empty_pool, first_step, local_ray, modules_of_tests
+from waiting import wait_until
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
 
@@ -49,13 +50,6 @@ def job(cluster):
     ray.init(address=cluster.address, log_to_driver=False)
     yield
     ray.shutdown()
-
-
-def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end_s, f"{what} within {seconds} s"
-        time.sleep(0.1)
 
 
 def processes(name: str) -> list[psutil.Process]:

@@ -5,7 +5,6 @@ import errno
 import logging
 import queue
 import threading
-import time
 
 import optuna
 import pytest
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 import hydra_tune
 from hydra_tune import checkpoint
 from scripts import BUDGETS, WIDTH, Layer, Net
+from waiting import wait_until
 
 EPOCHS, BATCHES = 3, 5
 STEPS = EPOCHS * BATCHES
@@ -296,15 +296,13 @@ def test_a_retry_of_optunas_goes_on_from_the_trial_that_it_retries(tmp_path):
 def test_a_checkpoint_is_written_while_others_train(tmp_path, monkeypatch):
     """One trial's writing waits until the other has made steps."""
     steps, write, written = {0: 0, 1: 0}, checkpoint._write, threading.Event()
-    first = []
+    first = threading.Lock()
 
     def slow(place, state):
         number = int(place.parent.name.removeprefix("trial-"))
-        if not first:
-            first.append(number)
+        if first.acquire(blocking=False):
             before = steps[1 - number]
-            while steps[1 - number] < before + 3:
-                time.sleep(0.001)
+            wait_until(lambda: steps[1 - number] >= before + 3)
             written.set()
         write(place, state)
 
@@ -324,7 +322,7 @@ def test_a_checkpoint_is_written_while_others_train(tmp_path, monkeypatch):
     runner = hydra_tune.HydraTrialRunner(pool, 2, checkpoint_dir=tmp_path, checkpoint_every=2)
     study = optuna.create_study()
     runner.optimize(study, objective, n_trials=2)
-    assert {t.state for t in study.trials} == {TrialState.COMPLETE} and first
+    assert {t.state for t in study.trials} == {TrialState.COMPLETE} and written.is_set()
 
 
 def test_a_finished_trial_leaves_no_checkpoint(tmp_path):
@@ -639,7 +637,7 @@ def test_a_thread_of_the_objectives_own_that_fetches_ahead(writes, tmp_path):
             except Exception as error:
                 fetched.put(error)
 
-        thread = threading.Thread(target=fetch)
+        thread = threading.Thread(target=fetch, daemon=True)
         thread.start()
         while (batch := fetched.get()) is not None:
             if isinstance(batch, Exception):

@@ -12,6 +12,7 @@ from optuna.trial import TrialState, create_trial
 
 import hydra_tune
 from hydra_tune.integrations.rehearsal import warn_of_pruner, warn_of_sampler
+from waiting import WAIT_S
 
 STEPS = 30
 
@@ -122,7 +123,7 @@ def test_a_pruner_that_cannot_be_says_so(arguments, message):
 
 def test_trials_of_a_runner_are_stopped_while_all_of_them_run():
     """Each waits at every step for the others that still run: none has finished when the first is stopped."""
-    level = threading.Barrier(8)
+    level = threading.Barrier(8, timeout=WAIT_S)
     made = {}
 
     def objective(trial):
@@ -253,7 +254,7 @@ def test_a_runner_warns_once_when_its_objective_reports(caplog):
 
 def test_of_trials_that_report_first_at_once_one_warns_and_optunas_verbosity_stays(caplog):
     """Each rehearsed, with Optuna silenced, and put back what it had found: silence, where another one was at it."""
-    level = threading.Barrier(8)
+    level = threading.Barrier(8, timeout=WAIT_S)
 
     def objective(trial):
         level.wait()

@@ -88,6 +88,19 @@ def test_a_backward_that_needs_other_kernels_than_another_trial_has_set_is_refus
     assert torch._C._get_mkldnn_enabled()
 
 
+def test_what_only_gpus_heed_may_be_switched_where_none_is_used(monkeypatch):
+    """Hugging Face's CTC losses do, each time."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    switch = torch._C._set_cudnn_enabled
+    trials = Switched(lambda: switch(False), lambda: switch(True)).search()
+    assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    script = Switched(lambda: switch(False), lambda: switch(True))
+    assert [trial.state.name for trial in script.search()] == ["FAIL", "COMPLETE"]
+    assert "torch.backends.cudnn.enabled was True" in str(script.error)
+
+
 def test_a_repetition_under_autocast_clears_no_other_threads_casts():
     """Who leaves a thread's outermost `torch.autocast` clears the casts of all."""
 

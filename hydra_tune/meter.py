@@ -15,7 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,15 @@ class DeviceOutOfMemoryError(torch.OutOfMemoryError):
     """A virtual device holds more bytes than its budget. What a GPU raises is its base class."""
 
 
+class Counted(NamedTuple):
+    """A storage that lives: what of it counts, and how large it is, in bytes."""
+
+    ref: weakref.ref[torch.UntypedStorage]
+    trial: int
+    num_bytes: int
+    storage_bytes: int
+
+
 class Meter:
     """Live storages of one device, by trial. Thread-safe; a storage is forgotten when it is freed."""
 
@@ -52,7 +61,7 @@ class Meter:
         self._trial_bytes: defaultdict[int, int] = defaultdict(int)
         self._window_peak: dict[int, int] = {}
         self._limits: dict[int, int] = {}
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self._storages: dict[int, Counted] = {}
         self._pid = os.getpid()
 
     def add(self, trial: int, tensors: Iterable[torch.Tensor]) -> None:
@@ -67,24 +76,42 @@ class Meter:
 
     def add_copy(self, trial: int, tensor: torch.Tensor) -> None:
         """Count a tensor that a GPU would have a copy of: the bytes of a batch, not of the data set it views."""
-        for storage in storages_of(tensor):
+        for storage in storages_of(tensor) if tensor.numel() else ():
             self._add(trial, storage, min(storage.nbytes(), tensor.numel() * tensor.element_size()))
 
     def _add(self, trial: int, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key = storage._cdata
         with _lock:
-            if key in self._storages or num_bytes == 0 or storage.device.type == "meta" or self._is_forked:
+            if key in self._storages or storage.device.type == "meta" or self._is_forked:
                 return
-            too_many = self.enforce and self.live_bytes + num_bytes > self.budget_bytes
-            if too_many or self._trial_bytes[trial] + num_bytes > self._limits.get(trial, inf):
-                raise self._out_of_memory(num_bytes)
+            self._check(trial, num_bytes)
             self._enter(key, storage, trial, num_bytes)
+
+    def _check(self, trial: int, num_bytes: int) -> None:
+        too_many = self.enforce and self.live_bytes + num_bytes > self.budget_bytes
+        if num_bytes and (too_many or self._trial_bytes[trial] + num_bytes > self._limits.get(trial, inf)):
+            raise self._out_of_memory(num_bytes)
+
+    def note_growth(self, storage: torch.UntypedStorage) -> None:
+        """Count what an operator has made this storage larger by, as where it writes an `out=`.
+
+        Raises:
+            DeviceOutOfMemoryError: as `add` does.
+        """
+        key, storage_bytes = storage._cdata, storage.nbytes()
+        with _lock:
+            counted = self._storages.get(key)
+            if counted is not None and storage_bytes > counted.storage_bytes:
+                more = storage_bytes - counted.storage_bytes
+                self._check(counted.trial, more)
+                self._storages[key] = counted._replace(num_bytes=counted.num_bytes + more, storage_bytes=storage_bytes)
+                self._count(counted.trial, more)
 
     def _enter(self, key: int, storage: torch.UntypedStorage, trial: int, num_bytes: int) -> None:
         if key not in self._storages:
             ref = weakref.ref(storage, lambda _: self._forget(key))
             _meters_of[key] = (*_meters_of.get(key, ()), self)
-            self._storages[key] = (ref, trial, num_bytes)
+            self._storages[key] = Counted(ref, trial, num_bytes, storage.nbytes())
             self._count(trial, num_bytes)
 
     def remove(self, tensor: torch.Tensor) -> None:
@@ -115,8 +142,8 @@ class Meter:
         others = tuple(meter for meter in _meters_of.pop(key, ()) if meter is not self)
         if others:
             _meters_of[key] = others
-        _, trial, num_bytes = self._storages.pop(key)
-        self._count(trial, -num_bytes)
+        counted = self._storages.pop(key)
+        self._count(counted.trial, -counted.num_bytes)
 
     def _count(self, trial: int, num_bytes: int) -> None:
         self.live_bytes += num_bytes
@@ -153,8 +180,9 @@ class Meter:
     def end_trial(self, trial: int) -> None:
         """Forget the trial's storages; those that live on belong to the user's host memory from here on."""
         with _lock:
-            for key in [k for k, (_, owner, _) in self._storages.items() if owner == trial]:
-                self._forget(key)
+            for key, counted in self._storages.copy().items():  # which shrinks where garbage is collected
+                if counted.trial == trial:
+                    self._forget(key)
             self.recount()
             for of_trials in (self._window_peak, self._trial_bytes, self._limits):
                 of_trials.pop(trial, None)
@@ -162,26 +190,27 @@ class Meter:
     def storages(self, trial: int) -> list[torch.UntypedStorage]:
         """That live, of this trial."""
         with _lock:
-            found = [ref() for ref, owner, _ in self._storages.values() if owner == trial]
+            found = [counted.ref() for counted in self._storages.copy().values() if counted.trial == trial]
         return [storage for storage in found if storage is not None]
 
     def hand_over(self, trial: int, to: Meter) -> None:
         """The trial's storages are that device's from here on."""
         with _lock:
-            for key, (ref, owner, num_bytes) in list(self._storages.items()):
-                storage = ref()
-                if owner == trial and storage is not None:
+            for key, counted in self._storages.copy().items():
+                storage = counted.ref()
+                if counted.trial == trial and storage is not None:
                     self._remove(key)
-                    to._enter(key, storage, trial, num_bytes)
+                    to._enter(key, storage, trial, counted.num_bytes)
 
     def recount(self) -> None:
         """After a change that was interrupted halfway."""
         with _lock:
-            for key in [k for k, (ref, _, _) in self._storages.items() if ref() is None]:
-                self._remove(key)
+            for key, counted in self._storages.copy().items():
+                if counted.ref() is None:
+                    self._forget(key)
             self._trial_bytes.clear()
-            for _, trial, num_bytes in self._storages.values():
-                self._trial_bytes[trial] += num_bytes
+            for counted in self._storages.copy().values():
+                self._trial_bytes[counted.trial] += counted.num_bytes
             self.live_bytes = sum(self._trial_bytes.values())
 
 
@@ -227,12 +256,15 @@ class TrialMeter:
         packet = getattr(operator, "overloadpacket", None)
         if packet in _COPIES_INTO:
             return None
-        found = [(t.dim(), meters) for t in inputs if (meters := _known(t))]
+        found = [(t, meters) for t in inputs if (meters := _known(t))]
         if not found:
             return self.here if self.inside and not inputs else None
         if packet is _COPY_TO:
             return self.here
-        sets = [meters for dim, meters in found if dim] or [found[0][1]]
+        sets = [meters for t, meters in found if _has_elements(t)]
+        if not sets and not self.inside and any(map(_has_elements, inputs)):
+            return None  # a script's penalty on weights in host memory, whose backward starts with the loss's gradient
+        sets = sets or [found[0][1]]
         common = [meter for meter in sets[0] if all(meter in meters for meters in sets)]
         if common:
             return self.here if self.here in common else common[0]
@@ -253,6 +285,13 @@ class TrialMeter:
             copies = getattr(operator, "overloadpacket", None) in _COPIES_INTO
             on_device = not copies and any(t.dim() and is_counted(t) for t in inputs)
             self.journal.note(operator, args, kwargs, inputs, on_device=on_device)
+
+    def note_growth(self, written: Iterable[torch.Tensor]) -> None:
+        """Count what an operator has enlarged."""
+        for tensor in written:
+            for storage in storages_of(tensor):
+                for meter in _meters_of.get(storage._cdata, ()):
+                    meter.note_growth(storage)
 
     def observe(self, device: Meter | None, outputs: list[torch.Tensor]) -> None:
         """Count what an operator made there."""
@@ -371,6 +410,12 @@ class Paused:
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """One, but of a sparse tensor those of its indices and values."""
     return [part.untyped_storage() for part in parts_of(tensor)]
+
+
+def _has_elements(tensor: torch.Tensor) -> bool:
+    """Not a number, nor one that is seen as many."""
+    strided = tensor.layout is torch.strided
+    return tensor.dim() > 0 and tensor.numel() > 0 and not (strided and not any(tensor.stride()))
 
 
 def _known(tensor: torch.Tensor) -> tuple[Meter, ...]:

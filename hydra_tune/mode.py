@@ -112,7 +112,9 @@ class TrialMode(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         if meter is not None and device is not None:
-            meter.observe(device, _made(func, args, inputs, out))
+            made, written = _made(func, args, inputs, out)
+            meter.note_growth(written)
+            meter.observe(device, made)
         if func in _ASKS_FOR_MODES and torch.is_grad_enabled():
             self._made = out
         return out
@@ -317,14 +319,17 @@ os.register_at_fork(after_in_child=drop_modes)
 
 def _made(
     func: Callable[..., Any], args: Sequence[Any], inputs: Sequence[torch.Tensor], out: Any
-) -> list[torch.Tensor]:
-    """What an operator with an input on the device has made there: not what it wrote into another input, and of
-    a list only what comes of an input there."""
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What an operator with an input on the device has made there, of a list only what comes of an input there; and
+    what it wrote into an input."""
     outputs = _tensors((out,))
     if _is_foreach(func) and isinstance(args[0], (list, tuple)) and len(args[0]) == len(outputs):
         outputs = [made for given, made in zip(args[0], outputs, strict=True) if is_counted(given)]
-    written = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
-    return [t for t in outputs if not written.intersection(storage._cdata for storage in storages_of(t))]
+    given = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
+    made, written = list[torch.Tensor](), list[torch.Tensor]()
+    for t in outputs:
+        (made if given.isdisjoint(storage._cdata for storage in storages_of(t)) else written).append(t)
+    return made, written
 
 
 @cache

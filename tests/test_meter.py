@@ -74,6 +74,40 @@ def test_an_operator_on_the_device_makes_device_bytes_unless_it_is_a_view_or_in_
         assert meter.live_bytes == 40, "host memory is free"
 
 
+@pytest.mark.parametrize(
+    "enlarge",
+    [
+        lambda x, empty: torch.cat([x, x], out=empty),
+        lambda x, empty: empty.resize_(20),
+        lambda x, empty: x.resize_(20),
+    ],
+    ids=["out", "resize_ of nothing", "resize_"],
+)
+def test_what_an_operator_enlarges_counts(enlarge, pair, meters):
+    x, meter = pair[0], meters[0]
+    with on(meter):
+        empty = x.new_empty(0)
+        before = meter.live_bytes
+        enlarge(x, empty)
+        assert meter.live_bytes - before == (40 if x.numel() == 20 else 80)
+        with pytest.raises(DeviceOutOfMemoryError):
+            empty.resize_(1000)
+
+
+@pytest.mark.parametrize(
+    "penalty", [lambda p, q: (p - q).pow(2).sum(), lambda p, q: p.abs().sum(), lambda p, q: (p - q).norm()]
+)
+def test_a_penalty_on_weights_in_host_memory_is_computed_there(penalty, pair, meters):
+    """Also its backward, though it begins with the gradient of a loss that is on the device."""
+    meter, p = meters[0], torch.ones(500, requires_grad=True)
+    x = pair[0].requires_grad_()
+    with on(meter):
+        loss = (x * 2).sum() + 0.1 * penalty(p, torch.zeros(500))
+        loss.backward()
+        assert meter.peak_bytes < 300
+    assert p.grad.abs().sum() > 0
+
+
 def test_a_copy_to_the_host_takes_no_device_bytes(pair, meters):
     """A buffer for predictions, filled with slices, was counted: out of memory where no GPU is."""
     predictions = torch.zeros(1000, 10)

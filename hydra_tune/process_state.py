@@ -49,7 +49,7 @@ class Flag(NamedTuple):
     @property
     def chooses_kernels(self) -> bool:
         """Where several trials run. Hugging Face's CTC losses switch cuDNN off and on, wherever they run."""
-        return self is not _DEFAULT_DTYPE and (torch.cuda.is_initialized() or not self.of_gpus)
+        return self is not _DEFAULT_DTYPE and (torch.accelerator.is_available() or not self.of_gpus)
 
 
 _DEFAULT_DTYPE = Flag("default dtype", torch.get_default_dtype, torch.set_default_dtype)

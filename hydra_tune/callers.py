@@ -60,8 +60,8 @@ def _top_frame(thread: int) -> FrameType | None:
     """Of a thread that lives. Until Python 3.12, garbage that is collected while the interpreter makes the frames may
     wait for ever for a lock that it holds then (python/cpython#106883)."""
     collects = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         return sys._current_frames().get(thread)
     finally:
         if collects:

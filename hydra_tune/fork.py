@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 _ON_THE_WAY_S = 0.005  # for threads between PyTorch's binding and the trial's mode to arrive there
@@ -79,15 +79,23 @@ class ForkGate:
             time.sleep(_ON_THE_WAY_S)
             while self._inside - {threading.get_ident()}:
                 time.sleep(_ON_THE_WAY_S / 10)
-        self._taken = list(self._others)
-        for lock in self._taken:
+        for lock in list(self._others):
+            self._taken.append(lock)
             lock.acquire()
 
     def open(self) -> None:
+        try:
+            self._let_others_go()
+        finally:
+            self._let_others_go()  # where an interruption came between
+            self._open.set()
+            self._lock.release()
+
+    def _let_others_go(self) -> None:
         while self._taken:
-            self._taken.pop().release()
-        self._open.set()
-        self._lock.release()
+            with suppress(RuntimeError):  # an interruption came before it was taken, or after it was let go
+                self._taken[-1].release()
+            self._taken.pop()
 
     def open_in_child(self) -> None:
         self._inside.clear()

@@ -261,10 +261,7 @@ class TrialMeter:
             return self.here if self.inside and not inputs else None
         if packet is _COPY_TO:
             return self.here
-        sets = [meters for t, meters in found if _has_elements(t)]
-        if not sets and not self.inside and any(map(_has_elements, inputs)):
-            return None  # a script's penalty on weights in host memory, whose backward starts with the loss's gradient
-        sets = sets or [found[0][1]]
+        sets = [meters for t, meters in found if t.dim() and t.numel()] or [found[0][1]]
         common = [meter for meter in sets[0] if all(meter in meters for meters in sets)]
         if common:
             return self.here if self.here in common else common[0]
@@ -410,12 +407,6 @@ class Paused:
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """One, but of a sparse tensor those of its indices and values."""
     return [part.untyped_storage() for part in parts_of(tensor)]
-
-
-def _has_elements(tensor: torch.Tensor) -> bool:
-    """Not a number, nor one that is seen as many."""
-    strided = tensor.layout is torch.strided
-    return tensor.dim() > 0 and tensor.numel() > 0 and not (strided and not any(tensor.stride()))
 
 
 def _known(tensor: torch.Tensor) -> tuple[Meter, ...]:

@@ -11,8 +11,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from os import PathLike
@@ -326,7 +325,8 @@ class ShardPool:
 
     def start_pilot(self, trial: Client, *, empty: bool, least_bytes: int | None) -> e.StartPilot:
         """Wait for so many bytes beside others, or for the device to be the trial's alone; which it is."""
-        with self._settled(trial):
+        with self._lock:
+            self.await_copies(trial)
             return self._ask(e.PilotReady(trial.id, empty, least_bytes), e.StartPilot)
 
     def end_pilot(self, trial: Client, peak_bytes: int) -> None:
@@ -349,16 +349,19 @@ class ShardPool:
 
     def have_alone(self, trial: Client) -> None:
         """Within a step, between tasks: wait for the others' steps to end."""
-        with self._settled(trial):
+        with self._lock:
+            self.await_copies(trial)
             self._ask(e.Outgrown(trial.id), e.Alone)
 
     def leave_step(self, trial: Client, *, trained: bool) -> None:
-        with self._settled(trial):
+        with self._lock:
+            self.await_copies(trial)
             self._handle(e.StepDone(trial.id, trained))
 
     def keep_step(self, trial: Client, num_bytes: int) -> bool:
         """For the next one; whether the device, if it is the trial's alone, stays so, for this is too much."""
-        with self._settled(trial):
+        with self._lock:
+            self.await_copies(trial)
             self._handle(e.StepDone(trial.id, keeps_bytes=num_bytes))
             return self._machine.is_alone(trial.id)
 
@@ -379,7 +382,8 @@ class ShardPool:
         self._tell(e.Reported(trial.id, value, maximizes))
 
     def invalidate(self, trial: Client) -> None:
-        with self._settled(trial):
+        with self._lock:
+            self.await_copies(trial)
             self._handle(e.Invalidated(trial.id))
 
     def acquire(self, ready: e.TaskReady, after: tuple[Task, float] | None = None) -> tuple[float, Device]:
@@ -444,7 +448,8 @@ class ShardPool:
 
     def repack(self, trial: Client, plan: TrialPlan) -> None:
         """Within a step, between tasks."""
-        with self._settled(trial):
+        with self._lock:
+            self.await_copies(trial)
             self._handle(e.Repacked(trial.id, plan))
 
     def slot_of(self, task: Task) -> tuple[int, int]:
@@ -455,7 +460,8 @@ class ShardPool:
 
     def end_trial(self, trial: Client) -> None:
         """Take back everything; the others go on."""
-        with self._settled(trial):
+        with self._lock:
+            self.await_copies(trial)
             for device in self._devices:  # before others may have its bytes
                 device.meter.end_trial(trial.id)
             self.note_summary(trial)
@@ -464,12 +470,14 @@ class ShardPool:
 
     def standing(self, trial: Client) -> Standing | None:
         """None if the trial's last event was interrupted."""
-        with self._settled(trial):
+        with self._lock:
+            self.await_copies(trial)
             return None if self._handling or self._granted[trial.id] else self._machine.standing(trial.id)
 
     def interrupt(self, trial: Client) -> None:
         """Take back everything; the trial will ask anew."""
-        with self._settled(trial):
+        with self._lock:
+            self.await_copies(trial)
             self._stop_others()
             self._handle(e.Interrupted(trial.id))
             self._granted[trial.id].clear()
@@ -568,7 +576,8 @@ class ShardPool:
             self._handle(e.Promoted(promote.task, promote.device))
 
     def await_copies(self, trial: Client) -> None:
-        """Those of this trial that are under way: host memory may not change, nor the slot go, before they are made."""
+        """Those of this trial that are under way: host memory may not change, nor the slot go, before they are made.
+        Who has the lock keeps others from beginning one meanwhile."""
         if trial.id in self._copying:  # seldom
             with self._lock:
                 if self._handling:  # the event that began one was interrupted, perhaps before it was submitted
@@ -576,13 +585,6 @@ class ShardPool:
                         self._submit(copy)
                 while self._copying.get(trial.id):
                     self._wake[trial.id].wait()
-
-    @contextmanager
-    def _settled(self, trial: Client) -> Iterator[None]:
-        """Inside, no copy of this trial is under way, and what others do begins none."""
-        with self._lock:
-            self.await_copies(trial)
-            yield
 
     def _take(self, trial: int, answer: type[InstructionT]) -> InstructionT:
         instruction = self._granted[trial].popleft()

@@ -351,3 +351,44 @@ def test_models_generate_between_steps(build, times_weights):
     with hydra_tune.ShardPool(["cpu"], int(num_bytes * times_weights)) as pool:
         prepared = run(lambda *given: hydra_tune.prepare(*given, pool=pool))
     assert all(map(torch.equal, plain, prepared))
+
+
+class Encodes(torch.nn.Module):
+    """Padded batches, which PyTorch makes nested tensors of in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 4)
+
+    def forward(self, x, padding):
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+class Nests(Layer):
+    """In training."""
+
+    def forward(self, x):
+        return torch.nested.as_nested_tensor(list(x)).mul(2).to_padded_tensor(0.0) + super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("budget", ["few blocks", "resident"])
+def test_nested_tensors_within_blocks(budget):
+    torch.manual_seed(0)
+    padding = torch.tensor([[False, False, False, True, True], [False] * 5])
+    for model, inputs in [
+        (Encodes().eval(), (torch.randn(2, 5, WIDTH), padding)),
+        (Net(Nests), (torch.ones(2, 5, WIDTH),)),
+    ]:
+        trains = model.training
+        with torch.set_grad_enabled(trains):
+            expected = model(*inputs)
+            with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+                hydra_tune.prepare(model, pool=pool)
+                for _ in range(2):
+                    output = model(*inputs)
+                    assert torch.equal(output, expected)
+                    if trains:
+                        output.sum().backward()
+                hydra_tune.release(model)

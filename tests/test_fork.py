@@ -6,6 +6,7 @@ import threading
 import time
 
 import optuna
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -168,6 +169,29 @@ def test_a_fork_waits_for_a_pools_lock():
     _, status = os.waitpid(child, 0)
     thread.join()
     assert status == 0
+
+
+def test_a_fork_that_is_interrupted_while_it_waits_for_a_pools_lock_leaves_none_taken():
+    """By Ctrl-C: hooks at a fork can't raise, and the fork goes on."""
+    gate, locks = ForkGate(), [threading.RLock() for _ in range(3)]
+    for lock in locks:
+        gate.guard(lock)
+
+    class Interrupting:
+        def acquire(self):
+            raise KeyboardInterrupt
+
+        def release(self):
+            raise RuntimeError("cannot release un-acquired lock")
+
+    gate._others = [locks[0], Interrupting(), *locks[1:]]
+    with pytest.raises(KeyboardInterrupt):
+        gate.close()
+    gate.open()
+    taken = []
+    thread = threading.Thread(target=lambda: taken.extend(lock.acquire(timeout=10) for lock in locks))
+    thread.start(), thread.join()
+    assert taken == [True] * 3 and gate._open.is_set() and not gate._lock.locked()
 
 
 def test_a_forked_child_may_call_a_spilled_model():

@@ -10,7 +10,9 @@ from types import FrameType
 import torch
 
 from hydra_tune.errors import PrepareError
+from hydra_tune.fork import new_in_child
 
+_one_asks = new_in_child(threading.Lock())
 _FORWARDS = ("run_root", "run_block")  # of the model's trial
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
@@ -59,13 +61,14 @@ def calls_backward(frame: FrameType | None, times: int = 1) -> bool:
 def _top_frame(thread: int) -> FrameType | None:
     """Of a thread that lives. Until Python 3.12, garbage that is collected while the interpreter makes the frames may
     wait for ever for a lock that it holds then (python/cpython#106883)."""
-    collects = gc.isenabled()
-    try:
-        gc.disable()
-        return sys._current_frames().get(thread)
-    finally:
-        if collects:
-            gc.enable()
+    with _one_asks:
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            return sys._current_frames().get(thread)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _is_called_by(thread: int, trial: object, *, in_backward: bool) -> bool:

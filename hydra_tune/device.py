@@ -168,7 +168,7 @@ class CpuDevice(Device):
         if offset is not None:
             memset(addressof(c_char.from_buffer(self._arena, offset)), POISON, num_bytes)
         elif self._beside_arena is not None:
-            memset(self._beside_arena.data_ptr(), POISON, num_bytes)
+            memset(self._beside_arena.data_ptr(), POISON, self._beside_arena.nbytes)
 
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for slot, host in copies:

@@ -27,8 +27,8 @@ class ForkGate:
         self._open.set()
         self._inside: set[int] = set()
         self._users = 0  # trials whose operators pass here
-        self._lock = threading.Lock()  # of the count, and of the one thread that forks
-        self._others: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
+        self._lock = threading.RLock()  # of the count, also for finalizers, and of the one thread that forks
+        self._others: list[weakref.ref[threading.RLock]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._taken: list[threading.RLock] = []  # of these, during a fork
         # Held by who starts a loader's workers: libraries (filelock) refuse a fork while another one waits here.
         self.one_at_a_time = threading.RLock()
@@ -70,7 +70,7 @@ class ForkGate:
     def guard(self, lock: threading.RLock) -> None:
         """Let no fork happen while another thread has this lock, under which no operator may run."""
         with self._lock:
-            self._others.add(lock)
+            self._others = [*(each for each in self._others if each() is not None), weakref.ref(lock)]
 
     def close(self) -> None:
         self._lock.acquire()
@@ -79,9 +79,11 @@ class ForkGate:
             time.sleep(_ON_THE_WAY_S)
             while self._inside - {threading.get_ident()}:
                 time.sleep(_ON_THE_WAY_S / 10)
-        for lock in list(self._others):
-            self._taken.append(lock)
-            lock.acquire()
+        for reference in self._others:
+            lock = reference()
+            if lock is not None:
+                self._taken.append(lock)
+                lock.acquire()
 
     def open(self) -> None:
         try:

@@ -113,7 +113,8 @@ class TrialMode(TorchDispatchMode):
             out = func(*args, **kwargs)
         if meter is not None and device is not None:
             made, written = _made(func, args, inputs, out)
-            meter.note_growth(written)
+            if _is_mutable(func):
+                meter.note_growth(written)
             meter.observe(device, made)
         if func in _ASKS_FOR_MODES and torch.is_grad_enabled():
             self._made = out
@@ -330,6 +331,11 @@ def _made(
     for t in outputs:
         (made if given.isdisjoint(storage._cdata for storage in storages_of(t)) else written).append(t)
     return made, written
+
+
+@cache
+def _is_mutable(func: Any) -> bool:
+    return isinstance(func, OpOverload) and bool(func._schema.is_mutable)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -82,7 +83,7 @@ def test_a_pause_that_is_asked_for_while_the_trial_is_stopped_holds_nobody(monke
         stop("enough")
         return event
 
-    monkeypatch.setattr(stop_module.threading, "Event", stopped_meanwhile)
+    monkeypatch.setattr(stop_module, "threading", SimpleNamespace(Event=stopped_meanwhile))
     stop.pause()
     assert not stop.is_paused
 

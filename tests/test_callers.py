@@ -10,6 +10,7 @@ import torch
 
 import hydra_tune
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, trains_as_in_plain_pytorch
+from waiting import WAIT_S
 
 
 class Stops(Layer):
@@ -189,4 +190,4 @@ for threshold in range(1, 60):
 
 def test_garbage_is_collected_while_it_is_asked_who_calls():
     """Python up to 3.11 then waited for itself, for ever: seen in one run of all tests."""
-    subprocess.run([sys.executable, "-c", COLLECTS], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", COLLECTS], check=True, timeout=WAIT_S)

@@ -520,7 +520,7 @@ def test_a_thousand_trials_leave_host_and_device_bytes_flat(concurrency):
     root = Path(hydra_tune.__file__).parents[1]
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "PYTHONPATH": str(root)}
     command = [sys.executable, __file__, str(concurrency)]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3_600)
     assert output.returncode == 0, output.stderr[-4000:]
     (start_mib, start_tensors), (end_mib, end_tensors) = map(json.loads, output.stdout.splitlines())
     print(f"{start_mib:.1f} -> {end_mib:.1f} MiB, {start_tensors} -> {end_tensors} tensors")

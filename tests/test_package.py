@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def python(code, **options):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -66,7 +66,7 @@ def test_the_wheel_holds_the_packages_and_the_typing_marker(tmp_path):
         str(tmp_path),
         ".",
     ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"hydra_tune/py.typed", "hydra_tune/demo/sweep.py", "hydra_tune/integrations/optuna_runner.py"} <= names

@@ -328,7 +328,7 @@ def test_a_pool_is_its_jobs_own(job, tmp_path):
         Client(address, authkey=b"another")
     address, name = ray.get_runtime_context().gcs_address, executor.spec.name
     elsewhere = f"import ray; ray.init(address={address!r}); ray.get_actor({name!r})"
-    other = subprocess.run([sys.executable, "-c", elsewhere], capture_output=True, text=True)
+    other = subprocess.run([sys.executable, "-c", elsewhere], capture_output=True, text=True, timeout=300)
     assert other.returncode != 0 and "Failed to look up actor" in other.stderr
 
 

@@ -43,6 +43,7 @@ from hydra_tune.shard import Direction
 from hydra_tune.spill import ChangedBuffer
 from hydra_tune.surroundings import Surroundings, refuse_modes
 from hydra_tune.tree import map_in_place, map_tensors, tensors_in
+from hydra_tune.turn import Turn
 from hydra_tune.visit import Visit
 
 ResultT = TypeVar("ResultT")
@@ -56,7 +57,7 @@ class Executor(Protocol):
     marked: dict[int, BlockCall]
     sums: GradientSums
     copies: Copies
-    turn: AbstractContextManager[Any]
+    turn: Turn
 
     @property
     def has_model(self) -> bool: ...

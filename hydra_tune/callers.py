@@ -58,7 +58,7 @@ def calls_backward(frame: FrameType | None, times: int = 1) -> bool:
     return False
 
 
-def _top_frame(thread: int) -> FrameType | None:
+def top_frame(thread: int) -> FrameType | None:
     """Of a thread that lives. Until Python 3.12, garbage that is collected while the interpreter makes the frames may
     wait for ever for a lock that it holds then (python/cpython#106883)."""
     with _one_asks:
@@ -73,7 +73,7 @@ def _top_frame(thread: int) -> FrameType | None:
 
 def _is_called_by(thread: int, trial: object, *, in_backward: bool) -> bool:
     """By what is on its stack: a call that has raised is over, though nothing may have told so."""
-    frame = _top_frame(thread)
+    frame = top_frame(thread)
     if in_backward and calls_backward(frame):
         return True
     while frame is not None:

@@ -13,6 +13,7 @@ the block, so that sums with uses elsewhere are made in plain PyTorch's order: s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,14 +40,20 @@ class BlockForward:
         self.__wrapped__ = own  # inspect.signature follows it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.trial.turn:
-            if self.trial.residency.in_visit:  # a block within a block
-                return self.block.forward(args, kwargs)
+        turn = self.trial.turn
+        turn.wait(self.block.name, _CALL)
+        with turn.lock:
+            before, turn.holder = turn.holder, threading.get_ident()
             try:
-                return self._run(args, kwargs)
-            except (HydraTuneError, AbandonedForward) as error:
-                self.trial.end_forward(error)
-                raise
+                if self.trial.residency.in_visit:  # a block within a block
+                    return self.block.forward(args, kwargs)
+                try:
+                    return self._run(args, kwargs)
+                except (HydraTuneError, AbandonedForward) as error:
+                    self.trial.end_forward(error)
+                    raise
+            finally:
+                turn.holder = before
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not self.trial.has_model:
@@ -89,6 +96,9 @@ class BlockForward:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self.block.module, "forward")
+
+
+_CALL = BlockForward.__call__.__code__
 
 
 def end_orphans(model: nn.Module) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -55,6 +54,7 @@ from hydra_tune.spill import DeviceCopy
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
 from hydra_tune.tree import tensors_in
+from hydra_tune.turn import Turn
 
 logger = logging.getLogger("hydra_tune")
 
@@ -93,7 +93,7 @@ class Trial:
         self._backward_passes: set[ForwardPass] = set()
         self.sums = GradientSums()  # of weights that blocks use several times
         self.copies = Copies()
-        self.turn: AbstractContextManager[Any] = threading.RLock()  # of threads that a forward starts, at its blocks
+        self.turn = Turn()
         self.marked: dict[int, BlockCall] = {}  # what a checkpoint repeats in the backward under way, by their marks
         self._configs: list[Any] = []
 

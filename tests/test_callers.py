@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hydra_tune
+from hydra_tune import turn
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, trains_as_in_plain_pytorch
 from waiting import WAIT_S
 
@@ -166,6 +167,36 @@ def test_blocks_that_several_threads_of_a_forward_call_take_turns(budget):
     """What they raised varied: an impossible transition, or budgets too small."""
     for _ in range(3):
         trains_as_in_plain_pytorch(TwoThreads, budget)
+
+
+class StartsThreads(torch.nn.Module):
+    """Which call a block of the model's."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared, self.own = shared, Layer()
+
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            return self.own(sum(pool.map(self.shared, (x, x * 2))))
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_a_block_whose_threads_call_another_block_is_opened(budget, monkeypatch):
+    """They waited for each other, for ever."""
+    monkeypatch.setattr(turn, "_PATIENCE_S", 0.5)
+    shared, x = Layer(), torch.randn(4, WIDTH)
+    model = torch.nn.Sequential(shared, *(StartsThreads(shared) for _ in range(3)))
+    expected = model(x)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        for _ in range(2):
+            output = model(x)
+            assert torch.equal(output, expected)
+            output.sum().backward()
+        (trial,) = pool.report()["trials"]
+        assert "Start threads around blocks, not within one" in trial["cut"]["opened"]["1"]
+        hydra_tune.release(model)
 
 
 COLLECTS = """

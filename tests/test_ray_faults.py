@@ -172,6 +172,7 @@ def test_a_stop_that_nobody_asked_for_is_an_error(job, tmp_path):
     assert "though Tune has not asked for it" in error_of(executor, tmp_path)
 
 
+@pytest.mark.proof
 def test_a_pool_whose_devices_do_not_exist_says_so(job, tmp_path):
     executor = HydraExecutor("256KiB", devices=["cuda:0"], concurrency=1)
     assert "1, but Ray knows of 0 on this node" in error_of(executor, tmp_path)

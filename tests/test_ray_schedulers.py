@@ -261,6 +261,7 @@ class PauseOnce(schedulers.FIFOScheduler):
         return self.PAUSE if result["training_iteration"] == 1 and not result["loaded"] else self.CONTINUE
 
 
+@pytest.mark.proof
 def test_paused_trials_go_on_where_they_were(run):
     config = {"lr": tune.grid_search(RATES[1:3])}
     paused = run(Net, config=config, scheduler=PauseOnce(), stop={"training_iteration": 3}).trials

@@ -15,6 +15,7 @@ from hydra_tune.device import CpuDevice
 from hydra_tune.events import Promote
 from hydra_tune.stop import Stop
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
+from waiting import wait_until
 
 WAIT_S = 30.0  # for what a machine under load does late
 
@@ -143,18 +144,29 @@ def test_a_promise_that_proves_wrong_changes_no_number(script, budget):
     trains_as_in_plain_pytorch(script, budget)
 
 
+class HeldUp:
+    """The first copy ahead of this weight, by a device's thread, until it may go on."""
+
+    weight = None
+
+    def __init__(self, monkeypatch):
+        self.under_way, self.go_on, self.waited = threading.Event(), threading.Event(), []
+        promote = CpuDevice.promote
+
+        def slow(device, copies):
+            ahead = threading.current_thread() is not threading.main_thread()
+            if ahead and not self.waited and self.weight is not None and reads(copies, self.weight):
+                self.under_way.set()
+                self.waited.append(self.go_on.wait(WAIT_S))
+            promote(device, copies)
+
+        monkeypatch.setattr(CpuDevice, "promote", slow)
+
+
 @pytest.mark.parametrize("end", ["release", "collected", "exception"])
 def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
     """Its host memory is read until then: it may not go before, nor may the room be another's."""
-    under_way, go_on, waited = threading.Event(), threading.Event(), []
-    promote = CpuDevice.promote
-
-    def slow(device, copies):
-        ahead = threading.current_thread() is not threading.main_thread()
-        if ahead and not waited and reads(copies, weight):
-            under_way.set()
-            waited.append(go_on.wait(WAIT_S))
-        promote(device, copies)
+    held = HeldUp(monkeypatch)
 
     class Stops(Net):
         stops = False
@@ -163,16 +175,15 @@ def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
             for i, layer in enumerate(self.layers):
                 x = layer(x)
                 if self.stops and i == 1:
-                    assert under_way.wait(WAIT_S)
-                    threading.Timer(0.05, go_on.set).start()
+                    assert held.under_way.wait(WAIT_S)
+                    threading.Timer(0.05, held.go_on.set).start()
                     raise RuntimeError("stopped")
             return self.head(x)
 
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         model = Stops()
         step(model, pool).sum().backward()
-        weight = model.layers[2].up.weight
-        monkeypatch.setattr(CpuDevice, "promote", slow)
+        held.weight = model.layers[2].up.weight
         model.stops = 1
         with pytest.raises(RuntimeError, match="stopped"):
             model(torch.randn(4, WIDTH))
@@ -187,42 +198,31 @@ def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
             hydra_tune.release(model)
         while pool._copying:
             time.sleep(0.001)
-        assert waited == [True]
+        assert held.waited == [True]
         assert pool.devices[0].used_bytes == 0
 
 
 def test_a_trial_is_stopped_while_it_waits_for_a_shard_that_is_on_its_way(monkeypatch):
     """The copy would go on into what is another's by then."""
-    under_way, go_on, waited, freed = threading.Event(), threading.Event(), [], []
-    promote, free_slot = CpuDevice.promote, CpuDevice.free_slot
-
-    def slow(device, copies):
-        ahead = threading.current_thread() is not threading.main_thread()
-        if ahead and not waited and reads(copies, weight):
-            under_way.set()
-            waited.append(go_on.wait(WAIT_S))
-        promote(device, copies)
+    held, free_slot, freed = HeldUp(monkeypatch), CpuDevice.free_slot, []
 
     def watched(device, offset, num_bytes):
         freed.extend(copy for each in pool._copying.values() for copy in each if copy.promote.offset == offset)
         free_slot(device, offset, num_bytes)
 
     def stop():
-        assert under_way.wait(WAIT_S)
+        assert held.under_way.wait(WAIT_S)
         (device,), (trial,) = pool._machine.devices, pool._trials.values()
-        end_s = time.monotonic() + WAIT_S
-        while (device.running is None or device.started) and time.monotonic() < end_s:
-            time.sleep(0.001)
+        wait_until(lambda: device.running is not None and not device.started, "its task waits for the copy")
         trial.stop("enough")
         time.sleep(0.05)
-        go_on.set()
+        held.go_on.set()
 
     monkeypatch.setattr(current_context(), "stop", Stop())
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         model = Net()
         step(model, pool).sum().backward()
-        weight = model.layers[2].up.weight
-        monkeypatch.setattr(CpuDevice, "promote", slow)
+        held.weight = model.layers[2].up.weight
         monkeypatch.setattr(CpuDevice, "free_slot", watched)
         thread = threading.Thread(target=stop)
         thread.start()
@@ -230,7 +230,7 @@ def test_a_trial_is_stopped_while_it_waits_for_a_shard_that_is_on_its_way(monkey
             model(torch.randn(4, WIDTH))
         thread.join()
         hydra_tune.release(model)
-    assert waited == [True]
+    assert held.waited == [True]
     assert not freed
 
 

@@ -183,6 +183,7 @@ def test_a_trial_leaves_nothing_behind(way, where):
         assert bytes_of(pool) == before
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", WIDTHS)
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in (*WITHOUT_PLAN, "module hook")])
 def test_others_get_a_trials_room_only_once_it_is_empty(way, where, monkeypatch):

@@ -345,7 +345,11 @@ def test_plans_have_room_for_late_gradients_once():
         hydra_tune.release(net)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "albert", "t5", "mixtral", "lstm", "unet", "llama_checkpointed", "repeated"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "unet", "repeated"]
+    + [pytest.param(n, marks=pytest.mark.proof) for n in ("albert", "t5", "mixtral", "lstm", "llama_checkpointed")],
+)
 def test_architectures(name):
     """One backward of each, beside plain PyTorch's."""
     architecture = ZOO[name]

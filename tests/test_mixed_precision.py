@@ -270,6 +270,7 @@ def trained_in(*contexts, blocks, evaluates=False):
     return scenario
 
 
+@pytest.mark.sample(2)
 @both_budgets
 @both_dtypes
 @pytest.mark.parametrize("evaluates", [False, True], ids=["", "evaluates"])
@@ -328,6 +329,7 @@ class OwnContext(nn.Module):
             return x + (self.query(x).tanh() * self.key(x) + self.query(x)).float()
 
 
+@pytest.mark.sample(2)
 @both_budgets
 @pytest.mark.parametrize("contexts", [("none",), ("off",), ("bf16",), ("off", "fp16"), ("fp16", "bf16")], ids="-".join)
 def test_inputs_and_weights_that_a_block_uses_in_a_context_of_its_own(contexts, budget):
@@ -447,6 +449,7 @@ def test_evaluation_and_training_in_one_autocast_context(budget):
 # ---- gradient scalers ----
 
 
+@pytest.mark.sample(2)
 @both_budgets
 @both_dtypes
 @pytest.mark.parametrize("clips", [False, True], ids=["plain", "unscale and clip"])
@@ -573,6 +576,7 @@ def checkpointed_inside(use_reentrant, batch_norm):
     return model
 
 
+@pytest.mark.sample(2)
 @both_budgets
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @both_checkpoints

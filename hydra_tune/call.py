@@ -26,6 +26,7 @@ from hydra_tune.graph import (
     borrowed_by,
     detached,
     has_saved_hooks,
+    is_repetition,
     leaf_of,
     nodes_of,
     saved_as_it_is,
@@ -163,7 +164,7 @@ class BlockCall:
             self.always_apart = given.apart
         self._counts_uses = given is None and self.seen is None
         self.num_edges = [1] * len(self.tensors) if given is None else given.num_edges
-        within_backward = self.trial.in_backward and not has_saved_hooks()
+        within_backward = self.trial.in_backward and not is_repetition()  # whose graph no gradient goes through
         self.weights = CallWeights(self.block, self.forward_pass, within_backward=within_backward)
         self.forward_pass.may_join |= self.may_join
 

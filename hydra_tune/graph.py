@@ -267,6 +267,12 @@ def is_checkpointed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
+def is_repetition() -> bool:
+    """Whether PyTorch's checkpoint repeats what runs here, for the tensors that it saves. Torch 2.6 does not tell."""
+    hooks = top_saved_tensors_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook.")
+
+
 class ForgottenError(PrepareError):
     """A backward came to what a block's forward did not keep."""
 

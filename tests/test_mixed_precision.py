@@ -621,6 +621,44 @@ def test_checkpointing_of_blocks(reentrant, budget):
     compare_or_refuse(scenario, budget, words="checkpoint")
 
 
+class UsesWeightsBesideBlocks(Net):
+    """Within reentrant checkpoints, in whose repetitions others are `within`."""
+
+    def __init__(self, within):
+        super().__init__()
+        self.within = within
+        self.mixing = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        h = self.embedding(x)
+        for mix in self.mixing:
+            h = checkpoint(self._mixed, h, mix, use_reentrant=True)
+        return self.head(h) * self.scale
+
+    def _mixed(self, h, mix):
+        return self.within(lambda h: nn.functional.linear(mix(h).tanh(), mix.weight), h)
+
+
+WITHIN = {
+    "nothing": lambda function, x: function(x),
+    "checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=False),
+    "two checkpoints": lambda function, x: checkpoint(
+        lambda x: checkpoint(function, x, use_reentrant=False), x, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+def test_weights_used_beside_their_blocks_in_reentrant_checkpoints_under_autocast(within):
+    """Each has one cast there. A checkpoint around that was taken for the repetition of one."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        return trained_with_checkpoints(prepare, UsesWeightsBesideBlocks(WITHIN[within]), autocast=True)
+
+    compare(scenario)
+
+
 def test_blocks_within_checkpoints_are_spilled():
     """A look at autocast's casts within a checkpoint was taken for a part of what it repeats: all blocks were kept."""
     torch.manual_seed(0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from threading import Lock
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -35,6 +35,14 @@ class Log(Protocol):
     def count(self, what: str, device: Device, num_bytes: int, during: During | None = None) -> None: ...
 
 
+class _Held(NamedTuple):
+    """A weight or buffer. Its module may be the model, which is garbage once its user has dropped it."""
+
+    module: ref[nn.Module]
+    name: str
+    parameter: nn.Parameter | None
+
+
 class Residency:
     """Moves a trial's bytes and tells `log`."""
 
@@ -45,7 +53,7 @@ class Residency:
         self._former: dict[tuple[int, int, int, int], DeviceCopy] = {}  # by device, shard, offset and bytes
         self._lock = Lock()  # of the former ones: two devices' threads may copy
         self._weights: HostWeights | None = None
-        self._held: list[tuple[nn.Module, str]] = []
+        self._held: list[_Held] = []
         self._log = log
         self.visit: Visit | None = None  # the one under way
         self._arrival: Arrival | None = None  # of gradients on their way to the host
@@ -215,17 +223,17 @@ class Residency:
     def hold(self, model: nn.Module, except_blocks: Sequence[Block], optimizer: torch.optim.Optimizer | None) -> None:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
         spilled = {site for b in except_blocks for site in b.slot_sites}
+        held = {(h.module(), h.name) for h in self._held}
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # old and new; a tensor may have several sites
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                site = (module, name)
-                if tensor is None or site in spilled or site in self._held:
+                if tensor is None or (module, name) in spilled or (module, name) in held:
                     continue
                 if id(tensor) not in moved:
-                    self._held.append(site)
+                    self._held.append(_Held(ref(module), name, module._parameters.get(name)))
                     moved[id(tensor)] = tensor, self._hold(module, name, tensor)
                 elif name in module._buffers:
-                    self._held.append(site)
+                    self._held.append(_Held(ref(module), name, None))
                     module._buffers[name] = moved[id(tensor)][1]
         if moved:
             self._move_state(optimizer)
@@ -248,8 +256,11 @@ class Residency:
         self._former.clear()
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         with self.meter.paused():
-            for module, name in self._held:
-                parameter, buffer = module._parameters.get(name), module._buffers.get(name)
+            for held in self._held:
+                module, parameter = held.module(), held.parameter
+                buffer = None if module is None else module._buffers.get(held.name)
+                if module is not None:  # which may have another one by now
+                    parameter = module._parameters.get(held.name)
                 if parameter is not None:
                     parameter.data = self._to_host(parameter.data)
                     grad = parameter.grad
@@ -257,10 +268,10 @@ class Residency:
                         self.meter.disown(grad)
                         if grad.device.type != "cpu":
                             parameter.grad = self._to_host(grad)
-                elif buffer is not None:
+                if module is not None and buffer is not None:
                     if id(buffer) not in moved:
                         moved[id(buffer)] = buffer, self._to_host(buffer)
-                    module._buffers[name] = moved[id(buffer)][1]
+                    module._buffers[held.name] = moved[id(buffer)][1]
         self._held = []
         self._move_state(optimizer)
 

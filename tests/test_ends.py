@@ -271,6 +271,38 @@ def test_a_plain_script_that_drops_its_model_gives_its_bytes_back():
         assert pool.report()["trials"][0]["steps"] == 1
 
 
+class WithWeightsOfItsOwn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.token = nn.Parameter(torch.zeros(16))
+        self.register_buffer("positions", torch.ones(16))
+
+    def forward(self, x):
+        return self.layers(x + self.token * self.positions)
+
+
+@pytest.mark.parametrize("budget", ["10KiB", "1MiB"])
+def test_a_plain_script_prepares_one_model_after_another(budget):
+    """What a trial holds on the device for a model kept the model, and the next one was refused."""
+
+    def objective(trial):
+        model = WithWeightsOfItsOwn()
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), pool=pool)
+        loss = model(torch.ones(2, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        kept.append((loss, model.token))
+        return loss.item()
+
+    kept = []  # a loss keeps its trial
+    study = optuna.create_study()
+    with hydra_tune.ShardPool(["cpu"], budget) as pool:
+        study.optimize(objective, n_trials=3)
+        assert [t["resident"] for t in pool.report()["trials"]] == [budget == "1MiB"] * 3
+        kept.clear()
+
+
 # ---- exceptions that the user catches ----
 
 

@@ -209,7 +209,8 @@ class Planner:
         if block.name not in self._shard_of:
             raise PrepareError(
                 f"a backward comes before the model is cut anew, but block {block.name}, whose backward was still to "
-                "come, is cut otherwise now. Call backward before a forward on other inputs."
+                "come, is cut otherwise now. Call backward before a forward on other inputs, give all forwards of a "
+                "step inputs of one shape, or raise the pool's memory=."
             )
         return self._shard_of[block.name]
 

@@ -29,6 +29,7 @@ from hydra_tune.devices import host_bytes_for, open_devices
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.fork import gate, new_in_child
+from hydra_tune.garbage import Patience, collect_beside
 from hydra_tune.mode import TrialMode
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.pool_device import PoolDevice
@@ -312,6 +313,7 @@ class ShardPool:
 
     def _await_place(self, event: e.TrialAdded, name: str | None, stop: Stop) -> int:
         self._handle(event)
+        patience = Patience()
         while not self._granted[event.trial]:
             self.check_usable()
             stop.check()
@@ -319,8 +321,7 @@ class ShardPool:
                 "name": name or f"trial {event.trial}",
                 "state": f"waits for {format_bytes(event.host_bytes)} of host memory",
             }
-            self._wake[event.trial].wait(_LOOK_AROUND_S)
-            self._end_abandoned()
+            self._wait(event.trial, patience)
         return self._take(event.trial, e.Place).device
 
     def start_pilot(self, trial: Client, *, empty: bool, least_bytes: int | None) -> e.StartPilot:
@@ -592,13 +593,20 @@ class ShardPool:
         return instruction
 
     def _await(self, trial: int, answers: tuple[type, ...]) -> Any:
+        patience = Patience()
         while not self._granted[trial]:
             self.check_open(self._trials[trial])
-            self._wake[trial].wait(_LOOK_AROUND_S)
-            self._end_abandoned()
+            self._wait(trial, patience)
         instruction = self._granted[trial].popleft()
         assert isinstance(instruction, answers), (instruction, answers)
         return instruction
+
+    def _wait(self, trial: int, patience: Patience) -> None:
+        """Until it is told something, for a while. A plain script's trial, which nobody ends, ends as garbage."""
+        self._wake[trial].wait(_LOOK_AROUND_S)
+        if patience.is_over() and any(t.mode is None and t.id != trial for t in self._trials.values()):
+            collect_beside()
+        self._end_abandoned()
 
     def end_abandoned(self) -> None:
         """Take back what trials held whose models were collected."""

@@ -54,8 +54,9 @@ class Context:
 
     def refuse_second_model(self, pool: ShardPool) -> None:
         """Two models of one thread in one pool could wait for each other for ever."""
-        live = self._last() if self._last else None
-        if live is not None and not live.ended and collect_until(partial(_is_dropped, live)):
+        is_dropped = self._last is not None and collect_until(partial(_is_dropped, self._last))
+        live = self._last() if self._last else None  # not before: its blocks may refer to their model
+        if live is not None and not live.ended and is_dropped:
             live.end()  # its owner has dropped it; a loss or a loader that nobody has rebound yet keeps the trial
         if live is not None and not live.ended and live.pool is pool:
             raise PrepareError(
@@ -70,8 +71,9 @@ def computes_elsewhere() -> bool:
     return torch.accelerator.is_available()
 
 
-def _is_dropped(trial: Trial) -> bool:
-    return not trial.has_model
+def _is_dropped(reference: weakref.ref[Trial]) -> bool:
+    trial = reference()
+    return trial is None or trial.ended or not trial.has_model
 
 
 def current_context() -> Context:

@@ -35,6 +35,7 @@ class RandomState:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._of: dict[int, torch.Generator] = {}  # by the id of the default generator it stands in for
+        self.users: list[torch.Generator] = []  # of the objective's own
 
     def stand_in(self, default: torch.Generator) -> torch.Generator:
         own = self._of.get(id(default))
@@ -51,12 +52,15 @@ class RandomState:
         return own
 
     def states(self) -> list[torch.Tensor]:
-        return [self.stand_in(default).get_state() for default in _default_generators()]
+        return [generator.get_state() for generator in self._all()]
 
     def set_states(self, states: Sequence[torch.Tensor]) -> None:
         """As `states` gave them; of devices that are not here any more, none."""
-        for default, state in zip(_default_generators(), states, strict=False):
-            self.stand_in(default).set_state(state)
+        for generator, state in zip(self._all(), states, strict=False):
+            generator.set_state(state)
+
+    def _all(self) -> list[torch.Generator]:
+        return [*self.users, *map(self.stand_in, _default_generators())]
 
     def give_back(self) -> None:
         """To the default generators, which go on from here."""

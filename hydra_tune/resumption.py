@@ -150,6 +150,7 @@ class Resumption:
         """A model is prepared; it goes on from the checkpoint if that is of this one. The progress of each loader."""
         self._model += 1
         self._restored = False
+        self._random_state.users = [each.generator for each in extra if isinstance(each, _GeneratorState)]
         self._loaders = [LoaderProgress(loader, self._random_state) for loader in loaders]
         self._extra, self._steps = list(extra), optimizer is not None
         self._given = Hyperparameters.of(optimizer, self._extra)
@@ -359,16 +360,17 @@ def write_weights(folder: CheckpointFolder, model: nn.Module) -> None:
 
 
 class _GeneratorState:
-    """A generator of the user's own, with the names that all else has."""
+    """A generator of the user's own, with the names that all else has. Where it goes on the random state says: by the
+    time that a checkpoint is made, the next batch may be drawn from it."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+        self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self._generator.get_state()}
+        return {"state": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._generator.set_state(state["state"])
+        self.generator.set_state(state["state"])
 
 
 def extra_states(extra_state: Any) -> list[Any]:

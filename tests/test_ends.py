@@ -281,21 +281,28 @@ class WithWeightsOfItsOwn(nn.Module):
     def forward(self, x):
         return self.layers(x + self.token * self.positions)
 
+    def look(self, module, args, output):
+        self.seen = output.detach().norm()
 
+
+@pytest.mark.parametrize("is_hooked", [False, True])
 @pytest.mark.parametrize("budget", ["10KiB", "1MiB"])
-def test_a_plain_script_prepares_one_model_after_another(budget):
-    """What a trial holds on the device for a model kept the model, and the next one was refused."""
+def test_a_plain_script_prepares_one_model_after_another(budget, is_hooked):
+    """A trial kept its model, by what it held on the device or by its blocks' hooks: the next one was refused."""
 
     def objective(trial):
         model = WithWeightsOfItsOwn()
+        if is_hooked:
+            model.layers[1].register_forward_hook(model.look)
         model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), pool=pool)
         loss = model(torch.ones(2, 16)).square().mean()
         loss.backward()
         optimizer.step()
-        kept.append((loss, model.token))
+        if not is_hooked:
+            kept.append((loss, model.token))  # a loss keeps its trial
         return loss.item()
 
-    kept = []  # a loss keeps its trial
+    kept = []
     study = optuna.create_study()
     with hydra_tune.ShardPool(["cpu"], budget) as pool:
         study.optimize(objective, n_trials=3)

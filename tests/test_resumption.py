@@ -597,6 +597,21 @@ def test_a_generator_of_the_objectives_own_goes_on(tmp_path):
     compare(tmp_path, kind=Drawing, loader="shuffled", at=(7,))
 
 
+def test_batches_drawn_from_a_generator_of_the_objectives_own_go_on(tmp_path):
+    """Its state was taken when the model was called, and so with the next batch drawn."""
+
+    class DrawingBatches(Training):
+        def prepared(self, *arguments, extra_state):
+            self.generator = torch.Generator().manual_seed(5)
+            return hydra_tune.prepare(*arguments, extra_state=[extra_state, self.generator])
+
+        def batches(self, *loaders):
+            for step, (_, y) in super().batches():
+                yield step, (torch.randn(4, WIDTH, generator=self.generator), y)
+
+    compare(tmp_path, kind=DrawingBatches, at=(7,))
+
+
 @pytest.mark.parametrize("extra", [3, [torch.nn.Linear(1, 1), None]])
 def test_what_has_no_state_is_no_extra_state(extra):
     model = Net()

@@ -56,9 +56,11 @@ class Context:
         """Two models of one thread in one pool could wait for each other for ever."""
         is_dropped = self._last is not None and collect_until(partial(_is_dropped, self._last))
         live = self._last() if self._last else None  # not before: its blocks may refer to their model
-        if live is not None and not live.ended and is_dropped:
+        if live is None or live.ended:
+            return
+        if is_dropped:
             live.end()  # its owner has dropped it; a loss or a loader that nobody has rebound yet keeps the trial
-        if live is not None and not live.ended and live.pool is pool:
+        elif live.pool is pool:
             raise PrepareError(
                 f"one model at a time is prepared in a trial, or by a thread in one pool; {live.name} still is. "
                 "Call hydra_tune.release(model) on the first one."

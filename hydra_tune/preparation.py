@@ -108,7 +108,7 @@ def prepare(
     if computes_elsewhere():
         torch.autograd.set_multithreading_enabled(False)
     each = zip_longest(plain, progress)
-    wrapped = [PreparedLoader.standing_for(loader, trial, its_progress) for loader, its_progress in each]
+    wrapped = [PreparedLoader.standing_for(loader, weakref.ref(trial), its_progress) for loader, its_progress in each]
     return (model, optimizer, *wrapped) if optimizer is not None or loaders else model
 
 

@@ -13,7 +13,8 @@ from hydra_tune.trial import Trial
 
 
 class PreparedLoader:
-    """Stands for the loader in everything; its batches arrive on the trial's device. A copy is one of the plain loader.
+    """Stands for the loader in everything; its batches arrive on the trial's device, while there is a trial: the loader
+    does not keep it. A copy is one of the plain loader.
 
     Attributes are read from the loader and set on it. Special methods Python looks up on the class; `standing_for`
     makes one with those that the loader has.
@@ -22,16 +23,18 @@ class PreparedLoader:
     __slots__ = ("__weakref__", "_prepared_loader", "_prepared_progress", "_prepared_trial")
     _prepared_loader: Any
     _prepared_progress: LoaderProgress | None
-    _prepared_trial: Trial
+    _prepared_trial: Callable[[], Trial | None]
 
-    def __init__(self, loader: Any, trial: Trial, progress: LoaderProgress | None) -> None:
+    def __init__(self, loader: Any, trial: Callable[[], Trial | None], progress: LoaderProgress | None) -> None:
         object.__setattr__(self, "_prepared_loader", loader)
         object.__setattr__(self, "_prepared_progress", progress)
         object.__setattr__(self, "_prepared_trial", trial)
 
     @classmethod
-    def standing_for(cls, loader: Any, trial: Trial, progress: LoaderProgress | None = None) -> PreparedLoader:
-        """With `progress`, that of a trial which writes checkpoints."""
+    def standing_for(
+        cls, loader: Any, trial: Callable[[], Trial | None], progress: LoaderProgress | None = None
+    ) -> PreparedLoader:
+        """With `progress`, that of a trial which writes checkpoints; `trial` is a weak reference."""
         special = (*_GIVE_BATCHES, *_GIVE_OTHERS)
         return _with_methods(tuple(name for name in special if hasattr(type(loader), name)))(loader, trial, progress)
 
@@ -52,10 +55,11 @@ class PreparedLoader:
         return self._prepared_loader.__reduce_ex__(protocol)
 
     def __iter__(self) -> PreparedLoader:
-        _between_tasks(self._prepared_trial)
-        progress, resumption = self._prepared_progress, self._prepared_trial.resumption
-        if progress is not None and resumption is not None:
-            resumption.before_iteration(progress)
+        trial, progress = _living(self), self._prepared_progress
+        if trial is not None:
+            _between_tasks(trial)
+            if progress is not None and trial.resumption is not None:
+                trial.resumption.before_iteration(progress)
         with gate.one_at_a_time:  # now, not at the first batch: it may draw a seed
             batches = iter(self._prepared_loader) if progress is None else progress.iterate()
         iteration = PreparedLoader.standing_for(batches, self._prepared_trial, progress)
@@ -75,7 +79,9 @@ def _with_methods(names: tuple[str, ...]) -> type[PreparedLoader]:
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: PreparedLoader, *args: Any, **kwargs: Any) -> Any:
-        loader, trial, progress = self._prepared_loader, self._prepared_trial, self._prepared_progress
+        loader, trial, progress = self._prepared_loader, _living(self), self._prepared_progress
+        if trial is None:
+            return getattr(type(loader), name)(loader, *args, **kwargs)
         if name == "__next__":
             _between_tasks(trial)
         if name == "__next__" and progress is not None and trial.resumption is not None:
@@ -106,7 +112,13 @@ def plain_loader(loader: Any) -> Any:
     return loader._prepared_loader if isinstance(loader, PreparedLoader) else loader
 
 
+def _living(loader: PreparedLoader) -> Trial | None:
+    """Its trial; where that has ended, the model is plain and on the host, and so are the batches."""
+    trial = loader._prepared_trial()
+    return None if trial is None or trial.ended else trial
+
+
 def _between_tasks(trial: Trial) -> None:
     """A thread that fetches ahead comes at any time."""
-    if not trial.ended and trial.is_here:
+    if trial.is_here:
         trial.boundary()

@@ -104,11 +104,16 @@ def test_one_model_after_another_is_prepared_though_another_thread_collects():
     assert study.trials[0].state.name == "COMPLETE"
 
 
-def train(pool, width, ends):
+def train(pool, width, ends, kept=None):
+    """The loader and an iteration of it are `kept`, if asked."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
-    model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), pool=pool)
-    for step in range(3):
-        loss = model(torch.ones(4, width)).square().mean()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = hydra_tune.prepare(model, optimizer, [torch.ones(4, width)] * 3, pool=pool)
+    batches = iter(loader)
+    if kept is not None:
+        kept += loader, batches
+    for step, x in enumerate(batches):
+        loss = model(x).square().mean()
         if step == 2:
             ends()
         loss.backward()
@@ -156,6 +161,17 @@ def test_who_waits_for_the_bytes_of_a_model_that_is_garbage_gets_them(limits, ra
     assert pool.report()["trials"][0]["state"] == "live"
     run_apart(lambda: train(pool, 100, int))
     assert pool.report()["trials"][0]["state"] == "ended"
+
+
+@pytest.mark.usefixtures("nobody_else_collects")
+def test_a_loader_that_is_kept_keeps_no_trial():
+    pool, kept = hydra_tune.ShardPool(["cpu"], "8MiB", host_memory="900KiB"), []
+    run_apart(lambda: train(pool, 96, int, kept))
+    run_apart(lambda: train(pool, 100, int))
+    loader, batches = kept
+    assert pool.report()["trials"][0]["state"] == "ended"
+    assert [x.shape for x in loader] == [(4, 96)] * 3
+    assert list(batches) == []
 
 
 @pytest.mark.usefixtures("nobody_else_collects")

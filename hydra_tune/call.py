@@ -124,6 +124,7 @@ class BlockCall:
         self.block = block
         self.trial = trial
         self.forward_pass = trial.forward_pass
+        self.forward_pass.may_repeat |= not torch.is_grad_enabled() or has_saved_hooks()
         self.arguments = Arguments(block.name, args, kwargs)
         self.tensors = self.arguments.tensors
         self._moment = Moment(block)

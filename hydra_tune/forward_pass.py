@@ -24,11 +24,13 @@ class ForwardPass:
 
     `ended_by` is what a block raised to end it. A model may catch all exceptions, and would go on without the block.
     `may_join`: some block uses a tensor several times, whose gradients are one if nothing else uses it.
+    `may_repeat`: some block was called as within a checkpoint.
     `joined_casts` are kept here, and no hook of a node behind the outputs keeps the pass.
     """
 
     done: bool = False
     may_join: bool = False
+    may_repeat: bool = False
     ended_by: Exception | None = None
     joined_casts: list[Any] = field(default_factory=list)
     gates: dict[Block, tuple[Gate, Edges]] = field(default_factory=dict)  # of blocks that were not called yet

@@ -378,8 +378,8 @@ class Trial:
             raise
         finally:
             self.pool.note_summary(self)
-        if plan.resident:
-            self._lease_backward(outputs, forward_pass)
+        if plan.resident or forward_pass.may_repeat:
+            self._announce_backward(outputs, forward_pass)
         if not torch.is_grad_enabled():
             self._note_for_resumption()
         return outputs
@@ -447,16 +447,19 @@ class Trial:
         if self._pass is not None and self._pass.ended_by is None:
             self._pass.ended_by = error
 
-    def _lease_backward(self, outputs: Any, forward_pass: ForwardPass) -> None:
-        def take_lease(grad: torch.Tensor) -> None:
+    def _announce_backward(self, outputs: Any, forward_pass: ForwardPass) -> None:
+        """Where no node of a block may be the first to do so: a checkpoint may repeat them before."""
+
+        def enter(grad: torch.Tensor) -> None:
             if self.planner.pilot is not None:  # whose forward runs a backward through these outputs
                 return
             self.enter_backward(forward_pass, [grad])
-            self._go_to(0, Direction.BACKWARD)
+            if self.plan is not None and self.plan.resident:
+                self._go_to(0, Direction.BACKWARD)
 
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
-                tensor.register_hook(take_lease)
+                tensor.register_hook(enter)
 
     @property
     def in_forward(self) -> bool:

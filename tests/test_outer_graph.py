@@ -379,13 +379,38 @@ class ThroughItself(Script):
         return model(model(x))[:, :8]
 
 
+class EndsInACheckpoint(Script):
+    """The last operator is in one, and in no block: its backward repeats a block before any has had a gradient."""
+
+    use_reentrant = False
+
+    class Tied(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return torch.utils.checkpoint.checkpoint(self.tied, x, use_reentrant=self.use_reentrant)
+
+        def tied(self, x):
+            return nn.functional.linear(self.head(x).tanh(), self.head.weight.T)[:, :8]
+
+    def model(self):
+        model = self.Tied()
+        model.use_reentrant = self.use_reentrant
+        return model
+
+
+class EndsInAReentrantCheckpoint(EndsInACheckpoint):
+    use_reentrant = True
+
+
 SCRIPTS = [
     GatesATransposedBranch, SharesItsMemory, UsesOneOfTwo, LossOnFeatures, KeepsFeatures, GivesWhatTheLossUses,
     LeavesTheMaskOut, HasAMaskLater, PassesOn, SkipsFar, NamesOtherwise, NamesKeysOtherwise, LearnsLater,
     RepeatsUnderAutocast,
     UsesWeightsMoreUnderAutocast,
     UsesWeightsMoreInTwoForwards,
-    FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself,
+    FeaturesFromALaterStep, ContextFromALaterStep, ThroughItself, EndsInACheckpoint,
+    EndsInAReentrantCheckpoint,
 ]  # fmt: skip
 
 

@@ -409,7 +409,8 @@ class Trial:
         return self._running_it(lambda: self._run_block(block, args, kwargs))
 
     def _run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.plan is None:  # its weights have not moved yet
+        if self.plan is None:
+            _refuse_before_first_batch(block, tensors_in((args, kwargs)))
             return block.forward(args, kwargs)
         with self.counted(), self.one_pass():
             self.open_step(self.plan)
@@ -648,6 +649,15 @@ class Trial:
     def counted(self) -> Counted:
         """Count operators on the device, where anything counts them: in pilots and under checks."""
         return Counted(self.meter, install=self.mode is None)
+
+
+def _refuse_before_first_batch(block: Block, given: Sequence[torch.Tensor]) -> None:
+    """On a device that is none of host memory's, where its weights are until then."""
+    for device in {tensor.device for tensor in given if tensor.device.type != "cpu"}:
+        raise PrepareError(
+            f"a prepared model's weights are in host memory until its first batch, but block {block.name} was called "
+            f"before, on {device}. Call the model itself first, under torch.no_grad() if that is to train nothing."
+        )
 
 
 def _want_backward(outputs: Sequence[torch.Tensor]) -> bool:

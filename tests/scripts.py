@@ -69,6 +69,8 @@ class TrainsWithin(Guided):
 class Script:
     """A training loop; a case says what is different in it."""
 
+    device = "cpu"
+
     def model(self):
         return Net(self.Layer)
 
@@ -87,14 +89,16 @@ class Script:
     def run(self, pool=None):
         torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
         model = self.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if pool is None:
+            model.to(self.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)  # a power of two: rounds alike on host and GPU
         if pool is not None:
             hydra_tune.prepare(model, optimizer, pool=pool)
         left = []
         try:
             for _ in range(3):
                 optimizer.zero_grad()
-                x, y = torch.randn(8, WIDTH), torch.randint(0, 8, (8,))
+                x, y = torch.randn(8, WIDTH).to(self.device), torch.randint(0, 8, (8,)).to(self.device)
                 loss = nn.functional.cross_entropy(self.forward(model, x), y)
                 self.between(model)
                 loss.backward()
@@ -104,16 +108,21 @@ class Script:
         finally:
             if pool is not None:
                 hydra_tune.release(model)
-        return [*left, *(t.clone() for t in model.state_dict().values()), torch.get_rng_state()]
+        random_state = torch.get_rng_state() if self.device == "cpu" else torch.cuda.get_rng_state(self.device)
+        return [*left, *(t.clone() for t in model.state_dict().values()), random_state]
 
 
-def trains_as_in_plain_pytorch(script, budget):
+def trains_as_in_plain_pytorch(script, budget, device="cpu"):
     """Run it plain and prepared, and compare all that it leaves."""
-    plain, num_bytes = script().run(), BUDGETS[budget]
+    case = script()
+    case.device = device
+    plain, num_bytes = case.run(), BUDGETS[budget]
     while True:
-        with hydra_tune.ShardPool(["cpu"], num_bytes) as pool:
+        with hydra_tune.ShardPool([device], num_bytes) as pool:
             try:
-                prepared = script().run(pool)
+                case = script()
+                case.device = device
+                prepared = case.run(pool)
             except (hydra_tune.BudgetError, torch.OutOfMemoryError):  # two forwards are more than a pilot's one
                 num_bytes = num_bytes * 5 // 4
                 continue
@@ -123,7 +132,7 @@ def trains_as_in_plain_pytorch(script, budget):
     assert trial["resident"] == (budget == "resident")
     assert len(plain) == len(prepared)
     for i, (a, b) in enumerate(zip(plain, prepared, strict=True)):
-        assert a is b is None or (None not in (a, b) and torch.equal(a, b)), i
+        assert a is b is None or (None not in (a, b) and torch.equal(a.cpu(), b.cpu())), i
 
 
 def step(model, pool, forward=lambda model, x: model(x)):

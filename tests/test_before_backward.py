@@ -246,7 +246,7 @@ class OtherKernels(Script):
 class AutocastWithinABlock(Script):
     class Layer(Layer):
         def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(x.device.type, torch.bfloat16):
                 x = x + self.up(x)[:, :WIDTH] + self.up(2 * x)[:, WIDTH:]
             return super().forward(x.float())
 

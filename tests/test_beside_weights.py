@@ -389,7 +389,7 @@ class PatchesAForward(Script):
 
     def run(self, pool=None):
         left = super().run(pool)
-        x = torch.ones(WIDTH)
+        x = self.layers[0].up.weight.new_ones(WIDTH)
         assert torch.equal(self.layers[1](x), 0.5 * Layer.forward(self.layers[1], x)), "the patch is still there"
         return left
 

@@ -204,6 +204,21 @@ def test_auto_memory_leaves_a_margin():
     assert 0 < budget < torch.cuda.get_device_properties(0).total_memory  # others may use the device now
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_batches_are_where_the_model_is(is_kept):
+    """Of a model that is released, or collected, on the host."""
+    with hydra_tune.ShardPool("cuda:0", "1GiB") as pool:
+        model, _, loader = hydra_tune.prepare(torch.nn.Linear(4, 4), None, [torch.ones(2, 4)], pool=pool)
+        for x in loader:
+            assert model(x).device.type == "cuda"
+        if is_kept:
+            hydra_tune.release(model)
+            assert [model(x).device.type for x in loader] == ["cpu"]
+        del model
+        gc.collect()
+        assert [x.device.type for x in loader] == ["cpu"]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_trials_whose_tasks_travel_between_two_gpus_equal_each_alone(restless, monkeypatch):
     """With dropout; both homes' and the others' random numbers, and gradients that come late."""

@@ -252,7 +252,7 @@ class RepeatsUnderAutocast(MarksBatches):
         return self.Deepening(self.Layer)
 
     def forward(self, model, x):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             return super().forward(model, x).float()
 
 
@@ -287,7 +287,7 @@ class UsesWeightsMoreInTwoForwards(UsesWeightsMoreUnderAutocast):
     """The casts serve both."""
 
     def forward(self, model, x):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             return (model(x.tanh()) + MarksBatches.forward(self, model, x) + model(x.sin())).float()
 
 

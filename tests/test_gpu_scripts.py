@@ -1,0 +1,59 @@
+"""The first promise on a GPU, over the training loops with something particular: bit for bit, the optimizer too.
+
+As the plain loop is written for the CPU, some fail on a GPU without us: those are skipped."""
+
+import warnings
+
+import pytest
+import torch
+
+import test_before_backward
+import test_beside_weights
+import test_evaluation
+import test_outer_graph
+import test_within_backward
+import test_within_forward
+from scripts import trains_as_in_plain_pytorch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+DEVICE = "cuda:0"
+MODULES = (
+    test_before_backward, test_beside_weights, test_evaluation, test_outer_graph, test_within_backward,
+    test_within_forward,
+)  # fmt: skip
+OTHERWISE = {
+    test_beside_weights.SharesABuffer: "`.to(device)` gives each module a buffer of its own",
+    test_beside_weights.OtherStrides: "computes with weights, which are in host memory",
+    test_beside_weights.RoundsToNegativeZeros: "computes with buffers, which are in host memory",
+    test_within_forward.MarksAWeight: "computes with weights, which are in host memory",
+    test_within_forward.RetainsAGradient: "adds a gradient on the device to a weight, which is in host memory",
+    test_evaluation.CallsAPart: "calls a part before the first batch, which is refused",
+}
+SCRIPTS = [script for module in MODULES for script in module.SCRIPTS if script not in OTHERWISE]
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script")  # torch's own, in jvp
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("budget", ["few blocks", "three shards", "resident"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_it_trains_as_in_plain_cuda(script, budget):
+    plain = script()
+    plain.device = DEVICE
+    try:
+        plain.run()
+    except RuntimeError as error:
+        if "Expected all tensors to be on the same device" not in str(error):
+            raise
+        pytest.skip("its own tensors are in host memory")
+    trains_as_in_plain_pytorch(script, budget, DEVICE)

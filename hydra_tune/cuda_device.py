@@ -69,6 +69,8 @@ class CudaDevice(Device):
             del self._slots[offset]
 
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if any(host.is_cuda for _, host in copies):  # a buffer that the model has made anew, perhaps just now
+            self._h2d.wait_stream(self._compute())
         with torch.cuda.stream(self._h2d):
             for slot, host in copies:
                 slot.copy_(host, non_blocking=True)

@@ -204,6 +204,18 @@ def test_auto_memory_leaves_a_margin():
     assert 0 < budget < torch.cuda.get_device_properties(0).total_memory  # others may use the device now
 
 
+def test_a_promotion_waits_for_what_the_device_computes():
+    """A buffer that a model makes anew in each call is there, where its block's others come from the host."""
+    device = CudaDevice(0, 0, 1 << 20)
+    slot = device.slot(None, 4096).view(torch.float32)
+    made = torch.zeros(1024, device="cuda:0")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1 << 28)  # cycles
+    made.fill_(1.0)
+    device.promote([(slot, made)])
+    assert slot.eq(1.0).all()
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_batches_are_where_the_model_is(is_kept):
     """Of a model that is released, or collected, on the host."""

@@ -306,6 +306,5 @@ class Residency:
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.to(device, non_blocking=True)
+    """At once: a loader may write its next batch where this one was."""
     return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf

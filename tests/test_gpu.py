@@ -231,6 +231,20 @@ def test_batches_are_where_the_model_is(is_kept):
         assert [x.device.type for x in loader] == ["cpu"]
 
 
+def test_a_loader_may_give_each_batch_in_the_same_memory():
+    """Pinned, from which copies are made while the host goes on."""
+    memory = torch.empty(1 << 24, pin_memory=True)
+
+    def batches():
+        for number in range(4):
+            yield memory.fill_(number)
+
+    with hydra_tune.ShardPool("cuda:0", "1GiB") as pool:
+        _, _, loader = hydra_tune.prepare(torch.nn.Linear(4, 4), None, batches(), pool=pool)
+        torch.cuda._sleep(1 << 28)  # cycles
+        assert [x.mean().item() for x in list(loader)] == [0, 1, 2, 3]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_trials_whose_tasks_travel_between_two_gpus_equal_each_alone(restless, monkeypatch):
     """With dropout; both homes' and the others' random numbers, and gradients that come late."""

@@ -26,6 +26,7 @@ from hydra_tune.graph import (
     borrowed_by,
     detached,
     has_saved_hooks,
+    is_checkpointed,
     is_repetition,
     leaf_of,
     nodes_of,
@@ -114,6 +115,7 @@ class BlockCall:
     _sharing: Sequence[tuple[torch.Tensor, int]] = ()  # outputs that share memory, each with its version
     _gate: Gate | None = None
     _is_marked = False
+    is_checkpointed = False  # by a checkpoint around the block, which makes what its node saves anew
     _counts_uses = False  # of its tensors, for no pilot has seen them given so
 
     # what a pilot finds
@@ -328,7 +330,7 @@ class BlockCall:
         calls the block again, and hands out the mark of that call."""
         if not has_saved_hooks():
             return []
-        number, self._is_marked = next(_numbers), True
+        number, self._is_marked, self.is_checkpointed = next(_numbers), True, is_checkpointed()
         if self.trial.in_backward:
             self.trial.marked[number] = self
         with self.trial.residency.meter.paused():

@@ -54,7 +54,7 @@ class Context:
 
     def refuse_second_model(self, pool: ShardPool) -> None:
         """Two models of one thread in one pool could wait for each other for ever."""
-        is_dropped = self._last is not None and collect_until(partial(_is_dropped, self._last))
+        is_dropped = self._last is not None and self._collect(self._last)
         live = self._last() if self._last else None  # not before: its blocks may refer to their model
         if live is None or live.ended:
             return
@@ -65,6 +65,18 @@ class Context:
                 f"one model at a time is prepared in a trial, or by a thread in one pool; {live.name} still is. "
                 "Call hydra_tune.release(model) on the first one."
             )
+
+    @staticmethod
+    def _collect(last: weakref.ref[Trial]) -> bool:
+        """Whether its model is dropped then. Its pool may be garbage, too, and what it has counted lives on: a table
+        that a library keeps for all models."""
+        trial = last()
+        pool = None if trial is None else trial.pool
+        del trial
+        is_dropped = collect_until(partial(_is_dropped, last))
+        if pool is not None:
+            pool.end_abandoned()
+        return is_dropped
 
 
 @cache

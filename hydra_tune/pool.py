@@ -463,8 +463,7 @@ class ShardPool:
         """Take back everything; the others go on."""
         with self._lock:
             self.await_copies(trial)
-            for device in self._devices:  # before others may have its bytes
-                device.meter.end_trial(trial.id)
+            self._end_counting(trial.id)
             self.note_summary(trial)
             self._forget(trial.id)
             self._trials.pop(trial.id, None)
@@ -620,7 +619,13 @@ class ShardPool:
                 self._abandoned.append(number)
             elif number in self._granted:
                 self._summaries[number]["state"] = "ended"
+                self._end_counting(number)
                 self._forget(number)
+
+    def _end_counting(self, number: int) -> None:
+        """Before others may have its bytes."""
+        for device in self._devices:
+            device.meter.end_trial(number)
 
     def _forget(self, number: int) -> None:
         if number in self._machine.trials:

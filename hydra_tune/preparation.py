@@ -81,6 +81,7 @@ def prepare(
     _refuse(model, optimizer)
     end_orphans(model)
     chosen = pool or context.pool or default_pool()
+    chosen.check_usable()
     context.refuse_second_model(chosen)
     if any(p.device.type not in ("cpu", "meta") for p in model.parameters()):
         logger.warning("%s is not in host memory; moving it there", type(model).__name__)

@@ -380,7 +380,10 @@ def refuse_own_leaves(name: str, made: Iterable[torch.Tensor], leaves: Iterable[
 
 
 def _changed(node: Any) -> bool:
-    """Whether something that the node has saved was changed in place since."""
+    """Whether something that the node has saved was changed in place since. Not where a checkpoint makes that anew: to
+    ask would make it do so, for all of them at once."""
+    if node.call.is_checkpointed:
+        return False
     try:
         _ = node.saved_tensors
     except RuntimeError:

@@ -188,7 +188,7 @@ def transform_around(tensors: Callable[[], Iterable[torch.Tensor]]) -> str | Non
     """What changes the meaning of operators here, and reaches neither a block's weights nor its repetition. Other
     threads may be in forward mode, too; `tensors` are asked for tangents then."""
     if torch.compiler.is_dynamo_compiling():
-        return "torch.export"
+        return "torch.compile or torch.export"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -95,6 +95,8 @@ class HydraTrialRunner:
         self.pool.check_usable()
         if not isinstance(study, optuna.Study):
             raise ConfigError(f"study is an optuna.Study, got {type(study).__name__}.")
+        if not callable(objective):
+            raise ConfigError(f"objective is a function of a trial, got {type(objective).__name__}.")
         if study._thread_local.in_optimize_loop:  # which Optuna would not find out: the search has a thread of its own
             raise RuntimeError("an objective cannot optimize its own study.")
         _show_progress()

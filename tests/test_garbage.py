@@ -1,6 +1,7 @@
 """Garbage in cycles, while other threads collect, or have made it old."""
 
 import gc
+import sys
 import threading
 import weakref
 
@@ -180,6 +181,31 @@ def test_a_model_that_is_garbage_does_not_keep_its_thread_from_the_next(raises):
     pool = hydra_tune.ShardPool(["cpu"], "8MiB")
     objective(pool, raises)
     train(pool, 100, int)
+
+
+TABLES = {}
+
+
+class LooksUp(nn.Linear):
+    """In a table that is made once for all models, as libraries do behind `functools.lru_cache`."""
+
+    def forward(self, x):
+        if "first" not in TABLES:
+            TABLES["first"] = torch.arange(x.shape[-1])
+        return super().forward(x) + x[:, TABLES["first"]]
+
+
+@pytest.mark.usefixtures("nobody_else_collects")
+def test_a_tensor_that_outlives_a_model_that_is_garbage_is_on_no_device(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TABLES", {})
+
+    def trained():
+        with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+            model = hydra_tune.prepare(nn.Sequential(LooksUp(16, 16), LooksUp(16, 16)), pool=pool)
+            model(torch.ones(2, 16)).sum().backward()
+
+    trained()
+    trained()
 
 
 class GrowsOld(nn.Linear):

@@ -421,6 +421,22 @@ def test_it_trains_as_in_plain_pytorch(script, budget):
     trains_as_in_plain_pytorch(script, budget)
 
 
+def test_checkpoints_around_containers_do_not_add_up_in_a_pilot():
+    """It looked at what their nodes had saved, which each of them made anew for that."""
+
+    class Checkpointed(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            return self.head(x)
+
+    def layer():
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    with hydra_tune.ShardPool(["cpu"], 60_000) as pool:
+        step(Checkpointed(layer, depth=16), pool).sum().backward()
+
+
 def in_func_grad(model, x):
     torch.func.grad(lambda x: model(x).sum())(x)
 

@@ -434,10 +434,10 @@ def test_misuse_is_refused_with_a_way_out(pool):
         hydra_tune.prepare(model, pool=pool)
     with pytest.raises(hydra_tune.PrepareError, match=r"one model at a time.*release"):
         hydra_tune.prepare(other, pool=pool)
-    hydra_tune.release(model)
     pool.close()
     with pytest.raises(hydra_tune.PoolClosedError, match="closed pool"):
         hydra_tune.prepare(other, pool=pool)
+    hydra_tune.release(model)
 
 
 @pytest.mark.parametrize("budget", [100_000, "1MiB"], ids=["spilled", "resident"])

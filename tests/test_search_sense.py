@@ -335,3 +335,9 @@ def test_a_sampler_that_learns_nothing_of_pruned_trials_is_warned_of_once(sample
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(study, lambda trial: NAN, n_trials=3)
     warned = [record for record in caplog.records if "learns nothing of pruned trials" in record.getMessage()]
     assert len(warned) == 1
+
+
+def test_an_objective_that_is_none_is_refused():
+    runner = hydra_tune.HydraTrialRunner(hydra_tune.ShardPool(["cpu"], "1MiB"), 1)
+    with pytest.raises(hydra_tune.ConfigError, match="objective is a function of a trial, got NoneType"):
+        runner.optimize(optuna.create_study(), None, n_trials=1)

@@ -44,14 +44,16 @@ class CudaDevice(Device):
 
     def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
         with torch.cuda.stream(self._h2d):  # whose memory it is from now on
-            slot = self._slots[offset] = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+            slot = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        if num_bytes:
+            self._slots[offset] = slot
         return slot
 
     def free_slot(self, offset: int | None, num_bytes: int) -> None:
-        """One that nobody has retired was a collected model's; no one knows when it was last used."""
+        """One that nobody has retired was a collected model's; no one knows when, and in which stream, it was used."""
         slot = self._slots.pop(offset, None)
         if slot is not None:
-            self._h2d.wait_stream(self._compute())
+            self.synchronize()
 
     def mark(self) -> torch.cuda.Event:
         return _marked(self._compute())
@@ -69,8 +71,8 @@ class CudaDevice(Device):
             del self._slots[offset]
 
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if any(host.is_cuda for _, host in copies):  # a buffer that the model has made anew, perhaps just now
-            self._h2d.wait_stream(self._compute())
+        if any(host.is_cuda for _, host in copies):  # a buffer that the model has made anew, perhaps just now; and who
+            self.synchronize()  # copies ahead does not know in which stream
         with torch.cuda.stream(self._h2d):
             for slot, host in copies:
                 slot.copy_(host, non_blocking=True)

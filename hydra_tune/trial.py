@@ -171,6 +171,7 @@ class Trial:
         self.residency.close_visits()
         self.residency.await_gradients()
         self.planner.unwrap()  # parts of a model may live longer
+        self.device.synchronize()  # it may have computed in a stream that is not the caller's
         self.residency.bring_home(self.optimizer)
         self.residency.close()
         use_cache_again(self._configs)

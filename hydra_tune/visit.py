@@ -98,6 +98,7 @@ class Visit:
         with self._residency.meter.paused():
             masters = [torch.empty_like(b.host) if b.is_assigned else b.host for b in changed]
         self._residency.write_back(self.device, [b.slot for b in changed], masters)
+        self.copy.used = self.device.mark()  # a master may be on the device, and its copy not made yet
         for (site, host, _, _), master in zip(changed, masters, strict=True):
             if master is not host:
                 module, name = self.block.buffer_sites[site]

@@ -204,16 +204,34 @@ def test_auto_memory_leaves_a_margin():
     assert 0 < budget < torch.cuda.get_device_properties(0).total_memory  # others may use the device now
 
 
-def test_a_promotion_waits_for_what_the_device_computes():
-    """A buffer that a model makes anew in each call is there, where its block's others come from the host."""
+@pytest.mark.parametrize("is_users", [True, False])
+def test_a_promotion_waits_for_what_the_device_computes(is_users):
+    """A buffer that a model makes anew in each call is there, where its block's others come from the host. Who promotes
+    ahead does not know in which stream it is made."""
     device = CudaDevice(0, 0, 1 << 20)
     slot = device.slot(None, 4096).view(torch.float32)
     made = torch.zeros(1024, device="cuda:0")
     torch.cuda.synchronize()
-    torch.cuda._sleep(1 << 28)  # cycles
-    made.fill_(1.0)
+    with torch.cuda.stream(torch.cuda.Stream() if is_users else torch.cuda.current_stream()):
+        torch.cuda._sleep(1 << 28)  # cycles
+        made.fill_(1.0)
     device.promote([(slot, made)])
     assert slot.eq(1.0).all()
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "20KiB"])
+def test_a_release_waits_for_a_stream_of_the_users(budget):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    before = model[1].bias.detach().clone()
+    with hydra_tune.ShardPool("cuda:0", budget) as pool:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        hydra_tune.prepare(model, optimizer, pool=pool)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            model(torch.ones(4, 32, device="cuda:0")).sum().backward()
+            torch.cuda._sleep(1 << 28)  # cycles
+            optimizer.step()
+        hydra_tune.release(model)
+    assert torch.equal(model[1].bias, before - 2.0)
 
 
 @pytest.mark.parametrize("is_kept", [True, False])

@@ -219,7 +219,7 @@ def test_a_promotion_waits_for_what_the_device_computes(is_users):
     assert slot.eq(1.0).all()
 
 
-@pytest.mark.parametrize("budget", ["1GiB", "20KiB"])
+@pytest.mark.parametrize("budget", ["1GiB", "30KiB"])
 def test_a_release_waits_for_a_stream_of_the_users(budget):
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
     before = model[1].bias.detach().clone()

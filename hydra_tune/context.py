@@ -59,7 +59,7 @@ class Context:
         if live is None or live.ended:
             return
         if is_dropped:
-            live.end()  # its owner has dropped it; a loss or a loader that nobody has rebound yet keeps the trial
+            live.end()  # its owner has dropped it; a loss or an optimizer that nobody has rebound yet keeps the trial
         elif live.pool is pool:
             raise PrepareError(
                 f"one model at a time is prepared in a trial, or by a thread in one pool; {live.name} still is. "

@@ -71,8 +71,8 @@ class CudaDevice(Device):
             del self._slots[offset]
 
     def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if any(host.is_cuda for _, host in copies):  # a buffer that the model has made anew, perhaps just now; and who
-            self.synchronize()  # copies ahead does not know in which stream
+        if any(host.is_cuda for _, host in copies):
+            self.synchronize()  # a model may have made that buffer just now, and who copies ahead knows no stream of it
         with torch.cuda.stream(self._h2d):
             for slot, host in copies:
                 slot.copy_(host, non_blocking=True)

@@ -10,6 +10,7 @@ import optuna
 import pytest
 import torch
 
+from hydra_tune.cli import say
 from hydra_tune.demo import sweep
 from hydra_tune.demo.text import Windows, documentation
 
@@ -35,6 +36,14 @@ def test_quick_demo(tmp_path):
         ET.fromstring(part[: part.index("</svg>") + 6]) for part in page.split("<svg")[1:] for part in ["<svg" + part]
     ]
     assert [len(d) > 4 for d in drawings] == [True, True]
+
+
+def test_lines_of_several_trials_stay_whole(monkeypatch):
+    written = []
+    monkeypatch.setattr(sys.stdout, "write", written.append)
+    say("trial 0   starts")
+    say("trial 1   starts")
+    assert written == ["trial 0   starts\n", "trial 1   starts\n"]
 
 
 def test_what_trains_on_a_gpu_with_its_optimizer_on_the_host_is_the_plain_model():

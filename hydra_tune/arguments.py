@@ -61,14 +61,15 @@ class Arguments:
         leaves, self._structure = flatten_call(args, kwargs)
         self.may_change = not (all(map(is_fixed, args)) and all(map(is_fixed, kwargs.values())))
         places: dict[int, _Place] = {}
-        self.tensors: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
-                places[id(leaf)] = _Place(len(self.tensors))
-                self.tensors.append(leaf)
+                places[id(leaf)] = _Place(len(tensors))
+                tensors.append(leaf)
+        self.tensors: Sequence[torch.Tensor] = tensors
         self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
         numbers = tuple([leaf.index if isinstance(leaf, _Place) else -1 for leaf in self._leaves])
-        self.places = self._structure.key, numbers, tuple([t.requires_grad for t in self.tensors])
+        self.places = self._structure.key, numbers, tuple([t.requires_grad for t in tensors])
 
     @property
     def objects(self) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch import nn
 
 from hydra_tune.edges import Edges
 from hydra_tune.errors import UncuttableError
-from hydra_tune.host_buffer import storage_bytes, version_of
+from hydra_tune.host_buffer import storage_bytes, versions_of
+from hydra_tune.module_states import ModuleStates
 
 _HAVE_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
@@ -42,7 +44,12 @@ def gradient_bytes(parameter: torch.Tensor) -> int:
 def has_attributes_of(leaf: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether its attributes are those that `leaf_like` would give it."""
     own, given = leaf.__dict__, parameter.__dict__
-    return own.keys() == given.keys() and all(map(is_, own.values(), given.values()))
+    return not (own or given) or (own.keys() == given.keys() and all(map(is_, own.values(), given.values())))
+
+
+def are_trained(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of them require a gradient."""
+    return list(map(_REQUIRES_GRAD, parameters))
 
 
 @dataclass(eq=False)
@@ -72,7 +79,9 @@ class Block:
     own_parameters: list[nn.Parameter] = field(init=False)  # each once, in order of registration
     parameters: list[nn.Parameter] = field(init=False)  # its own, then the borrowed
     slot_parameters: list[nn.Parameter] = field(init=False)
+    in_slot: frozenset[int] = field(init=False)  # ids of these
     recurrent: list[nn.RNNBase] = field(init=False)
+    module_states: ModuleStates = field(init=False)
     own_forward: Callable[..., Any] | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,13 +91,14 @@ class Block:
         self.own_parameters = list(self.module.parameters())
         self.parameters = [*self.own_parameters, *self.borrowed]
         self.slot_parameters = [p for p in self.own_parameters if p not in set(self.held)]
+        self.module_states = ModuleStates(modules)
+        self.in_slot = frozenset(map(id, self.slot_parameters))
         self.own_forward = self.module.__dict__.get("forward")
         self.recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
 
     @property
     def slot_sites(self) -> list[tuple[nn.Module, str]]:
-        in_slot = set(self.slot_parameters)
-        return [*((m, n) for m, n in self.parameter_sites if m._parameters[n] in in_slot), *self.buffer_sites]
+        return [*((m, n) for m, n in self.parameter_sites if id(m._parameters[n]) in self.in_slot), *self.buffer_sites]
 
     @property
     def weight_bytes(self) -> int:
@@ -123,14 +133,14 @@ class Block:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def refuse_changed_weights(self, leaves: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-        if list(versions) != list(map(version_of, leaves)):
+        if list(versions) != versions_of(leaves):
             raise UncuttableError(
                 f"a block's forward leaves its weights as they are, but {self.name} changed one in place "
                 "(nn.Embedding's max_norm does). Change it outside of forward, before the step."
             )
 
     def refuse_changed_flags(self, leaves: Sequence[torch.Tensor], trains: Sequence[bool]) -> None:
-        if any(leaf.requires_grad != flag for leaf, flag in zip(leaves, trains, strict=True)):
+        if are_trained(leaves) != list(trains):
             raise UncuttableError(
                 f"a block's forward finds its weights frozen or not, but {self.name} changed one's requires_grad. "
                 "Change it outside of forward, before the step."

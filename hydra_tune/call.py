@@ -14,7 +14,7 @@ import torch
 
 from hydra_tune import reentrant
 from hydra_tune.arguments import Arguments, Outputs, taken_out
-from hydra_tune.block import Block
+from hydra_tune.block import Block, are_trained
 from hydra_tune.call_weights import CallWeights, note_casts
 from hydra_tune.copies import Copies
 from hydra_tune.errors import PrepareError, UncuttableError
@@ -33,7 +33,7 @@ from hydra_tune.graph import (
     saved_as_it_is,
     uncached,
 )
-from hydra_tune.host_buffer import version_of
+from hydra_tune.host_buffer import version_of, versions_of
 from hydra_tune.late_gradients import Gate
 from hydra_tune.local_backward import LocalBackward
 from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
@@ -151,7 +151,7 @@ class BlockCall:
             self._sharing = [(x.detach(), version_of(x)) for x in dense if owners[x.untyped_storage()._cdata] > 1]
         self._watch([*self.tensors, *made])
         outputs = self._outputs.filled(self.tensors, made)
-        self.tensors = self.arguments.tensors = []  # the graph keeps them where a backward will come
+        self.tensors = self.arguments.tensors = ()  # the graph keeps them where a backward will come
         self._outputs = None
         return outputs
 
@@ -177,6 +177,8 @@ class BlockCall:
         self._gate, late = self.forward_pass.gates.pop(self.block, (None, {}))
         sources = [*self.tensors, *self.weights.sources(late, self.trial.sums)]
         num_edges = [*self.num_edges, *self.weights.num_edges]
+        if num_edges.count(1) == len(num_edges):
+            return sources
         return [source for source, count in zip(sources, num_edges, strict=True) for _ in range(count)]
 
     def forward_unsaved(self, arguments: tuple[Sequence[Any], dict[str, Any]]) -> Any:
@@ -201,11 +203,11 @@ class BlockCall:
     def _run_forward(self) -> tuple[torch.Tensor, ...]:
         block, moment = self.block, self._moment
         moment.note_buffers(self.trial.residency.found_buffers)
-        moment.surroundings = Surroundings(block.modules)
+        moment.surroundings = Surroundings(block.modules, block.module_states)
         with self.trial.visit(block, Direction.FORWARD) as visit, moment.drawing(drawing_apart), visit.drawing():
             moment.note_random_states(self.trial.residency.device.generators())
             weight_versions = versions_of(visit.leaves)
-            moment.trains = [leaf.requires_grad for leaf in visit.leaves]
+            moment.trains = are_trained(visit.leaves)
             given = visit.brought(detached(self.tensors))
             if self._counts_uses:  # as they are given for the repetition
                 given = list(map(uncached, given))
@@ -218,7 +220,8 @@ class BlockCall:
                 self.arguments.refuse_changed_containers(given, arguments)
             made, self._outputs = taken_out(outputs, given)
             del outputs, arguments
-            self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
+            if not all(are_trained(made)):
+                self.nondifferentiable = [i for i, x in enumerate(made) if not x.requires_grad]
             if self._counts_uses:
                 self.num_edges = _num_uses(made, given)
             assert self.weights is not None
@@ -382,10 +385,9 @@ class BlockCall:
 
     def _add_at_once(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """To weights that still want some, as plain PyTorch does while reentrant checkpoints run."""
-        in_slot = set(map(id, self.block.slot_parameters))
         for weight, gradient in gradients:
             if weight.requires_grad and gradient is not None:
-                with self.trial.residency.meter.paused() if id(weight) in in_slot else nullcontext():
+                with self.trial.residency.meter.paused() if id(weight) in self.block.in_slot else nullcontext():
                     reentrant.add_to_grad(weight, gradient)
 
     @property
@@ -532,7 +534,3 @@ def _num_uses(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> li
     nodes = list(nodes_of(made))  # kept: a node's Python object must stay the same one
     uses = Counter(id(leaf_of(child)) for node in nodes for child, _ in node.next_functions if child is not None)
     return [uses[id(tensor)] or 1 for tensor in given]
-
-
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return list(map(version_of, tensors))

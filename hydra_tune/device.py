@@ -22,6 +22,7 @@ from hydra_tune.config import checks_enabled
 from hydra_tune.meter import Meter
 from hydra_tune.transfer import copies_on
 
+_CPU = torch.device("cpu")
 POISON = 0xFF  # NaN in every float format, -1 in every signed integer
 
 
@@ -176,7 +177,7 @@ class CpuDevice(Device):
 
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device="cpu").copy_(t)
+            torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device=_CPU).copy_(t)
             if t.layout is torch.strided
             else t.clone()
             for t, h in zip(tensors, like, strict=True)

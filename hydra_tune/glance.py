@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -69,13 +70,9 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _switches_of(owner: Any) -> Hashable:
-    return tuple(
-        [
-            (k, v.requires_grad if type(v) is torch.Tensor else v)
-            for k, v in vars(owner).items()
-            if (v is None or type(v) in _SWITCHES) and k != "training"
-        ]
-    )
+    own = vars(owner)
+    found = compress(own.items(), map(_SWITCHES.__contains__, map(type, own.values())))
+    return tuple([(k, v.requires_grad if type(v) is torch.Tensor else v) for k, v in found if k != "training"])
 
 
-_SWITCHES = frozenset((bool, str, torch.Tensor))
+_SWITCHES = frozenset((bool, str, type(None), torch.Tensor))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -17,6 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from hydra_tune.config import align
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_VERSION = attrgetter("_version")
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
@@ -34,6 +36,8 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
     return sum(part.numel() * part.element_size() for part in parts_of(tensor) or [tensor])
 
 
@@ -54,6 +58,13 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:  # asking first would cost more than all else
         return 0
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return list(map(version_of, tensors))
 
 
 @contextmanager

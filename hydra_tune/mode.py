@@ -294,6 +294,8 @@ def _without_modes(_: Any) -> None:
 
 def hide_from_backward() -> None:
     """Before a backward that may begin with what was computed last."""
+    if not torch._C._len_torch_dispatch_stack():
+        return
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, TrialMode):
             mode.hide_from_backward()

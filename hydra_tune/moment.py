@@ -12,7 +12,7 @@ import torch
 
 from hydra_tune.block import Block
 from hydra_tune.errors import HydraTuneError
-from hydra_tune.host_buffer import digest, same_values, version_of
+from hydra_tune.host_buffer import digest, same_values, version_of, versions_of
 from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.surroundings import Surroundings
 
@@ -122,7 +122,7 @@ class Moment:
     # ---- weights ----
 
     def note_weights(self) -> None:
-        self._versions = list(map(version_of, self._block.parameters))
+        self._versions = versions_of(self._block.parameters)
         if self._block.rewritten:
             self._rewritten = [p.detach().clone() for p in self._block.slot_parameters]
 
@@ -131,7 +131,7 @@ class Moment:
         Raises:
             RuntimeError: one was written since.
         """
-        if self._versions != list(map(version_of, self._block.parameters)) or not all(
+        if self._versions != versions_of(self._block.parameters) or not all(
             map(same_values, self._rewritten, self._block.slot_parameters)
         ):
             raise RuntimeError(

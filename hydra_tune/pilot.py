@@ -22,7 +22,7 @@ from torch import nn
 from hydra_tune import reentrant
 from hydra_tune.arguments import taken_out
 from hydra_tune.block import Block, gradient_bytes, owners_of
-from hydra_tune.call import BlockCall, versions_of
+from hydra_tune.call import BlockCall
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import HydraTuneError, SecondGradientError, UncuttableError
 from hydra_tune.forward_pass import AbandonedForward
@@ -38,7 +38,7 @@ from hydra_tune.graph import (
     saved,
     uncached,
 )
-from hydra_tune.host_buffer import same_values, storage_bytes, versions_kept
+from hydra_tune.host_buffer import same_values, storage_bytes, versions_kept, versions_of
 from hydra_tune.journal import Journal
 from hydra_tune.leaves import Leaves
 from hydra_tune.meter import TrialMeter

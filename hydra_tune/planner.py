@@ -119,6 +119,7 @@ class Planner:
         self.settled = True  # neither is a plan being looked for, nor are weights on their way to where it wants them
         self._last: tuple[TrialPlan, PlanKey, Any, Hashable, Any] | None = None  # settled, and what it covers
         self._differentiating: dict[str, str] = {}  # blocks that run a backward within a forward, perhaps only in some
+        self._summary: tuple[TrialPlan | None, int, dict[str, Any]] | None = None  # of that plan, in that budget
 
     def start(self) -> None:
         """Cut the model for the first time."""
@@ -135,33 +136,12 @@ class Planner:
         self.__dict__.pop("_trial", None)
 
     def summary(self) -> dict[str, Any]:
-        """Plain data on the plan."""
+        """Plain data on the plan, the same as long as that is."""
         plan, budget_bytes = self.plan, self._trial.device.budget_bytes
-        blocks = plan.blocks if plan else ()
-        shards = list(zip(plan.shards, promotions(plan, budget_bytes), strict=True)) if plan else []
-        return {
-            "resident": plan is not None and plan.resident,
-            "held_bytes": plan.held_bytes if plan else 0,
-            "step_bytes": plan.step_bytes if plan else 0,
-            "weight_bytes": sum(p.weight_bytes for p in blocks),
-            "promoted_bytes_per_step": sum(shard.slot_bytes * times for shard, times in shards),
-            "shards": [
-                {
-                    "blocks": [blocks[i].name for i in shard.blocks],
-                    "slot_bytes": shard.slot_bytes,
-                    "boundary_bytes": shard.boundary_bytes,
-                    "promotions_per_step": times,
-                    "forward_work_bytes": shard.forward_work_bytes,
-                    "backward_work_bytes": shard.backward_work_bytes,
-                }
-                for shard, times in shards
-            ],
-            "cut": {
-                "opened": dict(plan.cut.opened) if plan else {},
-                "kept": dict(plan.cut.kept) if plan else {},
-                "held": dict(plan.cut.held) if plan else {},
-            },
-        }
+        if self._summary is not None and self._summary[0] is plan and self._summary[1] == budget_bytes:
+            return self._summary[2]
+        self._summary = plan, budget_bytes, _summary_of(plan, budget_bytes)
+        return self._summary[2]
 
     # ---- what a step measures ----
 
@@ -619,3 +599,31 @@ class Planner:
             trial.residency.bring_home(trial.optimizer)  # until it is admitted it holds nothing
         free_remains(trial.meter, before)
         return error
+
+
+def _summary_of(plan: TrialPlan | None, budget_bytes: int) -> dict[str, Any]:
+    blocks = plan.blocks if plan else ()
+    shards = list(zip(plan.shards, promotions(plan, budget_bytes), strict=True)) if plan else []
+    return {
+        "resident": plan is not None and plan.resident,
+        "held_bytes": plan.held_bytes if plan else 0,
+        "step_bytes": plan.step_bytes if plan else 0,
+        "weight_bytes": sum(p.weight_bytes for p in blocks),
+        "promoted_bytes_per_step": sum(shard.slot_bytes * times for shard, times in shards),
+        "shards": [
+            {
+                "blocks": [blocks[i].name for i in shard.blocks],
+                "slot_bytes": shard.slot_bytes,
+                "boundary_bytes": shard.boundary_bytes,
+                "promotions_per_step": times,
+                "forward_work_bytes": shard.forward_work_bytes,
+                "backward_work_bytes": shard.backward_work_bytes,
+            }
+            for shard, times in shards
+        ],
+        "cut": {
+            "opened": dict(plan.cut.opened) if plan else {},
+            "kept": dict(plan.cut.kept) if plan else {},
+            "held": dict(plan.cut.held) if plan else {},
+        },
+    }

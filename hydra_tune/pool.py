@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from math import inf
 from os import PathLike
@@ -173,7 +174,7 @@ class ShardPool:
             trials = [
                 {
                     "trial": i,
-                    **summary,
+                    **deepcopy(summary),
                     "state": self._state(i, summary["state"]),
                     **self._reserved(i),
                     **self._trace.trials[i].to_dict(),

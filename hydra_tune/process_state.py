@@ -56,7 +56,7 @@ _DEFAULT_DTYPE = Flag("default dtype", torch.get_default_dtype, torch.set_defaul
 
 
 def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
 
 
 def _set_deterministic(mode: tuple[bool, bool]) -> None:
@@ -66,21 +66,25 @@ def _set_deterministic(mode: tuple[bool, bool]) -> None:
 
 _FLAGS = (
     Flag("backends.mkldnn.enabled", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    Flag("backends.cuda.math_sdp", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    Flag("backends.cuda.flash_sdp", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    Flag("backends.cuda.math_sdp", torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    Flag("backends.cuda.flash_sdp", torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     Flag(
         "backends.cuda.mem_efficient_sdp",
-        torch.backends.cuda.mem_efficient_sdp_enabled,
-        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch._C._get_mem_efficient_sdp_enabled,
+        torch._C._set_sdp_use_mem_efficient,
     ),
-    Flag("backends.cuda.cudnn_sdp", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, True),
-    Flag("float32_matmul_precision", _unless_by_backend(torch.get_float32_matmul_precision), _set_matmul_precision),
+    Flag("backends.cuda.cudnn_sdp", torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn, True),
+    Flag("float32_matmul_precision", _unless_by_backend(torch._C._get_float32_matmul_precision), _set_matmul_precision),
     Flag("backends.cudnn.enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, True),
     Flag("backends.cudnn.deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic, True),
     Flag("backends.cudnn.allow_tf32", _unless_by_backend(torch._C._get_cudnn_allow_tf32), _set_cudnn_allow_tf32, True),
     Flag("use_deterministic_algorithms", _deterministic, _set_deterministic),
     _DEFAULT_DTYPE,
 )
+_READS = tuple(flag.read for flag in _FLAGS)  # several times a task, so by PyTorch's own functions, without a wrapper
+
+
+_latest: ProcessState | None = None
 
 
 class ProcessState(NamedTuple):
@@ -94,10 +98,15 @@ class ProcessState(NamedTuple):
 
     @classmethod
     def now(cls) -> ProcessState:
+        global _latest
         # a mode may have set a device; torch 2.6's get_default_device does not know of `with device`
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU
         context = _nesting() > 0, torch.is_autocast_cache_enabled()
-        return cls(tuple(map(autocast_state, _KINDS)), context, device, tuple([flag.read() for flag in _FLAGS]))
+        state = cls(tuple(map(autocast_state, _KINDS)), context, device, tuple(map(_CALL, _READS)))
+        if state == _latest:  # one for all who keep it: each is ten objects to the garbage collector
+            return _latest
+        _latest = state
+        return state
 
     def beside_others(self, block: str) -> ProcessState:
         """What the block's repetition needs of the process, but for what others in it share.
@@ -105,7 +114,7 @@ class ProcessState(NamedTuple):
         Raises:
             RuntimeError: a choice of kernels is another one now.
         """
-        now = tuple(flag.read() for flag in _FLAGS)
+        now = tuple(map(_CALL, _READS))
         for flag, value, other in zip(_FLAGS, self.flags, now, strict=True):
             if value != other and flag.chooses_kernels:
                 raise RuntimeError(

@@ -185,11 +185,12 @@ class Residency:
         Each master has a list of gradients, one an edge. Those of parameters that are held stay where they are.
         """
         self.await_gradients()  # a plan has room for those of one block beside the next one's
-        in_slot = set(block.slot_parameters)
-        pairs = [(g, p) for p, row in zip(masters, grads, strict=True) for g in row if g is not None and p in in_slot]
-        num_bytes, start_s = sum(tensor_bytes(g) for g, _ in pairs), self._log.now_s()
+        rows = [(row, p) for row, p in zip(grads, masters, strict=True) if id(p) in block.in_slot]
+        given = [g for row, _ in rows for g in row if g is not None]
+        like = [p for row, p in rows for g in row if g is not None]
+        num_bytes, start_s = sum(map(tensor_bytes, given)), self._log.now_s()
         with self.meter.paused():
-            spilled, arrival = device.spill([g for g, _ in pairs], [p for _, p in pairs])
+            spilled, arrival = device.spill(given, like)
             hosts = iter(spilled)
             if gate is None or torch.is_anomaly_enabled():  # that reads what a node returns
                 arrival.wait()
@@ -198,7 +199,7 @@ class Residency:
                 self.late_bytes = num_bytes
         self._log.count("spilled_bytes", device, num_bytes, arrival.marks or start_s)
         return [
-            [g if g is None or p not in in_slot else next(hosts) for g in row]
+            [None if g is None else next(hosts) for g in row] if id(p) in block.in_slot else list(row)
             for p, row in zip(masters, grads, strict=True)
         ]
 

@@ -66,7 +66,7 @@ from hydra_tune.slots import Slots
 from hydra_tune.state import NO_TRIAL, DeviceState, Standing, TaskState, TrialState
 
 PATIENCE = 16
-_STORY_EVENTS = 1_000
+_STORY_EVENTS = 200  # short, or the garbage collector would take what it forgets for old
 
 
 class Machine:

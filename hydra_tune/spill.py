@@ -8,9 +8,10 @@ slot                    | block 1 | tied | buffers |     one copy for the run, o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,14 @@ from hydra_tune.host_buffer import (
     storage_bytes,
     tensor_bytes,
     version_of,
+    versions_of,
 )
 from hydra_tune.tree import tensors_in
+
+_DTYPE_AND_NEED = attrgetter("dtype", "requires_grad")
+_OF_BACKWARDS = tuple(map(attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")))
+
+_States = tuple[list[int], list[int]]  # versions, and where each lies
 
 
 class HostWeights:
@@ -94,6 +101,20 @@ class ChangedBuffer(NamedTuple):
     is_assigned: bool
 
 
+class Leaves(dict[int, nn.Parameter]):
+    """By the id of the parameter that each stands for."""
+
+    def __missing__(self, _: int) -> nn.Parameter:
+        raise replaced_parameter()
+
+
+def replaced_parameter() -> UncuttableError:
+    return UncuttableError(
+        "a prepared model keeps its Parameter objects, but one was replaced since, perhaps by "
+        "torch.func.functional_call. Call hydra_tune.release(model), replace it, and prepare the model again."
+    )
+
+
 class DeviceCopy:
     """The weights of some blocks in one slot: leaves of the local graph, and buffers. `fill` copies the values."""
 
@@ -103,17 +124,19 @@ class DeviceCopy:
         self.blocks = blocks
         self.counted = False  # by the device's meter
         self.used: Any = None  # the last moment of computing that needs the slot, as `Device.mark` tells it
-        self._leaves: dict[int, nn.Parameter] = {}  # by the id of the parameter that each stands for
+        self._parameters: list[nn.Parameter] = []  # each once
+        self.leaves = Leaves()  # in this order
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
         self._unvisited: set[Block] = set()  # since it was filled
-        self._copied: dict[Hashable, tuple[int, int, int]] = {}  # of each parameter and buffer: see `_state_of`
+        self._copied: dict[frozenset[int], _States] = {}  # of a block's parameters, by their ids
+        self._copied_buffers: dict[tuple[nn.Module, str], tuple[int, int, int]] = {}
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the slot, seen with a dtype
         self._runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
         self._end = 0
         for block in blocks:
             for parameter in block.slot_parameters:
-                if id(parameter) not in self._leaves:
+                if id(parameter) not in self.leaves:
                     self._add_parameter(parameter, host)
         for block in blocks:
             for site, buffer in zip(block.buffer_sites, block.buffers(), strict=True):
@@ -121,7 +144,7 @@ class DeviceCopy:
         if host is not None:
             self._copies += [(slot[to : to + size], host.piece(place, size)) for place, to, size in self._runs]
         self._hosts = [t for block in blocks for t in _tensors_of(block)]
-        self._made_of = list(map(_layout_of, self._hosts))
+        self._made_of = _layouts_of(self._hosts)
         self.num_bytes = sum(map(tensor_bytes, (host for _, host in self._copies)))
 
     def _add_parameter(self, parameter: nn.Parameter, host: HostWeights | None) -> None:
@@ -133,16 +156,16 @@ class DeviceCopy:
             data = self._view(parameter)
             self._add_run(place, size)
             self._end += size
-        self._leaves[id(parameter)] = leaf_like(parameter, data)
+        self._parameters.append(parameter)
+        self.leaves[id(parameter)] = leaf_like(parameter, data)
 
     def fill(self) -> None:
         """Copy what the host has now; what is written there meanwhile will prove stale."""
         for block in self.blocks:
-            for parameter in block.slot_parameters:
-                self._copied[id(parameter)] = _state_of(parameter)
+            self._copied[block.in_slot] = _states_of(block.slot_parameters)
         for site, (_, host) in self._buffers.items():
-            self._copied[site] = _state_of(host)
-        self._unvisited = set(self.blocks)
+            self._copied_buffers[site] = _state_of(host)
+        self._unvisited.update(self.blocks)
         self.device.promote(self._copies)
 
     def retire(self) -> None:
@@ -152,13 +175,12 @@ class DeviceCopy:
     def is_of(self, blocks: Sequence[Block]) -> bool:
         """Whether it may be filled again for these blocks: the host's tensors are where and what they were, and the
         leaves as they were made."""
+        if self.blocks != blocks:
+            return False
         tensors = [t for block in blocks for t in _tensors_of(block)]
-        return (
-            self.blocks == blocks
-            and self._made_of == list(map(_layout_of, tensors))
-            and all(map(is_, self._hosts, tensors))
-            and all(_is_new(self.leaf(p), p) for block in blocks for p in block.slot_parameters)
-        )
+        if not all(map(is_, self._hosts, tensors)) or self._made_of != _layouts_of(tensors):
+            return False
+        return _are_new([*self.leaves.values()], self._parameters)
 
     def stale(self, block: Block, *, forward: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) of what has changed on the host since it was copied, and is to be copied anew: a forward
@@ -167,15 +189,23 @@ class DeviceCopy:
         is_new = block in self._unvisited
         self._unvisited.discard(block)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for parameter in block.slot_parameters:
-            if self._is_stale(id(parameter), parameter) or (block.rewritten and forward):
-                pairs.append((self.leaf(parameter).data, parameter.data))
+        then, states = self._copied.get(block.in_slot), _states_of(block.slot_parameters)
+        if then is None:
+            pairs += [(self.leaves[id(p)].data, p.data) for p in block.slot_parameters]
+        elif states != then or (block.rewritten and forward):
+            pairs += [
+                (self.leaves[id(p)].data, p.data)
+                for p, *numbers in zip(block.slot_parameters, *then, *states, strict=True)
+                if numbers[:2] != numbers[2:] or (block.rewritten and forward)
+            ]
+        self._copied[block.in_slot] = states
         for site, now in zip(block.buffer_sites, block.buffers(), strict=True):
             slot, host = self._buffers[site]
             if now is not host:
                 self._refuse_other_layout(block, site[1], now, slot)
                 self._buffers[site] = slot, now
-            if self._is_stale(site, now) or not (is_new or same_bits(slot.to(now.device), now)):
+            before, self._copied_buffers[site] = self._copied_buffers.get(site), _state_of(now)
+            if before != self._copied_buffers[site] or not (is_new or same_bits(slot.to(now.device), now)):
                 pairs.append((slot, now))
         return pairs
 
@@ -187,16 +217,10 @@ class DeviceCopy:
                 "final shape, or set it before the model is called."
             )
 
-    def _is_stale(self, key: Hashable, host: torch.Tensor) -> bool:
-        """The first time after it has changed."""
-        before = self._copied.get(key)
-        now = self._copied[key] = _state_of(host)
-        return now != before
-
     def refuse_changed_values(self, block: Block) -> None:
         """As `Block.refuse_changed_weights`, for what is written without raising a version (`.data`)."""
         for parameter in block.slot_parameters:
-            if not same_values(self.leaf(parameter), parameter):
+            if not same_values(self.leaves[id(parameter)], parameter):
                 block.refuse_changed_weights([], [0])
 
     def _add_run(self, place: int, size: int) -> None:
@@ -227,8 +251,8 @@ class DeviceCopy:
 
     def renew_leaves(self) -> None:
         """Graphs of visits to come start at new leaves; who keeps an old graph does not keep the slot with it."""
-        for key, leaf in self._leaves.items():
-            self._leaves[key] = leaf_like(leaf, leaf.data)
+        for key, leaf in self.leaves.items():
+            self.leaves[key] = leaf_like(leaf, leaf.data)
             leaf.data = leaf.data.new_empty(0)
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -264,15 +288,6 @@ class DeviceCopy:
                         f"a block's weights move, but {block.name} keeps a view of one in its attribute {name!r}. "
                         "Keep a copy (.clone())."
                     )
-
-    def leaf(self, parameter: nn.Parameter | None) -> nn.Parameter:
-        leaf = self._leaves.get(id(parameter))
-        if leaf is None:
-            raise UncuttableError(
-                "a prepared model keeps its Parameter objects, but one was replaced since, perhaps by "
-                "torch.func.functional_call. Call hydra_tune.release(model), replace it, and prepare the model again."
-            )
-        return leaf
 
     def buffer(self, module: nn.Module, name: str) -> torch.Tensor:
         return self._buffers[module, name][0]
@@ -316,16 +331,22 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     return version_of(tensor), tensor.data_ptr(), id(tensor)
 
 
-def _layout_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad
+# What follows is asked of every weight in every task: whole lists at once, in PyTorch's own functions.
 
 
-def _is_new(leaf: nn.Parameter, parameter: nn.Parameter) -> bool:
-    """Whether it has what `leaf_like` would give it, and nothing else."""
-    return (
-        leaf.grad is None
-        and not leaf._backward_hooks
-        and not leaf._post_accumulate_grad_hooks
-        and has_attributes_of(leaf, parameter)
-        and grad_dtype_of(leaf) == grad_dtype_of(parameter)
-    )
+def _states_of(parameters: Sequence[torch.Tensor]) -> _States:
+    return versions_of(parameters), list(map(torch.Tensor.data_ptr, parameters))
+
+
+def _layouts_of(tensors: Sequence[torch.Tensor]) -> Sequence[list[Any]]:
+    layouts = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, _DTYPE_AND_NEED)
+    return [list(map(layout, tensors)) for layout in layouts]
+
+
+def _are_new(leaves: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether they have what `leaf_like` would give them, and nothing else."""
+    if not all(all(map(is_, map(get, leaves), repeat(None))) for get in _OF_BACKWARDS):
+        return False
+    if (any(map(vars, leaves)) or any(map(vars, parameters))) and not all(map(has_attributes_of, leaves, parameters)):
+        return False
+    return list(map(grad_dtype_of, leaves)) == list(map(grad_dtype_of, parameters))

@@ -7,7 +7,6 @@ choose other kernels. Plain PyTorch computes once and does not care; a forward t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -21,29 +20,29 @@ from hydra_tune.errors import PrepareError
 from hydra_tune.graph import top_saved_tensors_hooks
 from hydra_tune.host_buffer import version_of
 from hydra_tune.mode import TrialMode
+from hydra_tune.module_states import ModuleStates, State, are_set, set_attributes
 from hydra_tune.process_state import ProcessState
 
-_STRUCTURE = frozenset((  # not what a module is set to
-    "_parameters", "_buffers", "_modules", "forward", "_apply", "_flat_weights", "_flat_weight_refs",
-))  # fmt: skip
 _HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on saved tensors, and change no value
 
 
 class Surroundings:
-    """As they are now: autocast, the default device, the choice of kernels, and what the attributes of `modules`
-    are set to (training mode, flags, numbers, objects, tensors that are no buffers)."""
+    """As they are now: autocast, the default device, the choice of kernels, and what the attributes of modules are set
+    to (training mode, flags, numbers, objects, tensors that are no buffers)."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], states: ModuleStates) -> None:
         self._modules = modules
         self._process = ProcessState.now()
-        self._attributes = [dict(vars(module)) for module in modules]
+        self._attributes = states.now()
         self.have_gradients = False
-        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
         for own in self._attributes:
+            if torch.Tensor not in map(type, own.values()):  # most have none
+                continue
             for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
                 self.have_gradients |= value.requires_grad
                 if value.grad_fn is None:
-                    self._versions.append((name, value, version_of(value)))
+                    self._versions = *self._versions, (name, value, version_of(value))
                 else:  # an activation, which would keep its graph
                     del own[name]
 
@@ -76,16 +75,16 @@ class _Restored:
 
     __slots__ = ("_attributes", "_entered", "_modules", "_process")
 
-    def __init__(self, modules: Sequence[nn.Module], process: ProcessState, attributes: list[dict[str, Any]]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], process: ProcessState, attributes: list[State]) -> None:
         self._modules = modules
         self._process = process
         self._attributes = attributes
 
     def __enter__(self) -> None:
         then = self._attributes
-        if not _are_set(self._modules, then):
+        if not are_set(self._modules, then):
             self._attributes = [dict(vars(module)) for module in self._modules]
-            _set_attributes(self._modules, then)
+            set_attributes(self._modules, then)
         now = ProcessState.now()
         self._entered = None if now == self._process else self._process.entered(now)
         if self._entered is not None:
@@ -94,28 +93,8 @@ class _Restored:
     def __exit__(self, *error: Any) -> None:
         if self._entered is not None:
             self._entered.__exit__(*error)
-        if not _are_set(self._modules, self._attributes):
-            _set_attributes(self._modules, self._attributes)
-
-
-def _are_set(modules: Sequence[nn.Module], attributes: Sequence[dict[str, Any]]) -> bool:
-    """By identity: an equal number in a new object is put back for nothing."""
-    return all(
-        own.keys() == values.keys() and all(map(is_, own.values(), values.values()))
-        for own, values in zip(map(vars, modules), attributes, strict=True)
-    )
-
-
-def _set_attributes(modules: Sequence[nn.Module], attributes: Sequence[dict[str, Any]]) -> None:
-    for module, values in zip(modules, attributes, strict=True):
-        own = vars(module)
-        for name in [k for k, v in own.items() if k not in values and k not in _STRUCTURE and not _is_activation(v)]:
-            del own[name]
-        own.update((k, v) for k, v in values.items() if k not in _STRUCTURE)
-
-
-def _is_activation(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.grad_fn is not None
+        if not are_set(self._modules, self._attributes):
+            set_attributes(self._modules, self._attributes)
 
 
 def refuse_modes(block: str, modules: Sequence[nn.Module]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hydra_tune.device import Device
 from hydra_tune.shard import Task
 from hydra_tune.state import NO_TRIAL
-from hydra_tune.trace import Span, Trace
+from hydra_tune.trace import Trace
 
 LATE_HOST = "launch"  # the cause of a stall that the scheduler has not seen: nothing was launched yet
 _LEAST_STALL_S = 2e-5
@@ -99,4 +99,4 @@ class TaskClock:
 
     def _add_stall(self, start_s: float, end_s: float, cause: str) -> None:
         if end_s > start_s and cause != NO_TRIAL:
-            self._trace.add(Span("stall", self._device.number, -1, -1, "", start_s, end_s, cause))
+            self._trace.note_stall(self._device.number, start_s, end_s, cause)

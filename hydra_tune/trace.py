@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from dataclasses import asdict, dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from hydra_tune.shard import Task
@@ -44,29 +45,33 @@ class Totals:
 
 class Trace:
     def __init__(self) -> None:
-        self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        # plain tuples: those the garbage collector stops to track, so that its full collections stay rare
+        self._spans: deque[tuple[Any, ...]] = deque(maxlen=MAX_SPANS)
         self.devices: defaultdict[int, Totals] = defaultdict(Totals)
         self.trials: defaultdict[int, Totals] = defaultdict(Totals)
         self._start = time.perf_counter()
+
+    @property
+    def spans(self) -> list[Span]:
+        return list(starmap(Span, self._spans))
 
     def now_s(self) -> float:
         return time.perf_counter() - self._start
 
     def note(self, kind: str, task: Task, device: int, start_s: float, end_s: float) -> None:
         """A span of this task's."""
-        self.add(Span(kind, device, task.trial, task.shard, task.direction.value, start_s, end_s, step=task.step))
+        direction = task.direction._value_  # `value` takes half a microsecond
+        self._spans.append((kind, device, task.trial, task.shard, direction, start_s, end_s, "", task.step))
+        if kind == "run":
+            self.devices[device].busy_s += end_s - start_s
+            self.trials[task.trial].busy_s += end_s - start_s
+        elif kind == "wait":
+            self.trials[task.trial].stalled_s += end_s - start_s
 
-    def add(self, span: Span) -> None:
-        self.spans.append(span)
-        seconds = span.end_s - span.start_s
-        if span.kind == "run":
-            self.devices[span.device].busy_s += seconds
-            self.trials[span.trial].busy_s += seconds
-        elif span.kind == "wait":
-            self.trials[span.trial].stalled_s += seconds
-        elif span.kind == "stall":
-            self.devices[span.device].stalled_s += seconds
+    def note_stall(self, device: int, start_s: float, end_s: float, cause: str) -> None:
+        self._spans.append(("stall", device, -1, -1, "", start_s, end_s, cause, 0))
+        self.devices[device].stalled_s += end_s - start_s
 
     def count(self, what: str, device: int, trial: int, num_bytes: int) -> None:
         for totals in (self.devices[device], self.trials[trial]):
-            setattr(totals, what, getattr(totals, what) + num_bytes)
+            vars(totals)[what] += num_bytes

@@ -10,12 +10,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from hydra_tune.block import Block, leaf_like
+from hydra_tune.block import Block, are_trained, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.meter import TrialMeter
 from hydra_tune.process_state import remembers_casts
 from hydra_tune.random_state import lent
-from hydra_tune.spill import ChangedBuffer, DeviceCopy
+from hydra_tune.spill import ChangedBuffer, DeviceCopy, Leaves, replaced_parameter
 
 _AT_HOME = nullcontext()
 OptionalT = TypeVar("OptionalT", torch.Tensor, torch.Tensor | None)
@@ -108,10 +108,11 @@ class Visit:
 
     def __enter__(self) -> Visit:
         block, copy = self.block, self.copy
-        if any(n not in m._parameters for m, n in block.parameter_sites):
-            copy.leaf(None)  # raises
+        try:
+            self._parameters = [m._parameters[n] for m, n in block.parameter_sites]
+        except KeyError:
+            raise replaced_parameter() from None
         self._outer = self._residency.visit
-        self._parameters = [m._parameters[n] for m, n in block.parameter_sites]
         self._buffers = [m._buffers[n] for m, n in block.buffer_sites]
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._there = self.device.current() if self.is_away else _AT_HOME
@@ -120,17 +121,16 @@ class Visit:
             torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
         try:
             self._there.__enter__()
-            held = {id(p): leaf_like(p, p.data) for p in block.held}
-
-            def leaf(p: nn.Parameter | None) -> nn.Parameter:
-                return held[id(p)] if id(p) in held else copy.leaf(p)
-
+            leaves = copy.leaves
+            if block.held:
+                leaves = Leaves(leaves)
+                leaves.update((id(p), leaf_like(p, p.data)) for p in block.held)
             for (m, n), p in zip(block.parameter_sites, self._parameters, strict=True):
-                m._parameters[n] = leaf(p)
+                m._parameters[n] = leaves[id(p)]
             self.set_buffers()
             self._refresh_flat_weights()
-            self.leaves = [*map(leaf, block.own_parameters), *block.borrowed]
-            self.train([p.requires_grad for p in block.parameters])
+            self.leaves = [*(leaves[id(p)] for p in block.own_parameters), *block.borrowed]
+            self.train(are_trained(block.parameters))
         except BaseException:
             self.__exit__()
             raise

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import traceback
+from operator import is_
 
 os.environ["HYDRA_TUNE_CHECKS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,8 +28,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         mark = item.get_closest_marker("sample")
         if mark is not None:
-            names = [names if isinstance(names, str) else names[0] for names in _parametrized(item)]
-            if sum(item.callspec.indices[name] for name in names) % mark.args[0]:
+            if sum(_place(item, *each.args[:2]) for each in item.iter_markers("parametrize")) % mark.args[0]:
                 item.add_marker(pytest.mark.proof)
 
 
@@ -39,8 +39,19 @@ def what_was_imported_stays():
     gc.freeze()
 
 
-def _parametrized(item):
-    return [mark.args[0] for mark in item.iter_markers("parametrize")]
+def _place(item, names, values):
+    """Of an item's value, or values, among all."""
+    names = names if isinstance(names, str) else tuple(names)
+    given = item.callspec.params
+    wanted = (given[names],) if isinstance(names, str) else tuple(given[name] for name in names)
+    for place, value in enumerate(values):
+        if isinstance(value, type(pytest.param())):
+            found = value.values
+        else:
+            found = (value,) if isinstance(names, str) else tuple(value)
+        if all(map(is_, found, wanted)):
+            return place
+    raise AssertionError(f"{item.nodeid} has none of the values of {names}")
 
 
 @pytest.fixture(autouse=True)

@@ -222,7 +222,7 @@ class Kept(nn.Linear):
         return self.seen
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("forwards", [{0}, {1}, {2}, set(range(9))], ids=["pilot", "another", "first", "all"])
 @pytest.mark.parametrize("num_bytes", [100_000, 1 << 20], ids=["spilled", "resident"])
 @pytest.mark.parametrize("by_script", [False, True])

@@ -27,6 +27,7 @@ def budget_bytes(which, build, batch):
     return plan.held_bytes + plan.step_bytes + largest
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "clip", [pytest.param(None, id="plain", marks=pytest.mark.proof), pytest.param(0.5, id="clipped")]
 )

@@ -28,6 +28,7 @@ class Decodes(Net):
         return self.head(x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("trains_first", [False, True], ids=["evaluates first", "trains first"])
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -326,6 +327,7 @@ def mamba():
     ))  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("times_weights", [2.5, 40], ids=["spilled", "resident"])
 @pytest.mark.parametrize("build", [t5, mamba])
 def test_models_generate_between_steps(build, times_weights):

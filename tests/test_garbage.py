@@ -149,6 +149,7 @@ def nobody_else_collects():
     gc.enable()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("nobody_else_collects")
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sample(2)
 @both_budgets
 @pytest.mark.parametrize("place", ["block", "inside a block"])
 @pytest.mark.parametrize("kind", CHANGES)

@@ -377,6 +377,7 @@ class ReachesAnother(Script):
             model(torch.randn(4, WIDTH))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("budget", ["spilled", "three shards", "resident"])
 @pytest.mark.parametrize(
     "script",

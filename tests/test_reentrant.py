@@ -70,6 +70,7 @@ def trained(model, forwards=2, before=lambda model: None, autocast=False):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("forwards", [1, 3])
 @pytest.mark.parametrize("uses", LAYERS.values(), ids=LAYERS)

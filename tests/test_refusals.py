@@ -273,6 +273,7 @@ def pruned(layer):
     prune.l1_unstructured(layer.up, "weight", amount=0.5)
 
 
+@pytest.mark.sample(2)
 @both_budgets
 @pytest.mark.parametrize("wrap", [spectral_norm, weight_norm, orthogonal, pruned])
 def test_weights_that_are_computed(wrap, budget):

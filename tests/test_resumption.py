@@ -195,6 +195,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -239,6 +240,7 @@ class LowPrecision(Training):
         return ((step, (x.bfloat16(), y)) for step, (x, y) in super().batches(*loaders))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [Accumulating, LowPrecision])
 def test_gradients_and_states_of_other_dtypes_go_on(tmp_path, kind):
     compare(tmp_path, loader="shuffled", kind=kind, at=(7,))
@@ -497,6 +499,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "what",
     [pytest.param(w, marks=() if w in ("depth", "optimizer") else pytest.mark.proof) for w in CHANGES],
@@ -574,6 +577,7 @@ UNCLEAR = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", UNCLEAR)
 def test_where_it_is_unclear_what_a_number_of_mini_batches_means_none_is_written(tmp_path, caplog, case):
     kind, words = UNCLEAR[case]

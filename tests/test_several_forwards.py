@@ -185,7 +185,6 @@ def script(way, model, dtype):
     return scenario
 
 
-@pytest.mark.sample(3)
 def is_often(way, model, dtype):
     """The others are proofs."""
     return model is Twice or (dtype is not None and way in (one_backward, of_three_shapes))

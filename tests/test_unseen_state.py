@@ -186,6 +186,7 @@ def keeps(kind, where):
     return Keeps
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("budget", ["spilled", pytest.param("resident", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("where", ["in blocks", "between them"])
 @pytest.mark.parametrize(

@@ -272,6 +272,7 @@ def test_sums_of_a_model_whose_outputs_nobody_sees(autocast):
     compare(scenario, num_bytes=40_000)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("autocast", [(True, False, True, False), (False, True, False, True)], ids=str)
 @pytest.mark.parametrize("words", ["c", "cc", "dd", "cd", "c c", "cc cc", "d C"])
 def test_sums_are_those_of_plain_pytorch_with_and_without_autocast(words, autocast):

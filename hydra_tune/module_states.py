@@ -32,9 +32,7 @@ class ModuleStates:
         for i, (own, latest) in enumerate(zip(map(vars, self._modules), self._latest, strict=True)):
             if latest is None or not _is_set(own, latest):
                 latest = dict(own)
-                self._latest[i] = (
-                    latest if _is_plain(latest) else None
-                )  # no object shall live longer than in its module
+                self._latest[i] = latest if _is_plain(latest) else None  # objects shall not live longer for it
             states.append(latest)
         return states
 

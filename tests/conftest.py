@@ -27,9 +27,10 @@ def pytest_collection_modifyitems(items):
     to a multiple of n: each case of one parameter with one in n of another's. The rest are proofs."""
     for item in items:
         mark = item.get_closest_marker("sample")
-        if mark is not None:
-            if sum(_place(item, *each.args[:2]) for each in item.iter_markers("parametrize")) % mark.args[0]:
-                item.add_marker(pytest.mark.proof)
+        if mark is None:
+            continue
+        if sum(_place(item, *each.args[:2]) for each in item.iter_markers("parametrize")) % mark.args[0]:
+            item.add_marker(pytest.mark.proof)
 
 
 @pytest.fixture(autouse=True, scope="module")

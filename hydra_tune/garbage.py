@@ -12,7 +12,6 @@ from hydra_tune.fork import new_in_child
 _one_collects = new_in_child(threading.RLock())
 _MOST_TRIES = 1_000
 _PAUSE_S = 1e-3
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 
 
 def collect_until(enough: Callable[[], bool], generation: int = 2) -> bool:
@@ -37,24 +36,6 @@ def _collections(generation: int) -> int:
     """How many have come to their end."""
     number: int = gc.get_stats()[generation]["collections"]
     return number
-
-
-class Patience:
-    """Of one who waits for what may be garbage: over after a second, then ever more seldom. Once is not always enough:
-    autograd's nodes hide what they refer to until they are gone."""
-
-    def __init__(self) -> None:
-        self._wait_s = _FIRST_WAIT_S
-        self._ends_s = time.monotonic() + self._wait_s
-
-    def is_over(self) -> bool:
-        """It begins anew then."""
-        now_s = time.monotonic()
-        if now_s < self._ends_s:
-            return False
-        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
-        self._ends_s = now_s + self._wait_s
-        return True
 
 
 def collect_beside() -> None:

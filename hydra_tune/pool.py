@@ -30,8 +30,9 @@ from hydra_tune.devices import host_bytes_for, open_devices
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.fork import gate, new_in_child
-from hydra_tune.garbage import Patience, collect_beside
+from hydra_tune.garbage import collect_beside
 from hydra_tune.mode import TrialMode
+from hydra_tune.patience import Wait
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.pool_device import PoolDevice
 from hydra_tune.random_state import RandomState
@@ -314,7 +315,7 @@ class ShardPool:
 
     def _await_place(self, event: e.TrialAdded, name: str | None, stop: Stop) -> int:
         self._handle(event)
-        patience = Patience()
+        wait = Wait()
         while not self._granted[event.trial]:
             self.check_usable()
             stop.check()
@@ -322,7 +323,7 @@ class ShardPool:
                 "name": name or f"trial {event.trial}",
                 "state": f"waits for {format_bytes(event.host_bytes)} of host memory",
             }
-            self._wait(event.trial, patience)
+            self._wait(event.trial, wait)
         return self._take(event.trial, e.Place).device
 
     def start_pilot(self, trial: Client, *, empty: bool, least_bytes: int | None) -> e.StartPilot:
@@ -593,20 +594,38 @@ class ShardPool:
         return instruction
 
     def _await(self, trial: int, answers: tuple[type, ...]) -> Any:
-        patience = Patience()
+        wait = Wait()
         while not self._granted[trial]:
             self.check_open(self._trials[trial])
-            self._wait(trial, patience)
+            self._wait(trial, wait)
         instruction = self._granted[trial].popleft()
         assert isinstance(instruction, answers), (instruction, answers)
         return instruction
 
-    def _wait(self, trial: int, patience: Patience) -> None:
+    def _wait(self, trial: int, wait: Wait) -> None:
         """Until it is told something, for a while. A plain script's trial, which nobody ends, ends as garbage."""
         self._wake[trial].wait(_LOOK_AROUND_S)
-        if patience.is_over() and any(t.mode is None and t.id != trial for t in self._trials.values()):
+        if wait.shall_collect() and any(t.mode is None and t.id != trial for t in self._trials.values()):
             collect_beside()
         self._end_abandoned()
+        if wait.shall_warn(self._machine.tasks_begun) and not self._granted[trial]:
+            self._warn_of_wait(trial)
+
+    def _warn_of_wait(self, trial: int) -> None:
+        machine, summary = self._machine, self._summaries[trial]
+        if any(device.running is not None for device in machine.devices):
+            return
+        have = machine.reserved_bytes if trial in machine.trials else lambda i: machine.trials[i].host_bytes
+        others = {i: have(i) for i in machine.trials if i != trial}
+        logger.warning(
+            "%s %s, and no task has begun for a while: %s. What is kept of a model keeps its bytes, be it its "
+            "optimizer, a loss or an exception that came through its frame: drop it, or call "
+            "hydra_tune.release(model).",
+            summary["name"],
+            self._state(trial, summary["state"]),
+            ", ".join(f"{self._summaries[i]['name']} has {format_bytes(n)}" for i, n in others.items() if n)
+            or "no other trial has any",
+        )
 
     def end_abandoned(self) -> None:
         """Take back what trials held whose models were collected."""

@@ -159,6 +159,11 @@ class Machine:
             return None
         return Standing(state.admitted, trial in home.ledger.steps, running, frozenset(state.slots))
 
+    @property
+    def tasks_begun(self) -> int:
+        """On all devices so far."""
+        return sum(queue.given for queue in self.ready.queues)
+
     def is_alone(self, trial: int) -> bool:
         """Whether its home is all its own."""
         return self._home(trial).exclusive == trial

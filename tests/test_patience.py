@@ -1,0 +1,65 @@
+"""Who waits for long says for whom, and who is only slow is left in peace."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_tune
+from hydra_tune import patience, pool
+from waiting import WAIT_S, wait_until
+
+
+def train(shared, width=96):
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
+    model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), pool=shared)
+    loss = model(torch.ones(4, width)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"memory": "900KiB"}, "trial 1 waits for memory of cpu:0 (virtual), and no task has begun for a while: trial"),
+        ({"memory": "8MiB", "host_memory": "900KiB"}, " of host memory, and no task has begun for a while: trial"),
+    ],
+    ids=["device", "host memory"],
+)
+def test_who_waits_for_what_is_kept_says_for_whom(limits, words, monkeypatch, caplog):
+    monkeypatch.setattr(patience, "WARN_S", 0.05)
+    monkeypatch.setattr(pool, "_LOOK_AROUND_S", 0.02)
+    with hydra_tune.ShardPool(["cpu"], **limits) as shared:
+        kept = train(shared)
+        thread = threading.Thread(target=train, args=(shared,))
+        thread.start()
+        wait_until(lambda: words in caplog.text, "it says so")
+        assert "trial 0 has " in caplog.text and "hydra_tune.release(model)" in caplog.text
+        hydra_tune.release(kept)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_whoever_waits_while_tasks_begin_is_left_in_peace(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    wait, warned = patience.Wait(), []
+    for second in range(1, 600):
+        now_s[0] = float(second)
+        if wait.shall_warn(tasks=min(second, 300)):
+            warned.append(second)
+    assert warned == [360, 480], "after a minute without a task, then after two more"
+
+
+def test_garbage_is_looked_for_ever_more_seldom(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    wait, looked = patience.Wait(), []
+    for second in range(1, 200):
+        now_s[0] = float(second)
+        if wait.shall_collect():
+            looked.append(second)
+    assert looked == [1, 3, 7, 15, 31, 63, 123, 183]

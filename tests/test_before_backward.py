@@ -58,7 +58,7 @@ class AnotherPassBeforeBackward(TwoModesInOneBackward):
 
     def between(self, model):
         with torch.no_grad():
-            model.train()(torch.ones(4, WIDTH))
+            model.train()(torch.ones(4, WIDTH, device=self.device))
 
 
 class OtherRateBeforeBackward(Script):
@@ -79,18 +79,18 @@ class SetsABuffer(Script):
 
     def between(self, model):
         for layer in model.layers:
-            layer.scale = torch.full((WIDTH,), 0.5)
+            layer.scale = torch.full((WIDTH,), 0.5, device=self.device)
 
     def after(self, model, optimizer):
         for layer in model.layers:
-            layer.scale = torch.ones(WIDTH)
+            layer.scale = torch.ones(WIDTH, device=self.device)
 
 
 class SetsABufferForEachCall(SetsABuffer):
     class Net(Net):
         def forward(self, x):
             for i in range(6):
-                self.layers[i // 2].scale = torch.full((WIDTH,), 1 + i / 10)
+                self.layers[i // 2].scale = torch.full((WIDTH,), 1 + i / 10, device=x.device)
                 x = self.layers[i // 2](x)
             return self.head(x)
 
@@ -135,9 +135,9 @@ class TensorAttributes(Script):
             self.temperature, self.mean, self.calls = torch.ones(()), torch.zeros(WIDTH), 0
 
         def forward(self, x):
-            y = super().forward((x + self.mean) * self.temperature)
+            y = super().forward((x + self.mean.to(x.device)) * self.temperature.to(x.device))
             if self.calls:
-                self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+                self.mean = 0.5 * self.mean.to(x.device) + 0.5 * y.detach().mean(0)
             return y
 
     def between(self, model):
@@ -157,7 +157,7 @@ class LendsAnAverage(Script):
         with torch.no_grad():
             for p in model.parameters():
                 p.data = 0.5 * p.data
-            model(torch.ones(8, WIDTH))
+            model(torch.ones(8, WIDTH, device=self.device))
             for p, data in zip(model.parameters(), own, strict=True):
                 p.data = data
 
@@ -204,7 +204,7 @@ class FreezesForAnotherForward(Script):
 
     def between(self, model):
         model.requires_grad_(False)
-        model(torch.randn(8, WIDTH, requires_grad=True)).sum().backward()
+        model(torch.randn(8, WIDTH, device=self.device, requires_grad=True)).sum().backward()
         model.requires_grad_(True)
 
 
@@ -213,7 +213,7 @@ class FreezesSomeToEvaluate(FreezesForAnotherForward):
         model.layers[-2:].requires_grad_(False)
         model.head.bias.requires_grad_(False)
         with torch.no_grad():
-            model(torch.randn(8, WIDTH))
+            model(torch.randn(8, WIDTH, device=self.device))
         model.requires_grad_(True)
 
 

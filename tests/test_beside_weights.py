@@ -30,7 +30,7 @@ class OwnGenerator(Script):
             self.generator = torch.Generator().manual_seed(3)
 
         def forward(self, x):
-            return super().forward(x) * (torch.rand(WIDTH, generator=self.generator) > 0.2)
+            return super().forward(x) * (torch.rand(WIDTH, generator=self.generator) > 0.2).to(x.device)
 
 
 _GENERATOR = torch.Generator()
@@ -41,10 +41,10 @@ class GlobalGenerator(Script):
 
     class Layer(Layer):
         def forward(self, x, *_):
-            return super().forward(x) + 0.1 * torch.rand(WIDTH, generator=_GENERATOR)
+            return super().forward(x) + 0.1 * torch.rand(WIDTH, generator=_GENERATOR).to(x.device)
 
     def forward(self, model, x):
-        return model(x) * torch.rand(8, generator=_GENERATOR)
+        return model(x) * torch.rand(8, generator=_GENERATOR).to(x.device)
 
     def model(self):
         _GENERATOR.manual_seed(3)
@@ -143,7 +143,7 @@ class HidesATeacher(Script):
         def forward(self, x):
             (teacher,) = self.teacher
             teacher[0].weight.mul_(0.9).add_(0.1 * self.head.weight.detach().cpu())
-            return super().forward(x) + teacher(x)
+            return super().forward(x) + teacher(x.cpu()).to(x.device)
 
     def model(self):
         model = self.Taught()
@@ -234,7 +234,7 @@ class SharesATable(Script):
 
     class Layer(Layer):
         def forward(self, x):
-            y = super().forward(x + self.table)
+            y = super().forward(x + self.table.to(x.device))
             self.last = y.detach()
             self.first = self.last[0]
             return y
@@ -244,7 +244,7 @@ class SharesATable(Script):
 
     def after(self, model, optimizer):
         with torch.no_grad():
-            model(torch.ones(20, WIDTH))
+            model(torch.ones(20, WIDTH, device=self.device))
 
 
 class RebindsABuffer(Script):
@@ -268,7 +268,7 @@ class FillsABufferLater(Script):
 
         def forward(self, x):
             if self.positions is None:
-                self.positions = torch.arange(WIDTH) / WIDTH
+                self.positions = torch.arange(WIDTH, device=x.device) / WIDTH
             return super().forward(x + self.positions)
 
 
@@ -415,7 +415,7 @@ class SwapsInAnAverage(Script):
         for p, s in zip(model.parameters(), shadow, strict=True):
             p.data = s
         with torch.no_grad():
-            model.eval()(torch.ones(2, WIDTH))
+            model.eval()(torch.ones(2, WIDTH, device=self.device))
         model.train()
         for p, b in zip(model.parameters(), backup, strict=True):
             p.data = b

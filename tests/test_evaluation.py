@@ -71,7 +71,7 @@ class WritesItsMemory(Script):
             return self.head(x)
 
     def model(self):
-        self.memory = torch.zeros(2, 6, 8, WIDTH)
+        self.memory = torch.zeros(2, 6, 8, WIDTH, device=self.device)
         return self.Remembering()
 
     def forward(self, model, x):
@@ -134,7 +134,8 @@ class CountsItsPositions(Script):
 
     def forward(self, model, x):
         with torch.inference_mode():
-            cache = {"entries": torch.zeros(12, 8, WIDTH), "next": torch.zeros(1, dtype=torch.long)}
+            entries = torch.zeros(12, 8, WIDTH, device=x.device)
+            cache = {"entries": entries, "next": torch.zeros(1, dtype=torch.long, device=x.device)}
             first, second = model(x + 0, cache).sum().item(), model(x + 1, cache).sum().item()
         return model(x) + first + second
 

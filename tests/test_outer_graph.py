@@ -295,7 +295,7 @@ class GivesWhatTheLossUses(LossOnFeatures):
     """An image that was generated, for instance."""
 
     def model(self):
-        self.before = nn.Parameter(torch.randn(WIDTH))
+        self.before = nn.Parameter(torch.randn(WIDTH).to(self.device))
         return Script.model(self)
 
     def forward(self, model, x):

@@ -285,7 +285,7 @@ class EvaluatesLargerBeforeBackward(Script):
     def between(self, model):
         model.eval()
         with torch.inference_mode():
-            assert model(torch.randn(16, WIDTH)).is_inference()
+            assert model(torch.randn(16, WIDTH, device=self.device)).is_inference()
         model.train()
 
 

@@ -23,6 +23,7 @@ from compared import (
     made,
     train,
 )
+from hydra_tune import call_weights
 from hydra_tune.planner import Planner
 
 both_budgets = pytest.mark.parametrize("budget", BUDGETS)
@@ -687,3 +688,22 @@ def test_tensors_saved_by_the_model_may_go_through_hooks_of_the_user(budget):
         return losses, left_by(model, optimizer)
 
     compare(scenario, budget)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="nobody can see the checkpoint"
+)
+def test_a_checkpoint_that_repeats_blocks_makes_no_casts_of_their_weights(monkeypatch):
+    """Through its graph no gradient goes: they would be there in vain, as large as half of the weights."""
+    casts = []
+    monkeypatch.setattr(call_weights, "autocasts_copy", casts.append)
+    torch.manual_seed(0)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = hydra_tune.prepare(CheckpointsItsBlocks(), pool=pool)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_on(model, *batch())
+            loss.backward()
+        assert pool.report()["trials"][0]["resident"] is False
+        hydra_tune.release(model)
+    assert casts == []

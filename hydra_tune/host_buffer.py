@@ -67,6 +67,11 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return list(map(version_of, tensors))
 
 
+def places_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where their data begins."""
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
 @contextmanager
 def versions_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """To autograd, what is written into `tensors` inside is as if it had not been."""

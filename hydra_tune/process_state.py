@@ -103,8 +103,9 @@ class ProcessState(NamedTuple):
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU
         context = _nesting() > 0, torch.is_autocast_cache_enabled()
         state = cls(tuple(map(autocast_state, _KINDS)), context, device, tuple(map(_CALL, _READS)))
-        if state == _latest:  # one for all who keep it: each is ten objects to the garbage collector
-            return _latest
+        latest = _latest  # of any thread
+        if state == latest:  # one for all who keep it: each is ten objects to the garbage collector
+            return latest
         _latest = state
         return state
 

@@ -24,6 +24,7 @@ from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.host_buffer import (
     HostBuffer,
     is_dense,
+    places_of,
     same_bits,
     same_values,
     storage_bytes,
@@ -35,8 +36,6 @@ from hydra_tune.tree import tensors_in
 
 _DTYPE_AND_NEED = attrgetter("dtype", "requires_grad")
 _OF_BACKWARDS = tuple(map(attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")))
-
-_States = tuple[list[int], list[int]]  # versions, and where each lies
 
 
 class HostWeights:
@@ -128,7 +127,9 @@ class DeviceCopy:
         self.leaves = Leaves()  # in this order
         self._buffers: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}  # (device, host)
         self._unvisited: set[Block] = set()  # since it was filled
-        self._copied: dict[frozenset[int], _States] = {}  # of a block's parameters, by their ids
+        # what was copied of each parameter: several blocks may share one
+        self._versions: dict[int, int] = {}
+        self._places: dict[int, int] = {}
         self._copied_buffers: dict[tuple[nn.Module, str], tuple[int, int, int]] = {}
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the slot, seen with a dtype
         self._runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
@@ -161,8 +162,8 @@ class DeviceCopy:
 
     def fill(self) -> None:
         """Copy what the host has now; what is written there meanwhile will prove stale."""
-        for block in self.blocks:
-            self._copied[block.in_slot] = _states_of(block.slot_parameters)
+        self._versions.update(zip(self.leaves, versions_of(self._parameters), strict=True))
+        self._places.update(zip(self.leaves, places_of(self._parameters), strict=True))
         for site, (_, host) in self._buffers.items():
             self._copied_buffers[site] = _state_of(host)
         self._unvisited.update(self.blocks)
@@ -189,16 +190,17 @@ class DeviceCopy:
         is_new = block in self._unvisited
         self._unvisited.discard(block)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        then, states = self._copied.get(block.in_slot), _states_of(block.slot_parameters)
-        if then is None:
-            pairs += [(self.leaves[id(p)].data, p.data) for p in block.slot_parameters]
-        elif states != then or (block.rewritten and forward):
-            pairs += [
-                (self.leaves[id(p)].data, p.data)
-                for p, *numbers in zip(block.slot_parameters, *then, *states, strict=True)
-                if numbers[:2] != numbers[2:] or (block.rewritten and forward)
-            ]
-        self._copied[block.in_slot] = states
+        versions, places = versions_of(block.slot_parameters), places_of(block.slot_parameters)
+        again = block.rewritten and forward
+        if (
+            again
+            or versions != list(map(self._versions.get, block.slot_ids))
+            or places != list(map(self._places.get, block.slot_ids))
+        ):
+            for i, p, version, place in zip(block.slot_ids, block.slot_parameters, versions, places, strict=True):
+                if again or (version, place) != (self._versions.get(i), self._places.get(i)):
+                    pairs.append((self.leaves[i].data, p.data))
+                self._versions[i], self._places[i] = version, place
         for site, now in zip(block.buffer_sites, block.buffers(), strict=True):
             slot, host = self._buffers[site]
             if now is not host:
@@ -332,10 +334,6 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 # What follows is asked of every weight in every task: whole lists at once, in PyTorch's own functions.
-
-
-def _states_of(parameters: Sequence[torch.Tensor]) -> _States:
-    return versions_of(parameters), list(map(torch.Tensor.data_ptr, parameters))
 
 
 def _layouts_of(tensors: Sequence[torch.Tensor]) -> Sequence[list[Any]]:

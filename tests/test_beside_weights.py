@@ -421,6 +421,33 @@ class SwapsInAnAverage(Script):
             p.data = b
 
 
+class LendsToOneOfTwo(Script):
+    """Blocks that share a weight, in an evaluation: the other one has its own."""
+
+    class Tied(Net):
+        def set_up(self):
+            self.register_buffer("evaluated", torch.zeros(8))
+            for layer, twin in zip(self.layers[::2], self.layers[1::2], strict=True):
+                twin.up.weight = layer.up.weight
+
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                own = layer.up.weight.data
+                if not self.training and i % 2 == 0:
+                    layer.up.weight.data = 0.5 * own
+                x = layer(x)
+                layer.up.weight.data = own
+            return self.head(x)
+
+    def model(self):
+        return self.Tied(self.Layer)
+
+    def after(self, model, optimizer):
+        with torch.no_grad():
+            evaluated = model.eval()(torch.ones(2, WIDTH, device=self.device)).mean(0)
+        model.train().evaluated.copy_(evaluated)
+
+
 class OtherStrides(Script):
     def after(self, model, optimizer):
         weight = model.layers[1].up.weight
@@ -468,7 +495,7 @@ SCRIPTS = [
     CountsFromALaterStep, KeepsFromTraining, SharesATable, RebindsABuffer, FillsABufferLater, RoundsToNegativeZeros,
     FillsAQueue, ReplacesABuffer,
     SharesABuffer, GivesAnObject, HooksItsActivations, PatchesAForward, NotesOnWeights, SwapsInAnAverage,
-    OtherStrides, WritesBetweenBlocks, WritesData, TeacherByData,
+    LendsToOneOfTwo, OtherStrides, WritesBetweenBlocks, WritesData, TeacherByData,
 ]  # fmt: skip
 
 

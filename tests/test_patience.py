@@ -43,6 +43,31 @@ def test_who_waits_for_what_is_kept_says_for_whom(limits, words, monkeypatch, ca
         assert not thread.is_alive()
 
 
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.1)
+        return super().forward(x)
+
+
+def test_whoever_waits_for_a_pilot_is_left_in_peace(monkeypatch, caplog):
+    monkeypatch.setattr(patience, "WARN_S", 0.05)
+    monkeypatch.setattr(pool, "_LOOK_AROUND_S", 0.02)
+
+    def pilot(shared):
+        model = hydra_tune.prepare(nn.Sequential(*(Slow(96, 96) for _ in range(8))), pool=shared)
+        model(torch.ones(4, 96))
+        hydra_tune.release(model)
+
+    with hydra_tune.ShardPool(["cpu"], "900KiB") as shared:
+        thread = threading.Thread(target=pilot, args=(shared,))
+        thread.start()
+        wait_until(lambda: shared._machine.devices[0].ledger.pilot is not None, "its pilot begins")
+        hydra_tune.release(train(shared))
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert "no task has begun" not in caplog.text
+
+
 def test_whoever_waits_while_tasks_begin_is_left_in_peace(monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])

@@ -112,20 +112,22 @@ def digest(tensor: torch.Tensor) -> float | None:
 
 
 class HostBuffer:
-    """An exact-size private mapping, filled with `tensors` in order.
+    """An exact-size mapping, filled with `tensors` in order: private to its process, or `shared` with those that are
+    forked. A GPU copies from where the pages of a pinned one were; forks copy private pages, and either side may be
+    left with those.
 
     `views[i]` replaces `tensors[i]`; `offsets[i]` is its place. Pinning is the device's business:
     PyTorch's pinned allocator would round the size up to a power of two.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], *, shared: bool = False) -> None:
         self.offsets: list[int] = []
         end = 0
         for tensor in tensors:
             self.offsets.append(end)
             end += storage_bytes(tensor)
         self.num_bytes = max(end, 1)
-        self._mapping = mmap.mmap(-1, self.num_bytes, access=mmap.ACCESS_COPY)  # a forked child gets its own
+        self._mapping = mmap.mmap(-1, self.num_bytes, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY)
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.views = [self._view(t, offset) for t, offset in zip(tensors, self.offsets, strict=True)]
 

@@ -44,7 +44,7 @@ class HostWeights:
     def __init__(self, blocks: Sequence[Block], device: Device) -> None:
         self.parameters = list(dict.fromkeys(p for block in blocks for p in block.slot_parameters))
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        self.buffer = HostBuffer([p.data for p in self.parameters])
+        self.buffer = HostBuffer([p.data for p in self.parameters], shared=device.pins)
         self._place = {
             id(p): (offset, view)
             for p, offset, view in zip(self.parameters, self.buffer.offsets, self.buffer.views, strict=True)

@@ -13,10 +13,13 @@ from torch.utils.data import DataLoader
 
 import hydra_tune
 import scripts
+from hydra_tune.block import Block
 from hydra_tune.context import TrialContext
+from hydra_tune.device import CpuDevice
 from hydra_tune.fork import ForkGate, gate
 from hydra_tune.meter import Meter, TrialMeter
 from hydra_tune.mode import TrialMode
+from hydra_tune.spill import HostWeights
 
 
 def test_a_fork_waits_for_operators_under_way_and_holds_up_the_next():
@@ -249,3 +252,28 @@ def test_a_forked_child_may_call_a_model_only_where_no_other_trial_waits_for_it(
             with TrialContext(pool, 1):
                 hydra_tune.prepare(models[1])(torch.randn(4, 8)).sum().backward()
                 assert "was called in a forked one" in answer(models[0])
+
+
+class Pinning(CpuDevice):
+    pins = True
+
+
+@pytest.mark.parametrize(("device", "seen"), [(Pinning, 7), (CpuDevice, 0)])
+def test_weights_that_a_gpu_copies_from_stay_where_they_are_when_the_process_forks(device, seen):
+    """Then both have them. Others are the process's own."""
+    layer = torch.nn.Linear(4, 4)
+    layer.bias.data.zero_()
+    host = HostWeights([Block("layer", layer)], device(0, 1 << 16))
+    written, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(written, 1)
+            os._exit(int(layer.bias[0]))
+        finally:
+            os._exit(99)
+    layer.bias.data.fill_(7)
+    os.write(tells, b"!")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == seen
+    os.close(written), os.close(tells)
+    host.close()

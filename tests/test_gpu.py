@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import hydra_tune
 from hydra_tune.cuda_device import CudaDevice
@@ -261,6 +262,39 @@ def test_a_loader_may_give_each_batch_in_the_same_memory():
         _, _, loader = hydra_tune.prepare(torch.nn.Linear(4, 4), None, batches(), pool=pool)
         torch.cuda._sleep(1 << 28)  # cycles
         assert [x.mean().item() for x in list(loader)] == [0, 1, 2, 3]
+
+
+def train_with_workers(pool):
+    """They are forked anew for each epoch, while a spilled trial's weights are pinned."""
+    torch.manual_seed(0)
+    model = gpt(0.1)
+    if pool is None:
+        model.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    loader = DataLoader([bytes_batch() for _ in range(4)], batch_size=None, num_workers=2)
+    if pool is not None:
+        model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader, pool=pool)
+    losses = []
+    for _ in range(3):
+        for x, y in loader:
+            loss = loss_of(model, x.cuda(), y.cuda())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    if pool is not None:
+        hydra_tune.release(model)
+    return losses, [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_what_is_copied_to_a_gpu_after_a_fork_is_what_the_optimizer_has_written():
+    with hydra_tune.ShardPool("cuda:0", "3MiB") as pool:
+        losses, weights = train_with_workers(pool)
+        assert not pool.report()["trials"][0]["resident"]
+    plain_losses, plain_weights = train_with_workers(None)
+    assert losses == plain_losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

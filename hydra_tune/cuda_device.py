@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -132,6 +133,8 @@ class CudaDevice(Device):
             self._pinned.add(buffer.data_ptr())
         else:
             logger.warning("%s could not pin %s; copies stay pageable", self.name, format_bytes(buffer.numel()))
+            with suppress(RuntimeError):  # CUDA keeps the error for who launches a kernel next
+                torch.zeros(1, device=self.torch_device)
 
     def unpin(self, buffer: torch.Tensor) -> None:
         if buffer.data_ptr() in self._pinned:

@@ -264,6 +264,18 @@ def test_a_loader_may_give_each_batch_in_the_same_memory():
         assert [x.mean().item() for x in list(loader)] == [0, 1, 2, 3]
 
 
+def test_memory_that_can_not_be_pinned_leaves_no_error_behind(caplog):
+    """CUDA would tell it to who launches the next kernel."""
+    with hydra_tune.ShardPool("cuda:0", "64MiB") as pool:
+        device = pool._devices[0]
+        buffer = torch.zeros(1 << 16, dtype=torch.uint8)
+        device.pin(buffer)
+        device.pin(buffer)  # once more
+        assert "could not pin" in caplog.text
+        assert torch.ones(4, device="cuda").sum() == 4
+        device.unpin(buffer)
+
+
 def train_with_workers(pool):
     """They are forked anew for each epoch, while a spilled trial's weights are pinned."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_tune.probe import user_hooks
+from hydra_tune.probe import has_user_pre_hook, user_hooks
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Glance:
     buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
     training: tuple[bool, ...]
     hooked: tuple[int, ...]  # ids of modules with a user's hook
+    pre_hooked: bool  # one of these has one that fires before its forward
     switches: Hashable
 
 
@@ -47,12 +48,14 @@ def glance_at(model: nn.Module) -> Glance:
         for owner in (module,) if config is None else (module, config):
             if hasattr(owner, "__dict__"):
                 owners[id(owner)] = owner
+    hooked = [module for module in modules if user_hooks(module)]
     return Glance(
         tuple(parameters),
         tuple(needs_gradient),
         tuple(buffers),
         tuple([module.training for module in modules]),
-        tuple([id(module) for module in modules if user_hooks(module)]),
+        tuple([id(module) for module in hooked]),
+        any(map(has_user_pre_hook, hooked)),
         tuple([_switches_of(owner) for owner in owners.values()]),
     )
 

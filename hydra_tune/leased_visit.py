@@ -23,6 +23,9 @@ class Leaser(Protocol):
     residency: Residency
     steps: Steps
 
+    @property
+    def has_pre_hooks(self) -> bool: ...
+
     def take_lease(self, block: Block, direction: Direction, *, at_home: bool) -> DeviceCopy: ...
 
     def leave_after_error(self) -> None: ...
@@ -52,7 +55,9 @@ class LeasedVisit:
         trial.meter.here = copy.device.meter
         self._counted, self._visit = trial.counted(), trial.residency.inside(block, copy)
         try:
-            trial.residency.refresh(copy, block, forward=self._direction is Direction.FORWARD)
+            is_forward, evaluates = self._direction is Direction.FORWARD, self._at_home
+            again = is_forward and (block.rewritten or (evaluates and trial.has_pre_hooks))
+            trial.residency.refresh(copy, block, again=again)
             self._counted.__enter__()
             try:
                 return self._visit.__enter__()

@@ -179,8 +179,9 @@ class Moment:
             raise RuntimeError(
                 f"a block's forward may be repeated, but block {self._block.name} made other values at first: it "
                 "depends on something that has changed since, as a global, or an object, list or dict among its "
-                "attributes that the model changes for each layer. Give it what it depends on as an argument, or set "
-                "a number or tensor as an attribute of the module itself."
+                "attributes that the model changes for each layer, or on weights that a hook has written through "
+                ".data. Give it what it depends on as an argument, or set a number or tensor as an attribute of the "
+                "module itself."
             )
 
 

@@ -115,6 +115,7 @@ class Planner:
         self._parameters: tuple[tuple[int, str, int], ...] = ()
         self._cut = self._hook_cut = Cut()
         self._hooked: tuple[int, ...] = ()
+        self.has_pre_hooks = False  # of the user's, on modules, which may write weights before a block's forward
         self._seen: set[Hashable] = set()  # switches of the model
         self.settled = True  # neither is a plan being looked for, nor are weights on their way to where it wants them
         self._last: tuple[TrialPlan, PlanKey, Any, Hashable, Any] | None = None  # settled, and what it covers
@@ -232,6 +233,7 @@ class Planner:
     def plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
         """The plan for these inputs, from a pilot in this training mode and autocast if gradients may follow."""
         glance = glance_at(self._trial.model)
+        self.has_pre_hooks = glance.pre_hooked
         plan, mode = self._plan_for_inputs(root, args, kwargs, glance), (glance.training, autocast_mode())
         while torch.is_grad_enabled() and mode not in plan.modes:
             casts_alike = any(casts == mode[1] for _, casts in plan.modes)

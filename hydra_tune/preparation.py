@@ -47,7 +47,8 @@ def prepare(
 
     Args:
         model: any module whose layers are reached by calling them.
-        optimizer: the one that steps `model`'s parameters.
+        optimizer: the one that steps `model`'s parameters, or one of several; none, where those that are stepped are
+            not the model's.
         loaders: any iterables of batches.
         pool: the runner's pool inside an objective, else the default pool, if None.
         name: how the trial is called in reports.
@@ -168,7 +169,8 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PrepareError(
             f"the second argument is the model's optimizer or None; got {type(optimizer).__name__}. "
-            "Write prepare(model, None, loader) for a loader without an optimizer."
+            "Write prepare(model, None, loader) for a loader without an optimizer; of several optimizers give one, and "
+            "step all of them as usual."
         )
     try:
         optimizer.state_dict()  # by which its state follows its weights
@@ -182,7 +184,8 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if not any(id(p) in stepped for p in model.parameters()):
         raise PrepareError(
             "the optimizer steps the model's parameters, but this one holds none of them. Make it from "
-            "model.parameters(), before prepare and after any change of the model."
+            "model.parameters(), before prepare and after any change of the model; or leave one out that steps others, "
+            "as a prompt that is learned, and step it as usual."
         )
 
 

@@ -42,6 +42,11 @@ def user_hooks(module: nn.Module) -> bool:
     return bool(kinds) and any(_is_users(hook) for kind in kinds for hook in own[kind].values())
 
 
+def has_user_pre_hook(module: nn.Module) -> bool:
+    """Whether one fires before its forward."""
+    return any(map(_is_users, vars(module).get("_forward_pre_hooks", {}).values()))
+
+
 def _is_users(hook: Any) -> bool:
     hook = getattr(hook, "func", hook)  # functools.partial
     origin = getattr(hook, "__module__", None) or type(hook).__module__

@@ -147,10 +147,11 @@ class Residency:
         if copy.counted:
             copy.device.meter.remove(copy.slot)
 
-    def refresh(self, copy: DeviceCopy, block: Block, *, forward: bool) -> None:
-        """Copy anew what has changed on the host since it was copied."""
+    def refresh(self, copy: DeviceCopy, block: Block, *, again: bool) -> None:
+        """Copy anew what has changed on the host since it was copied; or `again` all weights, as something may write
+        them without raising a version."""
         with self.meter.paused() if block.buffer_sites else nullcontext():
-            stale = copy.stale(block, forward=forward)
+            stale = copy.stale(block, again=again)
         if stale:
             with self.meter.paused():
                 copy.device.refresh(stale)

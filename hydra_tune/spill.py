@@ -183,7 +183,7 @@ class DeviceCopy:
             return False
         return _are_new([*self.leaves.values()], self._parameters)
 
-    def stale(self, block: Block, *, forward: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def stale(self, block: Block, *, again: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) of what has changed on the host since it was copied, and is to be copied anew: a forward
         may write weights between two blocks, a script may lend them others' (`p.data = ...`) for an evaluation,
         and a buffer may be another block's too, or an observer's, whose operator raises no version."""
@@ -191,7 +191,6 @@ class DeviceCopy:
         self._unvisited.discard(block)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         versions, places = versions_of(block.slot_parameters), places_of(block.slot_parameters)
-        again = block.rewritten and forward
         if (
             again
             or versions != list(map(self._versions.get, block.slot_ids))

@@ -107,6 +107,10 @@ class Trial:
         return self.planner.plan
 
     @property
+    def has_pre_hooks(self) -> bool:
+        return self.planner.has_pre_hooks
+
+    @property
     def is_alone(self) -> bool:
         """No other objective runs in this process, nor has another thread a model in this pool."""
         return company.count <= (self.mode is not None) and not self.pool.is_shared

@@ -22,7 +22,8 @@ from hydra_tune.gradient_sums import WeightSum
 BLOCK = "BlockFunctionBackward"  # a block's call; its `call` is None once it was used up
 GATE = "_GateFunctionBackward"  # for late gradients, before a block's call
 CAST = "ToCopyBackward0"  # what autocast makes of a float32 weight
-_backward = torch.autograd.Variable._execution_engine.run_backward  # torch.autograd.grad looks at each gradient first
+# torch.autograd.grad looks at each gradient's shape before, and its own way to the engine copies a context
+_backward = torch.autograd.Variable._execution_engine.run_backward
 top_saved_tensors_hooks = getattr(  # torch 2.6 has no way to ask
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )

@@ -113,8 +113,8 @@ def digest(tensor: torch.Tensor) -> float | None:
 
 class HostBuffer:
     """An exact-size mapping, filled with `tensors` in order: private to its process, or `shared` with those that are
-    forked. A GPU copies from where the pages of a pinned one were; forks copy private pages, and either side may be
-    left with those.
+    forked. One that is pinned has to be: a fork leaves one side with copies of private pages, and the GPU reads those
+    that there were.
 
     `views[i]` replaces `tensors[i]`; `offsets[i]` is its place. Pinning is the device's business:
     PyTorch's pinned allocator would round the size up to a power of two.

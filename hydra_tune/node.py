@@ -193,5 +193,5 @@ class BlockFunction(torch.autograd.Function):
         return (None, None, *grads)
 
 
-# As `BlockFunction.apply` where no transform of torch.func is around, which would be refused, in half the time.
+# As `BlockFunction.apply` where no transform of torch.func is around, which would be refused; in less time.
 _apply: Callable[..., Any] = super(torch.autograd.Function, BlockFunction).apply

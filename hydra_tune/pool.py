@@ -615,17 +615,17 @@ class ShardPool:
         machine, summary = self._machine, self._summaries[trial]
         if any(device.running is not None or device.ledger.pilot is not None for device in machine.devices):
             return
-        have = machine.reserved_bytes if trial in machine.trials else lambda i: machine.trials[i].host_bytes
-        others = {i: have(i) for i in machine.trials if i != trial}
-        logger.warning(
-            "%s %s, and no task has begun for a while: %s. If it is not busy elsewhere (loading, validation, a pause), "
-            "its model is kept for nothing: by its optimizer, a loss, or an exception that came through its frame. "
-            "Drop that, or call hydra_tune.release(model).",
-            summary["name"],
-            self._state(trial, summary["state"]),
-            ", ".join(f"{self._summaries[i]['name']} has {format_bytes(n)}" for i, n in others.items() if n)
-            or "no other trial has any",
-        )
+        bytes_of = machine.reserved_bytes if trial in machine.trials else lambda i: machine.trials[i].host_bytes
+        others = [(self._summaries[i]["name"], bytes_of(i)) for i in machine.trials if i != trial and bytes_of(i)]
+        if others:
+            logger.warning(
+                "%s %s, and no task has begun for a while: %s. What is not busy elsewhere (loading, validation, a "
+                "pause) is kept for nothing: by its optimizer, a loss, or an exception that came through its frame. "
+                "Drop that, or call hydra_tune.release(model).",
+                summary["name"],
+                self._state(trial, summary["state"]),
+                ", ".join(f"{name} has {format_bytes(num_bytes)}" for name, num_bytes in others),
+            )
 
     def end_abandoned(self) -> None:
         """Take back what trials held whose models were collected."""

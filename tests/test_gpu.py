@@ -1,6 +1,7 @@
 """What only a GPU shows. Deterministic mode; the optimizer of a spilled trial steps on the host."""
 
 import gc
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 TOLERANCE = 2e-5  # AdamW on the host and on the device round differently; relative, after 6 steps
 
 
@@ -27,22 +29,23 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def train(pool, steps=6, dropout=0.1):
+def train(pool, steps=6, dropout=0.1, epochs=1, make_optimizer=ADAMW, num_workers=0):
     torch.manual_seed(0)
     model = gpt(dropout)
     if pool is None:
         model.cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = make_optimizer(model.parameters())
+    loader = DataLoader([bytes_batch() for _ in range(steps)], batch_size=None, num_workers=num_workers)
     if pool is not None:
-        model, optimizer = hydra_tune.prepare(model, optimizer, pool=pool)
+        model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader, pool=pool)
     losses = []
-    for _ in range(steps):
-        x, y = (t.cuda() for t in bytes_batch())
-        loss = loss_of(model, x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    for _ in range(epochs):
+        for x, y in loader:
+            loss = loss_of(model, x.cuda(), y.cuda())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
     if pool is not None:
         hydra_tune.release(model)
     return losses, [p.detach().cpu() for p in model.parameters()]
@@ -276,35 +279,14 @@ def test_memory_that_can_not_be_pinned_leaves_no_error_behind(caplog):
         device.unpin(buffer)
 
 
-def train_with_workers(pool):
-    """They are forked anew for each epoch, while a spilled trial's weights are pinned."""
-    torch.manual_seed(0)
-    model = gpt(0.1)
-    if pool is None:
-        model.cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    loader = DataLoader([bytes_batch() for _ in range(4)], batch_size=None, num_workers=2)
-    if pool is not None:
-        model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader, pool=pool)
-    losses = []
-    for _ in range(3):
-        for x, y in loader:
-            loss = loss_of(model, x.cuda(), y.cuda())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    if pool is not None:
-        hydra_tune.release(model)
-    return losses, [p.detach().cpu() for p in model.parameters()]
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 def test_what_is_copied_to_a_gpu_after_a_fork_is_what_the_optimizer_has_written():
+    """Workers are forked anew for each epoch, while the weights are pinned."""
+    how = {"steps": 4, "epochs": 3, "make_optimizer": partial(torch.optim.SGD, lr=0.125), "num_workers": 2}
     with hydra_tune.ShardPool("cuda:0", "3MiB") as pool:
-        losses, weights = train_with_workers(pool)
+        losses, weights = train(pool, **how)
         assert not pool.report()["trials"][0]["resident"]
-    plain_losses, plain_weights = train_with_workers(None)
+    plain_losses, plain_weights = train(None, **how)
     assert losses == plain_losses
     assert all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True))
 

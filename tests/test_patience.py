@@ -68,23 +68,22 @@ def test_whoever_waits_for_a_pilot_is_left_in_peace(monkeypatch, caplog):
     assert "no task has begun" not in caplog.text
 
 
-def test_whoever_waits_while_tasks_begin_is_left_in_peace(monkeypatch):
+def seconds(monkeypatch, until, asks):
+    """At which it says yes."""
     now_s = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    wait, warned = patience.Wait(), []
-    for second in range(1, 600):
+    wait, found = patience.Wait(), []
+    for second in range(1, until):
         now_s[0] = float(second)
-        if wait.shall_warn(tasks=min(second, 300)):
-            warned.append(second)
+        if asks(wait, second):
+            found.append(second)
+    return found
+
+
+def test_whoever_waits_while_tasks_begin_is_left_in_peace(monkeypatch):
+    warned = seconds(monkeypatch, 600, lambda wait, second: wait.shall_warn(tasks=min(second, 300)))
     assert warned == [360, 480], "after a minute without a task, then after two more"
 
 
 def test_garbage_is_looked_for_ever_more_seldom(monkeypatch):
-    now_s = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    wait, looked = patience.Wait(), []
-    for second in range(1, 200):
-        now_s[0] = float(second)
-        if wait.shall_collect():
-            looked.append(second)
-    assert looked == [1, 3, 7, 15, 31, 63, 123, 183]
+    assert seconds(monkeypatch, 200, lambda wait, _: wait.shall_collect()) == [1, 3, 7, 15, 31, 63, 123, 183]

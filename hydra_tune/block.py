@@ -79,8 +79,7 @@ class Block:
     own_parameters: list[nn.Parameter] = field(init=False)  # each once, in order of registration
     parameters: list[nn.Parameter] = field(init=False)  # its own, then the borrowed
     slot_parameters: list[nn.Parameter] = field(init=False)
-    slot_ids: list[int] = field(init=False)  # of these
-    in_slot: frozenset[int] = field(init=False)  # the same
+    in_slot: dict[int, nn.Parameter] = field(init=False)  # the same, by their ids
     recurrent: list[nn.RNNBase] = field(init=False)
     module_states: ModuleStates = field(init=False)
     own_forward: Callable[..., Any] | None = field(init=False)
@@ -93,8 +92,7 @@ class Block:
         self.parameters = [*self.own_parameters, *self.borrowed]
         self.slot_parameters = [p for p in self.own_parameters if p not in set(self.held)]
         self.module_states = ModuleStates(modules)
-        self.slot_ids = list(map(id, self.slot_parameters))
-        self.in_slot = frozenset(self.slot_ids)
+        self.in_slot = {id(p): p for p in self.slot_parameters}
         self.own_forward = self.module.__dict__.get("forward")
         self.recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
 

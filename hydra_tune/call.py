@@ -78,7 +78,9 @@ class Executor(Protocol):
 
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
 
-    def visit(self, block: Block, direction: Direction, *, at_home: bool = False) -> AbstractContextManager[Visit]: ...
+    def visit(
+        self, block: Block, direction: Direction, *, evaluates: bool = False
+    ) -> AbstractContextManager[Visit]: ...
 
     def probe(self, call: BlockCall) -> bool: ...
 
@@ -203,7 +205,7 @@ class BlockCall:
     def _run_forward(self) -> tuple[torch.Tensor, ...]:
         block, moment = self.block, self._moment
         moment.note_buffers(self.trial.residency.found_buffers)
-        moment.surroundings = Surroundings(block.modules, block.module_states)
+        moment.surroundings = Surroundings(block.module_states)
         with self.trial.visit(block, Direction.FORWARD) as visit, moment.drawing(drawing_apart), visit.drawing():
             moment.note_random_states(self.trial.residency.device.generators())
             weight_versions = versions_of(visit.leaves)
@@ -256,7 +258,7 @@ class BlockCall:
 
     def _run_without_graph(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._moment.note_buffers(self.trial.residency.found_buffers)
-        here = self.trial.visit(self.block, Direction.FORWARD, at_home=True)
+        here = self.trial.visit(self.block, Direction.FORWARD, evaluates=True)
         with here as visit, self.trial.measuring(self):
             weight_versions = versions_of(visit.leaves)
             outputs = self._computed(visit, self.block.forward, args, kwargs)

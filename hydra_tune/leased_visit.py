@@ -38,26 +38,25 @@ class LeasedVisit:
     after, for the next block of the same shard. No generator: one that is interrupted while it is entered or left
     cleans up when the exception is forgotten, too late for who saves the model in between."""
 
-    __slots__ = ("_at_home", "_block", "_copy", "_counted", "_direction", "_trial", "_visit")
+    __slots__ = ("_block", "_copy", "_counted", "_direction", "_evaluates", "_trial", "_visit")
 
-    def __init__(self, trial: Leaser, block: Block, direction: Direction, *, at_home: bool) -> None:
+    def __init__(self, trial: Leaser, block: Block, direction: Direction, *, evaluates: bool) -> None:
         self._trial = trial
         self._block = block
         self._direction = direction
-        self._at_home = at_home
+        self._evaluates = evaluates
 
     def __enter__(self) -> Visit:
         trial, block = self._trial, self._block
         if trial.steps.measures:
             trial.steps.check_room(self._direction)
-        self._copy = copy = trial.take_lease(block, self._direction, at_home=self._at_home)
+        self._copy = copy = trial.take_lease(block, self._direction, at_home=self._evaluates)
         trial.meter.outside_ends()
         trial.meter.here = copy.device.meter
         self._counted, self._visit = trial.counted(), trial.residency.inside(block, copy)
         try:
-            is_forward, evaluates = self._direction is Direction.FORWARD, self._at_home
-            again = is_forward and (block.rewritten or (evaluates and trial.has_pre_hooks))
-            trial.residency.refresh(copy, block, again=again)
+            may_be_written = block.rewritten or (self._evaluates and trial.has_pre_hooks)
+            trial.residency.refresh(copy, block, again=may_be_written and self._direction is Direction.FORWARD)
             self._counted.__enter__()
             try:
                 return self._visit.__enter__()

@@ -36,17 +36,15 @@ class ModuleStates:
             states.append(latest)
         return states
 
+    def are(self, states: Sequence[State]) -> bool:
+        return all(map(_is_set, map(vars, self._modules), states))
 
-def are_set(modules: Sequence[nn.Module], states: Sequence[State]) -> bool:
-    return all(map(_is_set, map(vars, modules), states))
-
-
-def set_attributes(modules: Sequence[nn.Module], states: Sequence[State]) -> None:
-    for module, values in zip(modules, states, strict=True):
-        own = vars(module)
-        for name in [k for k, v in own.items() if k not in values and k not in _STRUCTURE and not _is_activation(v)]:
-            del own[name]
-        own.update((k, v) for k, v in values.items() if k not in _STRUCTURE)
+    def set(self, states: Sequence[State]) -> None:
+        for own, values in zip(map(vars, self._modules), states, strict=True):
+            extra = [k for k, v in own.items() if k not in values and k not in _STRUCTURE and not _is_activation(v)]
+            for name in extra:
+                del own[name]
+            own.update((k, v) for k, v in values.items() if k not in _STRUCTURE)
 
 
 def _is_set(own: State, then: State) -> bool:

@@ -41,11 +41,11 @@ from hydra_tune.partition import (
     make_plan,
     pack_shards,
     plan_key,
-    promotions,
     shards_of_one,
     switches,
 )
 from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains, larger_of
+from hydra_tune.plan_summary import summary_of
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.random_state import has_own_state
@@ -141,7 +141,7 @@ class Planner:
         plan, budget_bytes = self.plan, self._trial.device.budget_bytes
         if self._summary is not None and self._summary[0] is plan and self._summary[1] == budget_bytes:
             return self._summary[2]
-        self._summary = plan, budget_bytes, _summary_of(plan, budget_bytes)
+        self._summary = plan, budget_bytes, summary_of(plan, budget_bytes)
         return self._summary[2]
 
     # ---- what a step measures ----
@@ -601,31 +601,3 @@ class Planner:
             trial.residency.bring_home(trial.optimizer)  # until it is admitted it holds nothing
         free_remains(trial.meter, before)
         return error
-
-
-def _summary_of(plan: TrialPlan | None, budget_bytes: int) -> dict[str, Any]:
-    blocks = plan.blocks if plan else ()
-    shards = list(zip(plan.shards, promotions(plan, budget_bytes), strict=True)) if plan else []
-    return {
-        "resident": plan is not None and plan.resident,
-        "held_bytes": plan.held_bytes if plan else 0,
-        "step_bytes": plan.step_bytes if plan else 0,
-        "weight_bytes": sum(p.weight_bytes for p in blocks),
-        "promoted_bytes_per_step": sum(shard.slot_bytes * times for shard, times in shards),
-        "shards": [
-            {
-                "blocks": [blocks[i].name for i in shard.blocks],
-                "slot_bytes": shard.slot_bytes,
-                "boundary_bytes": shard.boundary_bytes,
-                "promotions_per_step": times,
-                "forward_work_bytes": shard.forward_work_bytes,
-                "backward_work_bytes": shard.backward_work_bytes,
-            }
-            for shard, times in shards
-        ],
-        "cut": {
-            "opened": dict(plan.cut.opened) if plan else {},
-            "kept": dict(plan.cut.kept) if plan else {},
-            "held": dict(plan.cut.held) if plan else {},
-        },
-    }

@@ -193,10 +193,10 @@ class DeviceCopy:
         versions, places = versions_of(block.slot_parameters), places_of(block.slot_parameters)
         if (
             again
-            or versions != list(map(self._versions.get, block.slot_ids))
-            or places != list(map(self._places.get, block.slot_ids))
+            or versions != list(map(self._versions.get, block.in_slot))
+            or places != list(map(self._places.get, block.in_slot))
         ):
-            for i, p, version, place in zip(block.slot_ids, block.slot_parameters, versions, places, strict=True):
+            for (i, p), version, place in zip(block.in_slot.items(), versions, places, strict=True):
                 if again or (version, place) != (self._versions.get(i), self._places.get(i)):
                     pairs.append((self.leaves[i].data, p.data))
                 self._versions[i], self._places[i] = version, place

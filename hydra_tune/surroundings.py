@@ -20,7 +20,7 @@ from hydra_tune.errors import PrepareError
 from hydra_tune.graph import top_saved_tensors_hooks
 from hydra_tune.host_buffer import version_of
 from hydra_tune.mode import TrialMode
-from hydra_tune.module_states import ModuleStates, State, are_set, set_attributes
+from hydra_tune.module_states import ModuleStates, State
 from hydra_tune.process_state import ProcessState
 
 _HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on saved tensors, and change no value
@@ -30,10 +30,10 @@ class Surroundings:
     """As they are now: autocast, the default device, the choice of kernels, and what the attributes of modules are set
     to (training mode, flags, numbers, objects, tensors that are no buffers)."""
 
-    def __init__(self, modules: Sequence[nn.Module], states: ModuleStates) -> None:
+    def __init__(self, modules: ModuleStates) -> None:
         self._modules = modules
         self._process = ProcessState.now()
-        self._attributes = states.now()
+        self._attributes = modules.now()
         self.have_gradients = False
         self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
         for own in self._attributes:
@@ -75,16 +75,16 @@ class _Restored:
 
     __slots__ = ("_attributes", "_entered", "_modules", "_process")
 
-    def __init__(self, modules: Sequence[nn.Module], process: ProcessState, attributes: list[State]) -> None:
+    def __init__(self, modules: ModuleStates, process: ProcessState, attributes: list[State]) -> None:
         self._modules = modules
         self._process = process
         self._attributes = attributes
 
     def __enter__(self) -> None:
         then = self._attributes
-        if not are_set(self._modules, then):
-            self._attributes = [dict(vars(module)) for module in self._modules]
-            set_attributes(self._modules, then)
+        if not self._modules.are(then):
+            self._attributes = self._modules.now()
+            self._modules.set(then)
         now = ProcessState.now()
         self._entered = None if now == self._process else self._process.entered(now)
         if self._entered is not None:
@@ -93,8 +93,8 @@ class _Restored:
     def __exit__(self, *error: Any) -> None:
         if self._entered is not None:
             self._entered.__exit__(*error)
-        if not are_set(self._modules, self._attributes):
-            set_attributes(self._modules, self._attributes)
+        if not self._modules.are(self._attributes):
+            self._modules.set(self._attributes)
 
 
 def refuse_modes(block: str, modules: Sequence[nn.Module]) -> None:

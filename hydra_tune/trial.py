@@ -593,8 +593,9 @@ class Trial:
         collect_until(lambda: False)
         self._task_device.free_cache()
 
-    def visit(self, block: Block, direction: Direction, *, at_home: bool = False) -> LeasedVisit:
-        return LeasedVisit(self, block, direction, at_home=at_home)
+    def visit(self, block: Block, direction: Direction, *, evaluates: bool = False) -> LeasedVisit:
+        """One that evaluates makes no graph, and is at home."""
+        return LeasedVisit(self, block, direction, evaluates=evaluates)
 
     def take_lease(self, block: Block, direction: Direction, *, at_home: bool) -> DeviceCopy:
         """Be where the block is; its copy there."""

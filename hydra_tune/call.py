@@ -36,6 +36,7 @@ from hydra_tune.graph import (
 from hydra_tune.host_buffer import version_of, versions_of
 from hydra_tune.late_gradients import Gate
 from hydra_tune.local_backward import LocalBackward
+from hydra_tune.marks import next_hook, refuse_late_marks
 from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
 from hydra_tune.moment import Moment
 from hydra_tune.random_state import generator_states, set_generator_states
@@ -208,7 +209,7 @@ class BlockCall:
         moment.surroundings = Surroundings(block.module_states)
         with self.trial.visit(block, Direction.FORWARD) as visit, moment.drawing(drawing_apart), visit.drawing():
             moment.note_random_states(self.trial.residency.device.generators())
-            weight_versions = versions_of(visit.leaves)
+            weight_versions, first_hook = versions_of(visit.leaves), next_hook()
             moment.trains = are_trained(visit.leaves)
             given = visit.brought(detached(self.tensors))
             if self._counts_uses:  # as they are given for the repetition
@@ -218,6 +219,7 @@ class BlockCall:
             outputs = self._computed(visit, self.forward_unsaved, arguments)
             block.refuse_changed_weights(visit.leaves, weight_versions)
             block.refuse_changed_flags(visit.leaves, moment.trains)
+            refuse_late_marks(block, visit.leaves, first_hook, repeats=True)
             if self.arguments.may_change:
                 self.arguments.refuse_changed_containers(given, arguments)
             made, self._outputs = taken_out(outputs, given)
@@ -260,9 +262,10 @@ class BlockCall:
         self._moment.note_buffers(self.trial.residency.found_buffers)
         here = self.trial.visit(self.block, Direction.FORWARD, evaluates=True)
         with here as visit, self.trial.measuring(self):
-            weight_versions = versions_of(visit.leaves)
+            weight_versions, first_hook = versions_of(visit.leaves), next_hook()
             outputs = self._computed(visit, self.block.forward, args, kwargs)
             self.block.refuse_changed_weights(visit.leaves, weight_versions)
+            refuse_late_marks(self.block, visit.leaves, first_hook, repeats=False)
             self.block.refuse_gradients(visit.leaves[: len(self.block.own_parameters)])  # beside borrowed ones
             self.made = made = tensors_in(outputs)
             if any(x.grad_fn is not None for x in made):

@@ -82,7 +82,7 @@ class BlockForward:
         call.arguments.refuse_hidden_tensors()
         call.start_graph()
         made = call.run_forward()  # first: it tells which weights are used
-        return call.outputs_of(_apply(call, made, *map(torch._C._functorch.unwrap_if_dead, call.edges_in())))
+        return call.outputs_of(_apply(call, made, *call.edges_in()))
 
     def _run_as_it_is(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """In a pilot that has found that it can't be cut so."""

@@ -41,15 +41,14 @@ from hydra_tune.graph import (
 from hydra_tune.host_buffer import same_values, storage_bytes, versions_kept, versions_of
 from hydra_tune.journal import Journal
 from hydra_tune.leaves import Leaves
+from hydra_tune.marks import hooks_of, refuse_marks
 from hydra_tune.meter import TrialMeter
 from hydra_tune.partition import has_children
 from hydra_tune.probe import (
     OuterGraph,
     TensorHooksOff,
-    hooks_of,
     parametrizations_uncached,
     refuse_changes,
-    refuse_marks,
     refuse_own_leaves,
     refuse_shared_containers,
     refuse_shared_draws,

@@ -15,20 +15,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from hydra_tune.block import Block, has_attributes_of, owners_of
+from hydra_tune.block import Block, owners_of
 from hydra_tune.edges import Edges, TensorEdges, WeightEdges
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.garbage import collect_until
 from hydra_tune.gradient_sums import is_edge
 from hydra_tune.graph import BLOCK, CAST, GATE, leaf_of, nodes_of, users_of
 from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.marks import HOOKS_OF_MODULES
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.seen_call import SeenCall
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.snapshot import Snapshot
 from hydra_tune.tree import containers_in, tensors_in
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
 
 
@@ -38,7 +38,7 @@ _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or coll
 def user_hooks(module: nn.Module) -> bool:
     """Whether the user has put a hook on this module."""
     own = vars(module)
-    kinds = [kind for kind in _HOOKS if own.get(kind)]
+    kinds = [kind for kind in HOOKS_OF_MODULES if own.get(kind)]
     return bool(kinds) and any(_is_users(hook) for kind in kinds for hook in own[kind].values())
 
 
@@ -72,7 +72,7 @@ def hooked_inside(blocks: Iterable[Block]) -> Iterator[tuple[Block, str]]:
 def user_hooks_removed(model: nn.Module) -> Iterator[None]:
     """Users' hooks on modules do not fire; the snapshot of the modules' attributes puts them back."""
     for module in model.modules():
-        for kind in _HOOKS:
+        for kind in HOOKS_OF_MODULES:
             hooks = module.__dict__.get(kind, {})
             for key in [k for k, hook in hooks.items() if _is_users(hook)]:
                 del hooks[key]
@@ -193,36 +193,6 @@ def refuse_shared_containers(block: Block, outputs: Any, given: Any, model: nn.M
         raise UncuttableError(
             f"a block's outputs are its own, but {block.name} returns a list, dict or object that it was given or "
             "that it keeps. Return a copy, or its tensors."
-        )
-
-
-def hooks_of(modules: Iterable[nn.Module]) -> list[list[int]]:
-    """The keys of all hooks on these modules."""
-    return [list(vars(module).get(kind, ())) for module in modules for kind in _HOOKS]
-
-
-def refuse_marks(
-    block: Block,
-    leaves: Sequence[torch.Tensor],
-    stand_for: Sequence[torch.Tensor],
-    hooks: list[list[int]],
-    hooked: Sequence[torch.Tensor],
-) -> None:
-    """After a forward on `leaves`, which `stand_for` its inputs and weights, and before which `hooks` were on the
-    block's modules.
-
-    Raises:
-        UncuttableError: it has put a hook on a module, or a hook or an attribute on a weight or an input, as it would
-            again when it is repeated, and on a copy; or has told one of these whether to require a gradient.
-    """
-    marked = any(x is not p and not has_attributes_of(x, p) for x, p in zip(leaves, stand_for, strict=True)) or any(
-        x is leaf for x in hooked for leaf in leaves
-    )
-    if marked or hooks_of(block.modules) != hooks:
-        raise UncuttableError(
-            f"a block's forward may be repeated, on copies of its weights and inputs, but that of {block.name} puts a "
-            "hook or an attribute on these, or a hook on its modules, or sets what requires a gradient. "
-            "Do so outside of forward, or keep it on the module."
         )
 
 

@@ -34,7 +34,7 @@ from hydra_tune.host_buffer import (
 )
 from hydra_tune.tree import tensors_in
 
-_DTYPE_AND_NEED = attrgetter("dtype", "requires_grad")
+_DTYPE = attrgetter("dtype")
 _OF_BACKWARDS = tuple(map(attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")))
 
 
@@ -336,7 +336,7 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _layouts_of(tensors: Sequence[torch.Tensor]) -> Sequence[list[Any]]:
-    layouts = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, _DTYPE_AND_NEED)
+    layouts = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, _DTYPE)
     return [list(map(layout, tensors)) for layout in layouts]
 
 

@@ -127,6 +127,33 @@ class AnAttributeForEachCall(Script):
         return self.Annealed(self.Layer)
 
 
+class AddsAnAttribute(Script):
+    class Layer(Layer):
+        def forward(self, x):
+            return super().forward(x) * getattr(self, "scale", 1)
+
+    def between(self, model):
+        for layer in model.layers:
+            layer.scale = 2
+
+    def after(self, model, optimizer):
+        for layer in model.layers:
+            del layer.scale
+
+
+class TakesAnAttributeAway(AddsAnAttribute):
+    def model(self):
+        model = super().model()
+        super().between(model)
+        return model
+
+    def between(self, model):
+        super().after(model, None)
+
+    def after(self, model, optimizer):
+        super().between(model)
+
+
 class TensorAttributes(Script):
     """The loop assigns one between, the forward another."""
 
@@ -254,7 +281,8 @@ class AutocastWithinABlock(Script):
 SCRIPTS = [
     LendsAnAverage,
     EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
-    SetsABuffer, SetsABufferForEachCall, ReplacesItsBuffer, AnAttributeForEachCall, TensorAttributes,
+    SetsABuffer, SetsABufferForEachCall, ReplacesItsBuffer, AnAttributeForEachCall, AddsAnAttribute,
+    TakesAnAttributeAway, TensorAttributes,
     AssignsBeforeBackward, FreezesBeforeBackward, FreezesForAnotherForward, FreezesSomeToEvaluate,
     UnfreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
 ]  # fmt: skip

@@ -403,6 +403,14 @@ class NotesOnWeights(Script):
             return super().forward(x * self.up.weight.gain)
 
 
+class NotesOnWeightsAnew(NotesOnWeights):
+    """Where nobody sees it but who asks the weight."""
+
+    def after(self, model, optimizer):
+        for layer in model.layers:
+            layer.up.weight.gain -= 0.5
+
+
 # ---- weights that a script or a forward writes -------------------------------------------------------
 
 
@@ -454,6 +462,21 @@ class OtherStrides(Script):
         weight.data = torch.linalg.qr(weight.data)[0]
 
 
+class TransposesInPlace(Script):
+    """The same memory, seen otherwise."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.square = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return super().forward(self.square(x))
+
+    def after(self, model, optimizer):
+        for layer in model.layers:
+            layer.square.weight.data = layer.square.weight.data.t()
+
+
 class WritesBetweenBlocks(Script):
     class Clamped(Net):
         def forward(self, x):
@@ -494,8 +517,8 @@ SCRIPTS = [
     NotesOnActivations, KeptInATensor, ReadsWhatItKept,
     CountsFromALaterStep, KeepsFromTraining, SharesATable, RebindsABuffer, FillsABufferLater, RoundsToNegativeZeros,
     FillsAQueue, ReplacesABuffer,
-    SharesABuffer, GivesAnObject, HooksItsActivations, PatchesAForward, NotesOnWeights, SwapsInAnAverage,
-    LendsToOneOfTwo, OtherStrides, WritesBetweenBlocks, WritesData, TeacherByData,
+    SharesABuffer, GivesAnObject, HooksItsActivations, PatchesAForward, NotesOnWeights, NotesOnWeightsAnew,
+    SwapsInAnAverage, LendsToOneOfTwo, OtherStrides, TransposesInPlace, WritesBetweenBlocks, WritesData, TeacherByData,
 ]  # fmt: skip
 
 

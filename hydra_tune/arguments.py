@@ -133,6 +133,21 @@ def taken_out(outputs: Any, given: Sequence[torch.Tensor]) -> tuple[list[torch.T
     return made, Outputs([places.get(id(leaf), leaf) for leaf in leaves], structure)
 
 
+def refuse_hidden_outputs(block: str, outputs: Any, leads_to_some: Callable[[Any], bool]) -> None:
+    """An object with tensors inside, as in `Arguments.refuse_hidden_tensors`, is handed on as it is, and its tensors
+    without their graph.
+
+    Raises:
+        UncuttableError: there is one among what the block returns.
+    """
+    for leaf in flatten(outputs)[0]:
+        if not isinstance(leaf, torch.Tensor) and (_holds_tensors(leaf) or leads_to_some(leaf)):
+            raise UncuttableError(
+                f"a block's outputs are tensors, plain data, and tuples, lists, dicts and dataclasses of them, but "
+                f"{block} returns a {type(leaf).__name__} that holds tensors. Return its tensors."
+            )
+
+
 def _filled(tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
     return [tensors[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in leaves]
 

@@ -47,6 +47,15 @@ def has_attributes_of(leaf: torch.Tensor, parameter: torch.Tensor) -> bool:
     return not (own or given) or (own.keys() == given.keys() and all(map(is_, own.values(), given.values())))
 
 
+def give_attributes(leaves: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+    """To the leaves, as their parameters have them by now."""
+    if any(map(vars, parameters)) or any(map(vars, leaves)):
+        for leaf, p in zip(leaves, parameters, strict=True):
+            if leaf is not p and not has_attributes_of(leaf, p):
+                leaf.__dict__.clear()
+                leaf.__dict__.update(p.__dict__)
+
+
 def are_trained(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Which of them require a gradient."""
     return list(map(_REQUIRES_GRAD, parameters))

@@ -123,7 +123,7 @@ class Fingerprint:
             return _spell(os.fspath(value))
         if type(value).__module__ == "numpy":
             return getattr(value, "shape", None), repr(value.tolist()) if getattr(value, "size", 1) <= _MANY else None
-        slots = tuple((name, self._of(getattr(value, name, None), depth)) for name in _slots_of(type(value)))
+        slots = tuple((name, self._of(getattr(value, name, None), depth)) for name in slots_of(type(value)))
         return own, slots or (self._of(_reduced(value), depth) if own is None else None)
 
 
@@ -144,7 +144,8 @@ def _attributes_of(value: Any) -> Any:
         return None
 
 
-def _slots_of(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """The names of attributes that instances have in slots."""
     found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     return [name for names in found for name in ((names,) if isinstance(names, str) else names) if name[:2] != "__"]
 

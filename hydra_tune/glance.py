@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -58,6 +59,20 @@ def glance_at(model: nn.Module) -> Glance:
         any(map(has_user_pre_hook, hooked)),
         tuple([_switches_of(owner) for owner in owners.values()]),
     )
+
+
+def structure_of(model: nn.Module) -> Any:
+    """Which modules it has, of which classes, and the forwards that are set on them; it keeps none of them alive."""
+    modules = _modules_of(model)
+    forwards = [vars(module).get("forward") for module in modules]
+    return [*map(ref, modules)], [*map(type, modules)], [None if f is None else _name_of(f) for f in forwards]
+
+
+def _name_of(function: Any) -> Hashable:
+    try:
+        return ref(function)
+    except TypeError:  # a function in C, say
+        return id(function)
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:

@@ -289,8 +289,8 @@ def _forget(_: Any) -> None:
 def _forgotten(_: Any) -> torch.Tensor:
     raise ForgottenError(
         "what a block computes reaches the loss through its outputs, but a backward came to a tensor that was kept "
-        "beside them (by a hook, an attribute, a list or a cache), and not in the first step. Do so from the first "
-        "step on."
+        "beside them (by a hook, an attribute, a list, a cache or a function that it returns), where the first batch "
+        "did not show it. Return the tensor, or keep it from the first batch on."
     )
 
 

@@ -1,10 +1,11 @@
-"""What the attributes of modules are set to: training mode, flags, numbers, objects, tensors that are no buffers."""
+"""What the attributes of modules are set to: training mode, flags, numbers, objects, tensors that are no buffers; which
+children they have, and of which classes they are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,10 +13,17 @@ from torch import nn
 State = dict[str, Any]  # by the attribute's name
 
 _STRUCTURE = frozenset((  # not what a module is set to
-    "_parameters", "_buffers", "_modules", "forward", "_apply", "_flat_weights", "_flat_weight_refs",
+    "_parameters", "_buffers", "_modules", "_apply", "_flat_weights", "_flat_weight_refs",
 ))  # fmt: skip
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size))
+
+
+class Structure(NamedTuple):
+    """Of each module its children by name, in order, and its class."""
+
+    children: list[list[tuple[str, nn.Module | None]]]
+    classes: list[type]
 
 
 class ModuleStates:
@@ -25,6 +33,28 @@ class ModuleStates:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._latest: list[State | None] = [None] * len(modules)
+        self._children = [module._modules for module in modules]
+        self._structure = self._structure_now()
+
+    def structure(self) -> Structure:
+        """As it is now; not to be changed."""
+        if not self.have(self._structure):
+            self._structure = self._structure_now()
+        return self._structure
+
+    def have(self, structure: Structure) -> bool:
+        return self._structure_now() == structure
+
+    def _structure_now(self) -> Structure:
+        return Structure(list(map(list, map(dict.items, self._children))), list(map(type, self._modules)))
+
+    def restructure(self, structure: Structure) -> None:
+        for module, own, children, kind in zip(self._modules, self._children, *structure, strict=True):
+            if list(own.items()) != children:
+                own.clear()
+                own.update(children)
+            if type(module) is not kind:
+                module.__class__ = kind
 
     def now(self) -> list[State]:
         """Of each module. One that has nothing but plain data is not to be changed; the others are the caller's own."""
@@ -40,11 +70,13 @@ class ModuleStates:
         return all(map(_is_set, map(vars, self._modules), states))
 
     def set(self, states: Sequence[State]) -> None:
+        stays = _STRUCTURE | {"forward"}  # the first one is the block, which may be cut otherwise since
         for own, values in zip(map(vars, self._modules), states, strict=True):
-            extra = [k for k, v in own.items() if k not in values and k not in _STRUCTURE and not _is_activation(v)]
+            extra = [k for k, v in own.items() if k not in values and k not in stays and not _is_activation(v)]
             for name in extra:
                 del own[name]
-            own.update((k, v) for k, v in values.items() if k not in _STRUCTURE)
+            own.update((k, v) for k, v in values.items() if k not in stays)
+            stays = _STRUCTURE
 
 
 def _is_set(own: State, then: State) -> bool:

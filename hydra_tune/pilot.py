@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hydra_tune import reentrant
-from hydra_tune.arguments import taken_out
+from hydra_tune.arguments import refuse_hidden_outputs, taken_out
 from hydra_tune.block import Block, gradient_bytes, owners_of
 from hydra_tune.call import BlockCall
 from hydra_tune.config import format_bytes
@@ -379,10 +379,13 @@ class Pilot:
         if block.weight_bytes + profile.work_bytes > self.free_bytes:
             raise DoesNotFitError(block, profile.work_bytes, lacking=False)
 
+    def _leads_to_tensors(self, value: Any) -> bool:
+        return bool(Snapshot({"": value}, self.model).tensors)
+
     def _profile(self, call: BlockCall) -> BlockProfile:
         block = call.block
         with self.residency.meter.paused():
-            call.arguments.refuse_hidden_tensors(lambda x: bool(Snapshot({"": x}, self.model).tensors))
+            call.arguments.refuse_hidden_tensors(self._leads_to_tensors)
         refuse_wrappers(block, call.tensors)
         copy = self.copy_of(block)
         self._journal.drew, self._journal.updated = False, []
@@ -457,6 +460,7 @@ class Pilot:
             refuse_wrappers(call.block, made)
             copy.refuse_returned_weights(call.block, made)
             with self.residency.meter.paused():
+                refuse_hidden_outputs(call.block.name, outputs, self._leads_to_tensors)
                 refuse_shared_containers(call.block, outputs, arguments, self.model)
             boundary = sum(map(storage_bytes, made))
             carried = max(copied_bytes(given), copied_bytes(made))

@@ -28,7 +28,7 @@ from hydra_tune.errors import BlockTooLargeError, BudgetError, PoolClosedError, 
 from hydra_tune.events import StartPilot
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.forward_pass import AbandonedForward, ForwardPass
-from hydra_tune.glance import Glance, glance_at
+from hydra_tune.glance import Glance, glance_at, structure_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, drawing_for_nothing
@@ -113,6 +113,7 @@ class Planner:
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self._flags: Hashable = ()
         self._parameters: tuple[tuple[int, str, int], ...] = ()
+        self._structure: Any = None  # of the model, of which the blocks are
         self._cut = self._hook_cut = Cut()
         self._hooked: tuple[int, ...] = ()
         self.has_pre_hooks = False  # of the user's, on modules, which may write weights before a block's forward
@@ -262,12 +263,21 @@ class Planner:
         in_step = trial.steps.under_way  # whose backward a plan would have to hold
         forward_only = not torch.is_grad_enabled() and not in_step
         known = flags == self._flags and glance.parameters == self._parameters and covers(self._signature, signature)
+        key_of = partial(plan_key, trial.model, trial.optimizer, (args, kwargs), flags)
+        if known and self._is_built_otherwise():
+            assert self.plan is not None
+            known = self._key == key_of(trial.residency.spilled, not self.plan.modes)
+            if known:
+                self._known = None
+                self._adopt_cut(self.plan.cut, self.plan.blocks)
         if self.plan is not None and known and (self.plan.modes or forward_only):
             shared = pool.plans[self._key]
             if shared is not self.plan and not in_step and not self._repacked:  # a first step has measured it anew
                 self.settled = False
-                trial.residency.bring_home(trial.optimizer)
-                pool.admit(trial, shared)
+                bring_home = partial(trial.residency.bring_home, trial.optimizer)
+                if (shared.resident, shared.cut) != (self.plan.resident, self.plan.cut):  # other weights are held
+                    bring_home()
+                pool.admit(trial, shared, bring_home)
                 self._settle(shared)
             return self.plan
         refuse_unsupported(trial.model)
@@ -280,7 +290,6 @@ class Planner:
             trial.steps.leave()
         former, former_key = self.plan, self._key
         self.settled = False
-        key_of = partial(plan_key, trial.model, trial.optimizer, (args, kwargs), flags)
         self._key = key_of(trial.residency.spilled, forward_only)
         self._spills = trial.residency.spilled or self._key in pool.too_large
         if self._spills:
@@ -303,6 +312,10 @@ class Planner:
         self._settle(plan)
         logger.info("%s", self._spell_plan(plan))
         return plan
+
+    def _is_built_otherwise(self) -> bool:
+        """Whether modules without weights, classes or forwards were replaced since, on which blocks depend."""
+        return not (self.plan is None or self.plan.resident or structure_of(self._trial.model) == self._structure)
 
     def _fall_back(self, former: TrialPlan | None, error: BaseException) -> None:
         """After a pilot that failed: the script may go on with batches as before, under the plan that it had; the
@@ -430,6 +443,7 @@ class Planner:
         """From here on blocks run in visits."""
         for block in self.blocks:
             block.module.forward = BlockForward(block, self._trial)
+        self._structure = structure_of(self._trial.model)
 
     def unwrap(self) -> None:
         for block in self.blocks:

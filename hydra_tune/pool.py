@@ -344,8 +344,9 @@ class ShardPool:
                 self.too_large.discard(gone)
             self.plans[key] = plan
 
-    def admit(self, trial: Client, plan: TrialPlan) -> None:
-        self._ask(e.PlanReady(trial.id, plan), e.Admit)
+    def admit(self, trial: Client, plan: TrialPlan, give_back: Callable[[], None] = lambda: None) -> None:
+        """`give_back` is called where the trial must wait: until it is admitted it holds nothing."""
+        self._ask(e.PlanReady(trial.id, plan), e.Admit, give_back)
 
     def enter_step(self, trial: Client, *, estimated: bool) -> None:
         self._ask(e.StepReady(trial.id, estimated), e.Enter)
@@ -519,12 +520,17 @@ class ShardPool:
             self._handle(event)
 
     def _ask(
-        self, event: e.PilotReady | e.PlanReady | e.StepReady | e.Outgrown, answer: type[InstructionT]
+        self,
+        event: e.PilotReady | e.PlanReady | e.StepReady | e.Outgrown,
+        answer: type[InstructionT],
+        before_waiting: Callable[[], None] = lambda: None,
     ) -> InstructionT:
         self.check_open(self._trials[event.trial])
         with self._lock:
             self._end_abandoned()
             self._handle(event)
+            if not self._granted[event.trial]:
+                before_waiting()
             instruction: InstructionT = self._await(event.trial, (answer,))
             return instruction
 

@@ -226,37 +226,35 @@ class Residency:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
         spilled = {site for b in except_blocks for site in b.slot_sites}
         held = {(h.module(), h.name) for h in self._held}
-        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # old and new; a tensor may have several sites
+        moved: dict[torch.Tensor, torch.Tensor] = {}  # a tensor may have several sites
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None or (module, name) in spilled or (module, name) in held:
                     continue
-                if id(tensor) not in moved:
+                if tensor not in moved:
+                    moved[tensor] = _without_graph(tensor)
+                    self._hold(moved[tensor])
                     self._held.append(_Held(ref(module), name, module._parameters.get(name)))
-                    moved[id(tensor)] = tensor, self._hold(module, name, tensor)
                 elif name in module._buffers:
                     self._held.append(_Held(ref(module), name, None))
-                    module._buffers[name] = moved[id(tensor)][1]
+                if name in module._buffers:
+                    module._buffers[name] = moved[tensor]
         if moved:
             self._move_state(optimizer)
 
-    def _hold(self, module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _hold(self, tensor: torch.Tensor) -> None:
         with self.meter.paused():
-            if name in module._parameters:
-                tensor.data = self.device.hold(tensor.data)
-                if tensor.grad is not None and tensor.grad.device != self.device.torch_device:
-                    tensor.grad = self.device.hold(tensor.grad)  # a virtual device's stays: it may be the user's view
-            else:
-                tensor = module._buffers[name] = self.device.hold(tensor)
+            tensor.data = self.device.hold(tensor.data)
+            if tensor.grad is not None and tensor.grad.device != self.device.torch_device:
+                tensor.grad = self.device.hold(tensor.grad)  # a virtual device's stays: it may be the user's view
         self._log.count("promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor])
-        return tensor
 
     def bring_home(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move what is held on the device back to host memory."""
         self._former.clear()
-        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        moved: dict[torch.Tensor, torch.Tensor] = {}
         with self.meter.paused():
             for held in self._held:
                 module, parameter = held.module(), held.parameter
@@ -271,9 +269,10 @@ class Residency:
                         if grad.device.type != "cpu":
                             parameter.grad = self._to_host(grad)
                 if module is not None and buffer is not None:
-                    if id(buffer) not in moved:
-                        moved[id(buffer)] = buffer, self._to_host(buffer)
-                    module._buffers[held.name] = moved[id(buffer)][1]
+                    if buffer not in moved:
+                        moved[buffer] = _without_graph(buffer)
+                        moved[buffer].data = self._to_host(buffer.data)
+                    module._buffers[held.name] = moved[buffer]
         self._held = []
         self._move_state(optimizer)
 
@@ -305,6 +304,11 @@ class Residency:
         device = self.device.torch_device
         leaves, structure = flatten(batch)
         return unflatten([_moved(leaf, device) for leaf in leaves], structure)
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Itself, so that who else has it goes on to see it; or another one, where moving it would move its graph's."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:

@@ -6,6 +6,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -14,8 +15,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import PrepareError, UntraceableError
+from hydra_tune.fingerprint import slots_of
 from hydra_tune.host_buffer import is_dense, tensor_bytes
 from hydra_tune.shard import TrialPlan
+from hydra_tune.tree import flatten, tensors_in
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 class Executor(Protocol):
@@ -88,6 +94,12 @@ def refuse_own_forward(model: nn.Module) -> None:
             f"a prepared model's forward is its class's, but {type(model).__name__} has one set on the instance. "
             "Prepare the model before wrapping its forward, or subclass the module."
         )
+    forward = type(model).forward
+    if any(kind(forward) for kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
+        raise PrepareError(
+            f"a prepared model's forward computes when it is called, but that of {type(model).__name__} is a "
+            "generator or a coroutine. Return a list, or await elsewhere."
+        )
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -102,6 +114,12 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise PrepareError(
                 f"a prepared model runs operator by operator, but {what} was made by torch.jit, whose weights can't be "
                 "put elsewhere. Prepare the plain module."
+            )
+        slots = slots_of(type(module))
+        if slots:
+            raise PrepareError(
+                f"a module's attributes are in its __dict__, where they can be put back, but {what} has "
+                f"{', '.join(slots)} in __slots__. Take the __slots__ away."
             )
     tensors = {id(t): (name, t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     for name, tensor in tensors.values():
@@ -131,14 +149,24 @@ def refuse_unsupported(model: nn.Module) -> None:
                 "parameter."
             )
     attributes = {
-        id(value): (f"{name}.{key}".lstrip("."), value)
+        id(tensor): (f"{name}.{key}".lstrip("."), tensor)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
+        if key not in _OF_EVERY_MODULE
         and f"{key}_orig" not in module._parameters  # torch.nn.utils.spectral_norm computes it anew in each forward
+        for tensor in _tensors_of(value)
+        if tensor.layout is torch.strided
     }
     _refuse_shared_memory(tensors.values(), [x for key, x in attributes.items() if key not in tensors])
+
+
+def _tensors_of(attribute: Any) -> list[torch.Tensor]:
+    """Itself, or those in its lists, tuples and dicts, and among the attributes of objects there."""
+    if type(attribute) in _PLAIN or isinstance(attribute, nn.Module):
+        return []
+    leaves, _ = flatten(attribute)
+    inside = [vars(x) for x in leaves if hasattr(x, "__dict__") and not isinstance(x, (torch.Tensor, nn.Module, type))]
+    return tensors_in([leaves, inside])
 
 
 def _refuse_shared_memory(
@@ -153,10 +181,10 @@ def _refuse_shared_memory(
         i = bisect_left(starts, end) - 1  # the last that starts before its end
         if i >= 0 and start < places[i][1] and tensor.numel():
             pairs.append((places[i][2], name))
-    for name, other in pairs[:1]:
+    for name, other in sorted(pairs)[:1]:
         raise PrepareError(
             f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
-            "Parameter. Tie them by assigning the Parameter itself, or clone one."
+            "tensor. Tie them by assigning the Parameter or buffer itself, or clone one."
         )
 
 

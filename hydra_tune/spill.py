@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from hydra_tune.block import Block, grad_dtype_of, has_attributes_of, leaf_like
+from hydra_tune.block import Block, grad_dtype_of, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.host_buffer import (
@@ -306,6 +306,11 @@ class DeviceCopy:
                     f"a block's buffers keep shape and dtype, but {block.name} replaced its buffer {name!r}. "
                     "Register it with its final shape, or keep it out of the block's forward."
                 )
+            if version_of(host) != self._copied_buffers[module, name][0]:
+                raise UncuttableError(
+                    f"a block writes its buffers where its modules have them, but {block.name} wrote {name!r} by "
+                    "another reference, perhaps from a list or an attribute. Write it as the module's own."
+                )
             if current is not slot:
                 slot.copy_(current)
             if not same_bits(slot.to(host.device), host):
@@ -341,9 +346,8 @@ def _layouts_of(tensors: Sequence[torch.Tensor]) -> Sequence[list[Any]]:
 
 
 def _are_new(leaves: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether they have what `leaf_like` would give them, and nothing else."""
+    """Whether they have what `leaf_like` would give them, and nothing else, but for attributes, which each visit gives
+    them anew."""
     if not all(all(map(is_, map(get, leaves), repeat(None))) for get in _OF_BACKWARDS):
-        return False
-    if (any(map(vars, leaves)) or any(map(vars, parameters))) and not all(map(has_attributes_of, leaves, parameters)):
         return False
     return list(map(grad_dtype_of, leaves)) == list(map(grad_dtype_of, parameters))

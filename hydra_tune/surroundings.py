@@ -20,7 +20,7 @@ from hydra_tune.errors import PrepareError
 from hydra_tune.graph import top_saved_tensors_hooks
 from hydra_tune.host_buffer import version_of
 from hydra_tune.mode import TrialMode
-from hydra_tune.module_states import ModuleStates, State
+from hydra_tune.module_states import ModuleStates, State, Structure
 from hydra_tune.process_state import ProcessState
 
 _HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on saved tensors, and change no value
@@ -34,6 +34,7 @@ class Surroundings:
         self._modules = modules
         self._process = ProcessState.now()
         self._attributes = modules.now()
+        self._structure = modules.structure()
         self.have_gradients = False
         self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
         for own in self._attributes:
@@ -67,20 +68,27 @@ class Surroundings:
                     f"backward, or assign a new tensor."
                 )
         process = self._process if alone else self._process.beside_others(block)
-        return _Restored(self._modules, process, self._attributes)
+        return _Restored(self._modules, process, self._attributes, self._structure)
 
 
 class _Restored:
     """A context manager, once: the process and the attributes of modules as they were then; afterwards as now."""
 
-    __slots__ = ("_attributes", "_entered", "_modules", "_process")
+    __slots__ = ("_attributes", "_entered", "_modules", "_process", "_structure")
 
-    def __init__(self, modules: ModuleStates, process: ProcessState, attributes: list[State]) -> None:
+    def __init__(
+        self, modules: ModuleStates, process: ProcessState, attributes: list[State], structure: Structure
+    ) -> None:
         self._modules = modules
         self._process = process
         self._attributes = attributes
+        self._structure = structure
 
     def __enter__(self) -> None:
+        built = self._structure
+        self._structure = self._modules.structure()
+        if self._structure is not built:
+            self._modules.restructure(built)
         then = self._attributes
         if not self._modules.are(then):
             self._attributes = self._modules.now()
@@ -95,6 +103,8 @@ class _Restored:
             self._entered.__exit__(*error)
         if not self._modules.are(self._attributes):
             self._modules.set(self._attributes)
+        if not self._modules.have(self._structure):
+            self._modules.restructure(self._structure)
 
 
 def refuse_modes(block: str, modules: Sequence[nn.Module]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from hydra_tune.block import Block, are_trained, leaf_like
+from hydra_tune.block import Block, are_trained, give_attributes, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.meter import TrialMeter
 from hydra_tune.process_state import remembers_casts
@@ -131,6 +131,7 @@ class Visit:
             self._refresh_flat_weights()
             self.leaves = [*(leaves[id(p)] for p in block.own_parameters), *block.borrowed]
             self.train(are_trained(block.parameters))
+            give_attributes(self.leaves, block.parameters)
         except BaseException:
             self.__exit__()
             raise

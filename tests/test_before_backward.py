@@ -154,6 +154,94 @@ class TakesAnAttributeAway(AddsAnAttribute):
         super().between(model)
 
 
+class SwapsAChild(Script):
+    """For one forward, by a module of the same class."""
+
+    Layer = Dropping
+
+    def swap(self, model):
+        for layer in model.layers:
+            layer.drop, self.former = nn.Dropout(0.9), layer.drop
+
+    def forward(self, model, x):
+        self.swap(model)
+        return model(x)
+
+    between = swap
+
+
+class SwapsBetweenForwards(SwapsAChild):
+    def forward(self, model, x):
+        return model(x) + super().forward(model, x)
+
+
+class SwapsWithBuffers(Script):
+    class Layer(Layer):
+        def set_up(self):
+            self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    def between(self, model):
+        for layer in model.layers:
+            layer.norm = nn.BatchNorm1d(WIDTH, affine=False, eps=0.1)
+
+
+class ExchangesChildren(Script):
+    """Which have weights, and their places in the model."""
+
+    def between(self, model):
+        a, b = model.layers[1], model.layers[3]
+        a.up, b.up = b.up, a.up
+
+
+class InsertsChildren(Script):
+    class Layer(Layer):
+        def set_up(self):
+            self.more = nn.Sequential(nn.Tanh())
+
+        def forward(self, x):
+            return super().forward(self.more(x))
+
+    def between(self, model):
+        for layer in model.layers:
+            layer.more.append(nn.Hardtanh(-0.1, 0.1))
+
+
+class PatchesWithin(Script):
+    def between(self, model):
+        for layer in model.layers[::2]:
+            layer.up.forward = lambda x, up=layer.up: 0.5 * type(up).forward(up, x)
+
+    def after(self, model, optimizer):
+        for layer in model.layers[::2]:
+            del layer.up.forward
+
+
+class PatchesForOneForward(PatchesWithin):
+    def forward(self, model, x):
+        super().between(model)
+        return model(x)
+
+    def between(self, model):
+        super().after(model, None)
+
+    def after(self, model, optimizer):
+        pass
+
+
+class Halving(nn.Linear):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+class ChangesClasses(Script):
+    def between(self, model):
+        for layer in model.layers[::2]:
+            layer.up.__class__ = nn.Linear if type(layer.up) is Halving else Halving
+
+
 class TensorAttributes(Script):
     """The loop assigns one between, the forward another."""
 
@@ -282,7 +370,8 @@ SCRIPTS = [
     LendsAnAverage,
     EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
     SetsABuffer, SetsABufferForEachCall, ReplacesItsBuffer, AnAttributeForEachCall, AddsAnAttribute,
-    TakesAnAttributeAway, TensorAttributes,
+    TakesAnAttributeAway, TensorAttributes, SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers,
+    ExchangesChildren, InsertsChildren, PatchesWithin, PatchesForOneForward, ChangesClasses,
     AssignsBeforeBackward, FreezesBeforeBackward, FreezesForAnotherForward, FreezesSomeToEvaluate,
     UnfreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
 ]  # fmt: skip

@@ -44,9 +44,9 @@ def trained(pool, mark=0, *, evaluates=False):
     for step in range(3):
         if mark and step == 2:
             model.layers[1].mark = mark
-            with pytest.raises(hydra_tune.PrepareError, match=r"of layers\.1 puts a hook or an attribute on one"):
-                with torch.set_grad_enabled(not evaluates):
-                    model(x)
+            refused = pytest.raises(hydra_tune.PrepareError, match=r"of layers\.1 puts a hook or an attribute on one")
+            with refused, torch.set_grad_enabled(not evaluates):
+                model(x)
             model.layers[1].mark = 0
         with torch.no_grad():
             model(x)

@@ -403,6 +403,57 @@ class NotesOnWeights(Script):
             return super().forward(x * self.up.weight.gain)
 
 
+class NotesBetweenBlocks(NotesOnWeights):
+    """On weights of blocks whose shard is on the device by then."""
+
+    class Noting(Net):
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                layer.up.weight.gain = 0.5 * i
+                x = layer(x)
+            return self.head(x)
+
+    def model(self):
+        return self.Noting(self.Layer)
+
+
+class BuffersInAList(Script):
+    """And in an attribute: written there, and read as the module's own."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.register_buffer("mean", torch.zeros(WIDTH))
+            self.register_buffer("count", torch.zeros(()))
+            self.kept, self.counter = [self.mean], self.count
+
+        def forward(self, x):
+            self.kept[0].mul_(0.9).add_(0.1 * x.detach().mean(0))
+            self.counter += 1
+            return super().forward(x - self.mean / self.count)
+
+
+class ReturnsAnObject(Script):
+    """Of a class of its own, or a function, over what it has computed."""
+
+    class Layer(Layer):
+        class Result:
+            def __init__(self, y):
+                self.y, self.scaled = y, lambda scale: scale * y
+
+        def forward(self, x):
+            return self.Result(super().forward(x))
+
+    class Unpacking(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                result = layer(x)
+                x = result.y + result.scaled(0.1)
+            return self.head(x)
+
+    def model(self):
+        return self.Unpacking(self.Layer)
+
+
 class NotesOnWeightsAnew(NotesOnWeights):
     """Where nobody sees it but who asks the weight."""
 
@@ -518,6 +569,7 @@ SCRIPTS = [
     CountsFromALaterStep, KeepsFromTraining, SharesATable, RebindsABuffer, FillsABufferLater, RoundsToNegativeZeros,
     FillsAQueue, ReplacesABuffer,
     SharesABuffer, GivesAnObject, HooksItsActivations, PatchesAForward, NotesOnWeights, NotesOnWeightsAnew,
+    NotesBetweenBlocks, BuffersInAList, ReturnsAnObject,
     SwapsInAnAverage, LendsToOneOfTwo, OtherStrides, TransposesInPlace, WritesBetweenBlocks, WritesData, TeacherByData,
 ]  # fmt: skip
 
@@ -607,6 +659,22 @@ def attribute(model):
     model.alias = model.layers[0].up.weight.detach()
 
 
+def kept_in_a_list(model):
+    model.aliases = [(0, {"up": model.layers[0].up.weight.detach()[1:]})]
+
+
+def kept_in_an_object(model):
+    model.alias = Stats()
+    model.alias.up = [model.layers[0].up.weight.data]
+
+
+def rows_of_one(model):
+    both = torch.zeros(2, WIDTH)
+    for row, layer in zip(both, model.layers[:2], strict=True):
+        layer.register_buffer("mean", row)
+        layer.register_buffer("both", both)
+
+
 def subclass(model):
     model.layers[0].up.weight = nn.Parameter(model.layers[0].up.weight.data.as_subclass(Marked))
 
@@ -628,7 +696,9 @@ def expanded(model):
 
 
 WRONG = {
-    shared: "share theirs", attribute: "share theirs", subclass: "is a Marked", lazy: "is lazy",
+    shared: "share theirs", attribute: "share theirs", kept_in_a_list: "layers.0.up.weight and aliases share theirs",
+    kept_in_an_object: "layers.0.up.weight and alias share theirs",
+    rows_of_one: r"layers\.\d\.\w+ and layers\.\d\.mean share theirs without being one tensor", subclass: "is a Marked", lazy: "is lazy",
     scripted: r"was made by torch\.jit", sparse: r"buffers are dense.*to_dense", expanded: r"\.contiguous",
 }  # fmt: skip
 
@@ -642,6 +712,26 @@ def test_weights_that_have_no_place_of_their_own_are_refused(change):
         with pytest.raises(hydra_tune.PrepareError, match=WRONG[change]):
             hydra_tune.prepare(model, pool=pool)
         assert pool.devices[0].used_bytes == 0
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_buffers_stay_who_they_are(budget):
+    class Counting(Layer):
+        def set_up(self):
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    model = Net(Counting)
+    before = list(model.buffers())
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+        for size in (4, 8, 24):  # the last needs another plan
+            hydra_tune.prepare(model, pool=pool) if size == 4 else None
+            model(torch.randn(size, WIDTH)).sum().backward()
+            assert all(a is b for a, b in zip(before, model.buffers(), strict=True))
+        hydra_tune.release(model)
+    assert all(a is b for a, b in zip(before, model.buffers(), strict=True))
 
 
 def test_a_buffer_that_is_replaced_by_one_of_another_shape_within_a_step_is_refused():

@@ -195,3 +195,40 @@ def test_what_objectives_report_reaches_the_policy(direction):
     values = {(0, 0): 3.0, (0, 1): 1.0, (1, 0): 3.0, (1, 1): 2.0}
     assert seen == {key: (value, maximizes) for key, value in values.items()}
     assert [trial.intermediate_values for trial in study.trials] == [{0: 3.0, 1: n + 1.0, 2: 9.0} for n in range(2)]
+
+
+def test_held_weights_stay_where_they_are_when_a_first_step_has_been_measured():
+    places, steps = [], 4
+
+    def objective(trial):
+        torch.manual_seed(0)
+        model = Scaled()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hydra_tune.prepare(model, optimizer)
+        for _ in range(steps):
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.randn(4, 64))
+            places.append(model.scale.data)  # kept, so that no other memory gets its address
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], "130KiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(optuna.create_study(), objective, n_trials=1)
+        (trial,) = pool.report()["trials"]
+    assert not trial["resident"] and len(places) == steps
+    assert len({place.data_ptr() for place in places}) == 1
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+
+    def forward(self, x):
+        x = x * self.scale
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x

@@ -509,3 +509,31 @@ def test_an_objective_that_never_calls_prepare_simply_runs(pool):
         assert trial.value == runner[trial.number][0][-1]
         assert_same(runner[trial.number], results[trial.number])
     assert pool.report()["devices"][0]["peak_bytes"] == 0
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("calls",)
+
+
+class Generating(Net):
+    def forward(self, x):
+        yield super().forward(x)
+
+
+class Awaiting(Net):
+    async def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: nn.Sequential(Slotted(4, 4)), "0 has calls in __slots__"),
+        (Generating, "that of Generating is a generator or a coroutine"),
+        (Awaiting, "that of Awaiting is a generator or a coroutine"),
+    ],
+    ids=["attributes in slots", "a generator", "a coroutine"],
+)
+def test_models_whose_forward_or_attributes_can_not_be_followed(model, words, pool):
+    with pytest.raises(hydra_tune.PrepareError, match=words):
+        hydra_tune.prepare(model(), pool=pool)

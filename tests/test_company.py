@@ -209,9 +209,9 @@ def test_held_weights_stay_where_they_are_when_a_first_step_has_been_measured():
             model(torch.randn(4, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            places.append(model.scale.data)  # kept, so that no other memory gets its address
             with torch.no_grad():
                 model(torch.randn(4, 64))
-            places.append(model.scale.data)  # kept, so that no other memory gets its address
         return 0.0
 
     with hydra_tune.ShardPool(["cpu"], "130KiB") as pool:

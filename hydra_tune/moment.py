@@ -136,7 +136,8 @@ class Moment:
         ):
             raise RuntimeError(
                 f"a weight of block {self._block.name} was changed in place between forward and backward. "
-                "Call backward before optimizer.step(), or repeat the forward."
+                "Call backward before optimizer.step(), or repeat the forward; and write weights in a forward before "
+                "they are used there."
             )
 
     # ---- outputs ----

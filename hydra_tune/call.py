@@ -65,8 +65,7 @@ class Executor(Protocol):
     @property
     def has_model(self) -> bool: ...
 
-    @property
-    def forward_pass(self) -> ForwardPass: ...
+    def pass_of(self, block: Block) -> ForwardPass: ...
 
     @property
     def in_forward(self) -> bool: ...
@@ -128,7 +127,7 @@ class BlockCall:
     def __init__(self, block: Block, trial: Executor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.block = block
         self.trial = trial
-        self.forward_pass = trial.forward_pass
+        self.forward_pass = trial.pass_of(block)
         self.forward_pass.may_repeat |= not torch.is_grad_enabled() or has_saved_hooks()
         self.arguments = Arguments(block.name, args, kwargs)
         self.tensors = self.arguments.tensors

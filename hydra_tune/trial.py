@@ -476,16 +476,17 @@ class Trial:
     def in_backward(self) -> bool:
         return bool(self._backward_passes)
 
-    @property
-    def forward_pass(self) -> ForwardPass:
+    def pass_of(self, block: Block) -> ForwardPass:
+        """The one that a call of this block belongs to."""
         if self._pass is None and self._backward_passes:  # a checkpoint around blocks repeats their forward
             return next(iter(self._backward_passes))
         if self._pass is None:
             raise PrepareError(
-                "a prepared model is called as a whole: a block was called outside of its root's forward. "
-                "Call the model itself, prepare the part that you call, or call it under torch.no_grad(); where "
-                "checkpoints around blocks repeat them, give these use_reentrant=False, or the pool so much memory= "
-                "that no block is opened that has one within it (the report's `cut`)."
+                f"a prepared model is called as a whole, but block {block.name} was called outside of its forward, "
+                "perhaps by another of its methods. Call the model itself (its forward may call these), prepare the "
+                "part that you call, or call it under torch.no_grad(); where checkpoints around blocks repeat them, "
+                "give these use_reentrant=False, or the pool so much memory= that no block is opened that has one "
+                "within it (the report's `cut`)."
             )
         return self._pass
 

@@ -537,3 +537,20 @@ class Awaiting(Net):
 def test_models_whose_forward_or_attributes_can_not_be_followed(model, words, pool):
     with pytest.raises(hydra_tune.PrepareError, match=words):
         hydra_tune.prepare(model(), pool=pool)
+
+
+def test_another_method_than_forward_is_refused_with_gradients_and_evaluates_without(pool):
+    class Encoding(Net):
+        def encode(self, x):
+            return self.layers[0](self.embedding(x))
+
+    model = Encoding().eval()
+    x = torch.randint(0, 8, (4, 3))
+    with torch.no_grad():
+        expected = model.encode(x)
+    hydra_tune.prepare(model, pool=pool)
+    model(x).sum().backward()
+    with pytest.raises(hydra_tune.PrepareError, match=r"block \S+ was called outside of its forward"):
+        model.encode(x)
+    with torch.no_grad():
+        assert torch.equal(model.encode(x), expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,15 +133,15 @@ def taken_out(outputs: Any, given: Sequence[torch.Tensor]) -> tuple[list[torch.T
     return made, Outputs([places.get(id(leaf), leaf) for leaf in leaves], structure)
 
 
-def refuse_hidden_outputs(block: str, outputs: Any, leads_to_some: Callable[[Any], bool]) -> None:
-    """An object with tensors inside, as in `Arguments.refuse_hidden_tensors`, is handed on as it is, and its tensors
-    without their graph.
+def refuse_hidden_outputs(block: str, outputs: Any, behind: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+    """An object with tensors inside is handed on as it is, and the tensors without their graph. `behind` finds those
+    that are deep in one.
 
     Raises:
         UncuttableError: there is one among what the block returns.
     """
     for leaf in flatten(outputs)[0]:
-        if not isinstance(leaf, torch.Tensor) and (_holds_tensors(leaf) or leads_to_some(leaf)):
+        if not isinstance(leaf, torch.Tensor) and any(x.requires_grad for x in (*_tensors_in(leaf), *behind(leaf))):
             raise UncuttableError(
                 f"a block's outputs are tensors, plain data, and tuples, lists, dicts and dataclasses of them, but "
                 f"{block} returns a {type(leaf).__name__} that holds tensors. Return its tensors."
@@ -154,7 +154,11 @@ def _filled(tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]
 
 def _holds_tensors(leaf: object) -> bool:
     """Among an object's attributes, or in the lists and dicts among them, one level down."""
-    return any(isinstance(value, torch.Tensor) for value in _contents(leaf))
+    return bool(_tensors_in(leaf))
+
+
+def _tensors_in(leaf: object) -> list[torch.Tensor]:
+    return [value for value in _contents(leaf) if isinstance(value, torch.Tensor)]
 
 
 def _contents(leaf: object) -> Iterator[object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -47,13 +48,21 @@ def has_attributes_of(leaf: torch.Tensor, parameter: torch.Tensor) -> bool:
     return not (own or given) or (own.keys() == given.keys() and all(map(is_, own.values(), given.values())))
 
 
-def give_attributes(leaves: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
-    """To the leaves, as their parameters have them by now."""
-    if any(map(vars, parameters)) or any(map(vars, leaves)):
-        for leaf, p in zip(leaves, parameters, strict=True):
-            if leaf is not p and not has_attributes_of(leaf, p):
-                leaf.__dict__.clear()
-                leaf.__dict__.update(p.__dict__)
+def attributes_of(parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    """What the user has put on each of them; nothing, if it is on none."""
+    return [dict(vars(p)) for p in parameters] if any(map(vars, parameters)) else []
+
+
+def give_attributes(
+    leaves: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], attributes: Sequence[dict[str, Any]]
+) -> None:
+    """As `attributes_of` these parameters has told them."""
+    if not (attributes or any(map(vars, leaves))):
+        return
+    for leaf, p, own in zip(leaves, parameters, attributes or repeat({}), strict=False):
+        if leaf is not p:
+            leaf.__dict__.clear()
+            leaf.__dict__.update(own)
 
 
 def are_trained(parameters: Sequence[torch.Tensor]) -> list[bool]:

@@ -14,7 +14,7 @@ import torch
 
 from hydra_tune import reentrant
 from hydra_tune.arguments import Arguments, Outputs, taken_out
-from hydra_tune.block import Block, are_trained
+from hydra_tune.block import Block, are_trained, attributes_of
 from hydra_tune.call_weights import CallWeights, note_casts
 from hydra_tune.copies import Copies
 from hydra_tune.errors import PrepareError, UncuttableError
@@ -209,7 +209,7 @@ class BlockCall:
         with self.trial.visit(block, Direction.FORWARD) as visit, moment.drawing(drawing_apart), visit.drawing():
             moment.note_random_states(self.trial.residency.device.generators())
             weight_versions, first_hook = versions_of(visit.leaves), next_hook()
-            moment.trains = are_trained(visit.leaves)
+            moment.trains, moment.attributes = are_trained(visit.leaves), attributes_of(visit.leaves)
             given = visit.brought(detached(self.tensors))
             if self._counts_uses:  # as they are given for the repetition
                 given = list(map(uncached, given))
@@ -435,6 +435,7 @@ class BlockCall:
         generators = self.trial.residency.device.generators() if moment.random_states else []
         with self.trial.visit(self.block, Direction.BACKWARD) as visit:
             visit.train(moment.trains)
+            visit.mark(moment.attributes)
             now = visit.copy.swap_buffers(self.block, written)
             visit.lend_buffers(replaced)
             with moment.drawing(drawing_again):

@@ -49,10 +49,11 @@ class PilotDone:
 class PlanReady:
     """The trial knows its plan and wants to be admitted. One that is admitted, and between steps, asks
     again with another plan, and holds nothing until it is admitted anew: at once, if that holds the same
-    bytes and every step still fits beside them."""
+    bytes and every step still fits beside them. If it is not to wait, all is as before where that is not so."""
 
     trial: int
     plan: TrialPlan
+    waits: bool = True
 
 
 @dataclass(slots=True)

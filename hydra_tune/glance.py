@@ -62,17 +62,9 @@ def glance_at(model: nn.Module) -> Glance:
 
 
 def structure_of(model: nn.Module) -> Any:
-    """Which modules it has, of which classes, and the forwards that are set on them; it keeps none of them alive."""
+    """Which modules it has, and of which classes; it keeps none of them alive."""
     modules = _modules_of(model)
-    forwards = [vars(module).get("forward") for module in modules]
-    return [*map(ref, modules)], [*map(type, modules)], [None if f is None else _name_of(f) for f in forwards]
-
-
-def _name_of(function: Any) -> Hashable:
-    try:
-        return ref(function)
-    except TypeError:  # a function in C, say
-        return id(function)
+    return [*map(ref, modules)], [*map(type, modules)]
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:

@@ -33,7 +33,6 @@ class ModuleStates:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._latest: list[State | None] = [None] * len(modules)
-        self._children = [module._modules for module in modules]
         self._structure = self._structure_now()
 
     def structure(self) -> Structure:
@@ -46,13 +45,13 @@ class ModuleStates:
         return self._structure_now() == structure
 
     def _structure_now(self) -> Structure:
-        return Structure(list(map(list, map(dict.items, self._children))), list(map(type, self._modules)))
+        return Structure([[*module._modules.items()] for module in self._modules], list(map(type, self._modules)))
 
     def restructure(self, structure: Structure) -> None:
-        for module, own, children, kind in zip(self._modules, self._children, *structure, strict=True):
-            if list(own.items()) != children:
-                own.clear()
-                own.update(children)
+        for module, children, kind in zip(self._modules, *structure, strict=True):
+            if [*module._modules.items()] != children:
+                module._modules.clear()
+                module._modules.update(children)
             if type(module) is not kind:
                 module.__class__ = kind
 

@@ -36,7 +36,7 @@ class Moment:
 
     __slots__ = (
         "_block", "_buffers", "_draws_apart", "_made_like", "_rewritten", "_versions", "_written",
-        "arguments", "digests", "random_states", "surroundings", "trains",
+        "arguments", "attributes", "digests", "random_states", "surroundings", "trains",
     )  # fmt: skip
 
     def __init__(self, block: Block) -> None:
@@ -48,6 +48,7 @@ class Moment:
         self._buffers: Sequence[FoundBuffer] = ()
         self._written: Sequence[tuple[int, torch.Tensor]] = ()  # by itself: values from before, by site
         self.trains: Sequence[bool] = ()  # which of the block's parameters
+        self.attributes: Sequence[dict[str, Any]] = ()  # on these
         self._versions: Sequence[int] = ()  # of the block's parameters
         self._rewritten: Sequence[torch.Tensor] = ()  # values of weights that are written without raising a version
         self._made_like: Sequence[tuple[torch.Size, torch.dtype]] = ()

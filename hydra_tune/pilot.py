@@ -379,13 +379,13 @@ class Pilot:
         if block.weight_bytes + profile.work_bytes > self.free_bytes:
             raise DoesNotFitError(block, profile.work_bytes, lacking=False)
 
-    def _leads_to_tensors(self, value: Any) -> bool:
-        return bool(Snapshot({"": value}, self.model).tensors)
+    def _tensors_behind(self, value: Any) -> list[torch.Tensor]:
+        return Snapshot({"": value}, self.model).tensors
 
     def _profile(self, call: BlockCall) -> BlockProfile:
         block = call.block
         with self.residency.meter.paused():
-            call.arguments.refuse_hidden_tensors(self._leads_to_tensors)
+            call.arguments.refuse_hidden_tensors(lambda x: bool(self._tensors_behind(x)))
         refuse_wrappers(block, call.tensors)
         copy = self.copy_of(block)
         self._journal.drew, self._journal.updated = False, []
@@ -431,6 +431,7 @@ class Pilot:
     def _forward(self, call: BlockCall, copy: DeviceCopy) -> tuple[float, int, int, int]:
         meter = self.residency.meter
         around = self._journal.looking_around(meter.meter.storages(meter.trial), call.tensors)
+        copy.note_buffers(call.block)
         with self.residency.inside(call.block, copy) as visit, self._measured() as used, around:
             weight_versions = versions_of(visit.leaves)
             self.residency.device.synchronize()  # others' tasks may be under way
@@ -460,7 +461,7 @@ class Pilot:
             refuse_wrappers(call.block, made)
             copy.refuse_returned_weights(call.block, made)
             with self.residency.meter.paused():
-                refuse_hidden_outputs(call.block.name, outputs, self._leads_to_tensors)
+                refuse_hidden_outputs(call.block.name, outputs, self._tensors_behind)
                 refuse_shared_containers(call.block, outputs, arguments, self.model)
             boundary = sum(map(storage_bytes, made))
             carried = max(copied_bytes(given), copied_bytes(made))

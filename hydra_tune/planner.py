@@ -263,21 +263,18 @@ class Planner:
         in_step = trial.steps.under_way  # whose backward a plan would have to hold
         forward_only = not torch.is_grad_enabled() and not in_step
         known = flags == self._flags and glance.parameters == self._parameters and covers(self._signature, signature)
-        key_of = partial(plan_key, trial.model, trial.optimizer, (args, kwargs), flags)
-        if known and self._is_built_otherwise():
+        if known and not in_step and self._is_built_otherwise():
             assert self.plan is not None
-            known = self._key == key_of(trial.residency.spilled, not self.plan.modes)
-            if known:
-                self._known = None
-                self._adopt_cut(self.plan.cut, self.plan.blocks)
+            self._known = None
+            self._adopt_cut(self.plan.cut, self.plan.blocks)
         if self.plan is not None and known and (self.plan.modes or forward_only):
             shared = pool.plans[self._key]
             if shared is not self.plan and not in_step and not self._repacked:  # a first step has measured it anew
                 self.settled = False
-                bring_home = partial(trial.residency.bring_home, trial.optimizer)
-                if (shared.resident, shared.cut) != (self.plan.resident, self.plan.cut):  # other weights are held
-                    bring_home()
-                pool.admit(trial, shared, bring_home)
+                same_held = (shared.resident, shared.cut) == (self.plan.resident, self.plan.cut)
+                if not (same_held and pool.readmit(trial, shared)):
+                    trial.residency.bring_home(trial.optimizer)  # until it is admitted it holds nothing
+                    pool.admit(trial, shared)
                 self._settle(shared)
             return self.plan
         refuse_unsupported(trial.model)
@@ -290,6 +287,7 @@ class Planner:
             trial.steps.leave()
         former, former_key = self.plan, self._key
         self.settled = False
+        key_of = partial(plan_key, trial.model, trial.optimizer, (args, kwargs), flags)
         self._key = key_of(trial.residency.spilled, forward_only)
         self._spills = trial.residency.spilled or self._key in pool.too_large
         if self._spills:
@@ -314,7 +312,7 @@ class Planner:
         return plan
 
     def _is_built_otherwise(self) -> bool:
-        """Whether modules without weights, classes or forwards were replaced since, on which blocks depend."""
+        """Whether modules without weights, or classes, were replaced since, of which blocks are made."""
         return not (self.plan is None or self.plan.resident or structure_of(self._trial.model) == self._structure)
 
     def _fall_back(self, former: TrialPlan | None, error: BaseException) -> None:
@@ -447,9 +445,10 @@ class Planner:
 
     def unwrap(self) -> None:
         for block in self.blocks:
-            if isinstance(block.module.__dict__.get("forward"), BlockForward):
-                if block.own_forward is not None:
-                    block.module.forward = block.own_forward
+            ours = block.module.__dict__.get("forward")
+            if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
+                if ours.block.own_forward is not None:
+                    block.module.forward = ours.block.own_forward
                 else:
                     del block.module.__dict__["forward"]
 

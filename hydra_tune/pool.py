@@ -344,9 +344,18 @@ class ShardPool:
                 self.too_large.discard(gone)
             self.plans[key] = plan
 
-    def admit(self, trial: Client, plan: TrialPlan, give_back: Callable[[], None] = lambda: None) -> None:
-        """`give_back` is called where the trial must wait: until it is admitted it holds nothing."""
-        self._ask(e.PlanReady(trial.id, plan), e.Admit, give_back)
+    def admit(self, trial: Client, plan: TrialPlan) -> None:
+        self._ask(e.PlanReady(trial.id, plan), e.Admit)
+
+    def readmit(self, trial: Client, plan: TrialPlan) -> bool:
+        """With another plan that holds the same; whether it was done at once. Else nothing has changed."""
+        with self._lock:
+            self.check_open(trial)
+            self._handle(e.PlanReady(trial.id, plan, waits=False))
+            at_once = bool(self._granted[trial.id])
+            if at_once:
+                self._await(trial.id, (e.Admit,))
+            return at_once
 
     def enter_step(self, trial: Client, *, estimated: bool) -> None:
         self._ask(e.StepReady(trial.id, estimated), e.Enter)
@@ -520,17 +529,12 @@ class ShardPool:
             self._handle(event)
 
     def _ask(
-        self,
-        event: e.PilotReady | e.PlanReady | e.StepReady | e.Outgrown,
-        answer: type[InstructionT],
-        before_waiting: Callable[[], None] = lambda: None,
+        self, event: e.PilotReady | e.PlanReady | e.StepReady | e.Outgrown, answer: type[InstructionT]
     ) -> InstructionT:
         self.check_open(self._trials[event.trial])
         with self._lock:
             self._end_abandoned()
             self._handle(event)
-            if not self._granted[event.trial]:
-                before_waiting()
             instruction: InstructionT = self._await(event.trial, (answer,))
             return instruction
 

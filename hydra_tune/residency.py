@@ -232,9 +232,8 @@ class Residency:
                 if tensor is None or (module, name) in spilled or (module, name) in held:
                     continue
                 if tensor not in moved:
-                    moved[tensor] = _without_graph(tensor)
-                    self._hold(moved[tensor])
                     self._held.append(_Held(ref(module), name, module._parameters.get(name)))
+                    moved[tensor] = self._hold(tensor)
                 elif name in module._buffers:
                     self._held.append(_Held(ref(module), name, None))
                 if name in module._buffers:
@@ -242,14 +241,18 @@ class Residency:
         if moved:
             self._move_state(optimizer)
 
-    def _hold(self, tensor: torch.Tensor) -> None:
+    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.meter.paused():
-            tensor.data = self.device.hold(tensor.data)
+            if not _stays_itself(tensor):
+                tensor = self.device.hold(tensor)
+            else:
+                tensor.data = self.device.hold(tensor.data)
             if tensor.grad is not None and tensor.grad.device != self.device.torch_device:
                 tensor.grad = self.device.hold(tensor.grad)  # a virtual device's stays: it may be the user's view
         self._log.count("promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor])
+        return tensor
 
     def bring_home(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move what is held on the device back to host memory."""
@@ -270,8 +273,10 @@ class Residency:
                             parameter.grad = self._to_host(grad)
                 if module is not None and buffer is not None:
                     if buffer not in moved:
-                        moved[buffer] = _without_graph(buffer)
-                        moved[buffer].data = self._to_host(buffer.data)
+                        host = self._to_host(buffer)
+                        moved[buffer] = buffer if _stays_itself(buffer) else host
+                        if moved[buffer] is buffer:
+                            buffer.data = host
                     module._buffers[held.name] = moved[buffer]
         self._held = []
         self._move_state(optimizer)
@@ -306,9 +311,10 @@ class Residency:
         return unflatten([_moved(leaf, device) for leaf in leaves], structure)
 
 
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Itself, so that who else has it goes on to see it; or another one, where moving it would move its graph's."""
-    return tensor if tensor.is_leaf else tensor.detach()
+def _stays_itself(tensor: torch.Tensor) -> bool:
+    """Where it moves, so that who else has it goes on to see it; not a buffer that has a graph, which it would move
+    as well, nor one of an `inference_mode`, which would stay an inference tensor."""
+    return tensor.is_leaf and not tensor.is_inference()
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:

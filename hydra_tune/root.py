@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import update_wrapper
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from itertools import pairwise
@@ -16,12 +16,11 @@ from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import PrepareError, UntraceableError
 from hydra_tune.fingerprint import slots_of
-from hydra_tune.host_buffer import is_dense, tensor_bytes
+from hydra_tune.host_buffer import is_dense
 from hydra_tune.shard import TrialPlan
-from hydra_tune.tree import flatten, tensors_in
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((bool, int, float, str, type(None)))
+_NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
+_MOST_ITEMS = 1_000  # of a container, and of what an attribute leads to
 
 
 class Executor(Protocol):
@@ -152,7 +151,7 @@ def refuse_unsupported(model: nn.Module) -> None:
         id(tensor): (f"{name}.{key}".lstrip("."), tensor)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in _OF_EVERY_MODULE
+        if key not in _NOT_THE_USERS
         and f"{key}_orig" not in module._parameters  # torch.nn.utils.spectral_norm computes it anew in each forward
         for tensor in _tensors_of(value)
         if tensor.layout is torch.strided
@@ -160,13 +159,30 @@ def refuse_unsupported(model: nn.Module) -> None:
     _refuse_shared_memory(tensors.values(), [x for key, x in attributes.items() if key not in tensors])
 
 
-def _tensors_of(attribute: Any) -> list[torch.Tensor]:
-    """Itself, or those in its lists, tuples and dicts, and among the attributes of objects there."""
-    if type(attribute) in _PLAIN or isinstance(attribute, nn.Module):
-        return []
-    leaves, _ = flatten(attribute)
-    inside = [vars(x) for x in leaves if hasattr(x, "__dict__") and not isinstance(x, (torch.Tensor, nn.Module, type))]
-    return tensors_in([leaves, inside])
+def _tensors_of(attribute: Any) -> Iterator[torch.Tensor]:
+    """Itself, or those in its lists, tuples and dicts, as long as these are no data, and in an object's among them."""
+    left, met = [(attribute, True)], set[int]()
+    while left and len(met) < _MOST_ITEMS:
+        value, opens = left.pop()
+        kind = type(value)
+        if issubclass(kind, torch.Tensor):
+            yield value
+        elif issubclass(kind, (list, tuple, dict)) or (opens and not issubclass(kind, (nn.Module, type))):
+            is_object = not issubclass(kind, (list, tuple, dict))
+            inside = _attributes_of(value) if is_object else value
+            if id(value) not in met and len(inside) <= _MOST_ITEMS:
+                left += [
+                    (x, opens and not is_object) for x in (inside.values() if isinstance(inside, dict) else inside)
+                ]
+            met.add(id(value))
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    try:
+        own = vars(value)
+    except Exception:  # it has none, or answers for itself
+        return {}
+    return own if isinstance(own, dict) else {}
 
 
 def _refuse_shared_memory(
@@ -189,7 +205,8 @@ def _refuse_shared_memory(
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor_bytes(tensor)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -232,11 +232,17 @@ class Machine:
         trial, device = self.trials[event.trial], self._home(event.trial)
         assert event.trial not in device.ledger.steps, self._impossible(event)
         again = trial.admitted and trial.plan is not None and trial.plan.held_bytes == event.plan.held_bytes
+        if not (again or event.waits):
+            return []
+        device.ledger.forget(event.trial)
+        at_once = again and self.admission.admissible(device, event.plan)
+        if not (at_once or event.waits):
+            device.ledger.hold(event.trial, event.plan.held_bytes)
+            return []
         trial.admitted = False
         trial.progress.expect(event.plan)
         trial.visits.forget()
-        device.ledger.forget(event.trial)
-        if again and self.admission.admissible(device, event.plan):
+        if at_once:
             return [*self.admission.admit_one(device, event), *self._advance(device)]
         device.admissions.append(event)
         return self._advance(device)

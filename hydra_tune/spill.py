@@ -210,6 +210,11 @@ class DeviceCopy:
                 pairs.append((slot, now))
         return pairs
 
+    def note_buffers(self, block: Block) -> None:
+        """What is written on the host from here on is found by `changed_buffers`."""
+        for site in block.buffer_sites:
+            self._copied_buffers[site] = _state_of(self._buffers[site][1])
+
     def _refuse_other_layout(self, block: Block, name: str, now: torch.Tensor, then: torch.Tensor) -> None:
         if (now.shape, now.dtype) != (then.shape, then.dtype):
             raise UncuttableError(

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from hydra_tune.block import Block, are_trained, give_attributes, leaf_like
+from hydra_tune.block import Block, are_trained, attributes_of, give_attributes, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.meter import TrialMeter
 from hydra_tune.process_state import remembers_casts
@@ -131,7 +131,7 @@ class Visit:
             self._refresh_flat_weights()
             self.leaves = [*(leaves[id(p)] for p in block.own_parameters), *block.borrowed]
             self.train(are_trained(block.parameters))
-            give_attributes(self.leaves, block.parameters)
+            self.mark(attributes_of(block.parameters))
         except BaseException:
             self.__exit__()
             raise
@@ -142,6 +142,10 @@ class Visit:
         for leaf, p, flag in zip(self.leaves, self.block.parameters, flags, strict=True):
             if leaf is not p and leaf.requires_grad != flag:
                 leaf.requires_grad_(flag)
+
+    def mark(self, attributes: Sequence[dict[str, Any]]) -> None:
+        """Leaves have the attributes that their parameters have, or had in a forward that is repeated."""
+        give_attributes(self.leaves, self.block.parameters, attributes)
 
     def __exit__(self, *error: object) -> None:
         if self._residency.visit is not self:

@@ -65,6 +65,9 @@ class Executor(Protocol):
     @property
     def has_model(self) -> bool: ...
 
+    @property
+    def is_resident(self) -> bool: ...
+
     def pass_of(self, block: Block) -> ForwardPass: ...
 
     @property

@@ -5,6 +5,7 @@ Plain PyTorch computes a forward once. Here each block's is repeated in backward
 
 import enum
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -188,6 +189,69 @@ class SwapsWithBuffers(Script):
             layer.norm = nn.BatchNorm1d(WIDTH, affine=False, eps=0.1)
 
 
+class SwapsForAnEvaluation(SwapsWithBuffers):
+    """And puts back what the graph has."""
+
+    def between(self, model):
+        norms = [layer.norm for layer in model.layers]
+        super().between(model)
+        with torch.no_grad():
+            model(torch.ones(8, WIDTH, device=self.device))
+        for layer, norm in zip(model.layers, norms, strict=True):
+            layer.norm = norm
+
+
+class TakesChildrenOutAndIn(Script):
+    """PyTorch keeps the others in a new dict then."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.more = nn.Sequential(nn.Tanh(), nn.Hardtanh(-0.1, 0.1))
+
+        def forward(self, x):
+            return super().forward(self.more(x))
+
+    def between(self, model):
+        for layer in model.layers:
+            layer.more[1] = nn.Identity()
+
+    def after(self, model, optimizer):
+        for layer in model.layers:
+            layer.more[1] = nn.Hardtanh(-0.1, 0.1)
+            layer.more.append(layer.more.pop(-1))
+
+
+class NotesOnWeightsChange(Script):
+    class Layer(Layer):
+        def set_up(self):
+            self.up.weight.gain = 1.5
+
+        def forward(self, x):
+            return super().forward(x * getattr(self.up.weight, "gain", 1))
+
+    def between(self, model):
+        for layer in model.layers[::2]:
+            layer.up.weight.gain -= 0.25
+        del model.layers[1].up.weight.gain
+
+    def after(self, model, optimizer):
+        model.layers[1].up.weight.gain = 1.25
+
+
+class Halving(nn.Linear):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+class WrapsABlockForOneForward(Script):
+    def forward(self, model, x):
+        layer = model.layers[1]
+        with mock.patch.object(layer, "forward", lambda x, forward=layer.forward: 0.5 * forward(x)):
+            y = model(x)
+        layer.up.__class__ = nn.Linear if type(layer.up) is Halving else Halving  # its block is made anew
+        return y + model(x)
+
+
 class ExchangesChildren(Script):
     """Which have weights, and their places in the model."""
 
@@ -229,11 +293,6 @@ class PatchesForOneForward(PatchesWithin):
 
     def after(self, model, optimizer):
         pass
-
-
-class Halving(nn.Linear):
-    def forward(self, x):
-        return 0.5 * super().forward(x)
 
 
 class ChangesClasses(Script):
@@ -372,6 +431,7 @@ SCRIPTS = [
     SetsABuffer, SetsABufferForEachCall, ReplacesItsBuffer, AnAttributeForEachCall, AddsAnAttribute,
     TakesAnAttributeAway, TensorAttributes, SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers,
     ExchangesChildren, InsertsChildren, PatchesWithin, PatchesForOneForward, ChangesClasses,
+    SwapsForAnEvaluation, TakesChildrenOutAndIn, NotesOnWeightsChange, WrapsABlockForOneForward,
     AssignsBeforeBackward, FreezesBeforeBackward, FreezesForAnotherForward, FreezesSomeToEvaluate,
     UnfreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
 ]  # fmt: skip
@@ -657,3 +717,20 @@ def test_an_activation_of_an_earlier_forward_makes_no_weights_stay_on_the_device
         (trial,) = pool.report()["trials"]
     assert len(trial["shards"]) > 1 and not trial["cut"]["held"]
     assert all(map(torch.equal, spilled, plain))
+
+
+def test_a_child_that_is_made_anew_in_each_step_asks_for_no_plan():
+    class Noisy(Layer):
+        def set_up(self):
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, x):
+            return super().forward(self.drop(x))
+
+    model = Net(Noisy)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        step(model, pool).sum().backward()
+        for i in range(20):
+            model.layers[2].drop = nn.Dropout(0.2 + i / 100)
+            model(torch.randn(4, WIDTH)).sum().backward()
+        assert len(pool.plans) == 1

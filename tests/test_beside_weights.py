@@ -432,6 +432,34 @@ class BuffersInAList(Script):
             return super().forward(x - self.mean / self.count)
 
 
+class BuffersOfAnInference(Script):
+    """Made by an evaluation, before a batch that needs another plan."""
+
+    class Evaluating(Net):
+        def set_up(self):
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+        def forward(self, x):
+            if not self.training:
+                self.mean = x.mean(0)
+            return super().forward(x + self.mean)
+
+    batch = 8
+
+    def model(self):
+        return self.Evaluating(self.Layer)
+
+    def forward(self, model, x):
+        self.batch += 8
+        return model(x) + model(x.new_ones(self.batch, WIDTH))[:8]
+
+    def after(self, model, optimizer):
+        model.eval()
+        with torch.inference_mode():
+            model(torch.ones(3, WIDTH, device=self.device))
+        model.train()
+
+
 class ReturnsAnObject(Script):
     """Of a class of its own, or a function, over what it has computed."""
 
@@ -569,7 +597,7 @@ SCRIPTS = [
     CountsFromALaterStep, KeepsFromTraining, SharesATable, RebindsABuffer, FillsABufferLater, RoundsToNegativeZeros,
     FillsAQueue, ReplacesABuffer,
     SharesABuffer, GivesAnObject, HooksItsActivations, PatchesAForward, NotesOnWeights, NotesOnWeightsAnew,
-    NotesBetweenBlocks, BuffersInAList, ReturnsAnObject,
+    NotesBetweenBlocks, BuffersInAList, BuffersOfAnInference, ReturnsAnObject,
     SwapsInAnAverage, LendsToOneOfTwo, OtherStrides, TransposesInPlace, WritesBetweenBlocks, WritesData, TeacherByData,
 ]  # fmt: skip
 
@@ -713,6 +741,56 @@ def test_weights_that_have_no_place_of_their_own_are_refused(change):
         with pytest.raises(hydra_tune.PrepareError, match=WRONG[change]):
             hydra_tune.prepare(model, pool=pool)
         assert pool.devices[0].used_bytes == 0
+
+
+def itself(model):
+    model.ring = []
+    model.ring.append({"ring": model.ring})
+
+
+def long(model):
+    model.long = list(range(300_000))
+
+
+def wide(model):
+    model.masks = [torch.zeros(1).expand(3000, 3000)]
+
+
+def answers_for_itself(model):
+    class Odd:
+        @property
+        def __dict__(self):
+            raise ValueError
+
+    model.odd = [Odd()]
+
+
+@pytest.mark.parametrize("change", [itself, long, wide, answers_for_itself], ids=lambda change: change.__name__)
+def test_attributes_that_lead_to_no_weight_are_as_they_may(change):
+    model = Net()
+    change(model)
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        hydra_tune.prepare(model, pool=pool)
+
+
+def test_a_block_with_buffers_that_is_called_twice_is_not_opened():
+    class Norms(Layer):
+        def set_up(self):
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    class Twice(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(layer(x))
+            return self.head(x)
+
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        step(Twice(Norms), pool).sum().backward()
+        (trial,) = pool.report()["trials"]
+        assert not trial["resident"] and not any(trial["cut"].values())
 
 
 @pytest.mark.parametrize("budget", ["spilled", "resident"])

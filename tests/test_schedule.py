@@ -195,6 +195,20 @@ def test_two_trials_whose_steps_grow_beyond_the_room_beside_each_other_take_turn
     assert machine.handle(TrialEnded(1)) == [Admit(0)]
 
 
+def test_a_plan_that_is_not_to_wait_is_taken_at_once_or_changes_nothing(machine):
+    admitted(machine, 0, 1, held=20)
+    before = dict(machine.devices[0].ledger.held)
+    assert machine.handle(PlanReady(0, plan(held=20, step=25), waits=False)) == [], "20 + 20 + 25 + 30 + 10 > 100"
+    assert machine.handle(PlanReady(0, plan(held=21), waits=False)) == [], "what it holds would change"
+    assert machine.devices[0].ledger.held == before and machine.trials[0].plan == plan(held=20)
+    machine.validate()
+    assert machine.handle(StepReady(0)) == [Enter(0)]
+    machine.handle(StepDone(0))
+    assert machine.handle(PlanReady(0, plan(held=20, step=9), waits=False)) == [Admit(0)]
+    assert machine.trials[0].plan == plan(held=20, step=9)
+    machine.validate()
+
+
 def test_a_pilot_has_the_device_to_itself(machine):
     admitted(machine, 0, held=20)
     machine.handle(StepReady(0))

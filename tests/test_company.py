@@ -50,7 +50,7 @@ class FixedTrial:
 
 
 @functools.cache
-def plain_results(num_workers):
+def plain_results(num_workers, num_threads):
     results = {}
     for number in RATES:
         objective_with(num_workers, results, prepared=False)(FixedTrial(number))
@@ -71,7 +71,7 @@ def run_in_pool(devices, num_workers, concurrency):
 
 
 @functools.cache
-def results_alone(num_workers):
+def results_alone(num_workers, num_threads):
     return run_in_pool(["cpu"], num_workers, concurrency=1)[0]
 
 
@@ -91,8 +91,8 @@ def assert_same(a, b):
 )
 def test_four_trials_in_four_threads_equal_each_alone_and_plain_pytorch(devices, num_workers):
     together, report = run_in_pool(devices, num_workers, concurrency=4)
-    assert_same(together, results_alone(num_workers))
-    assert_same(together, plain_results(num_workers))
+    assert_same(together, results_alone(num_workers, torch.get_num_threads()))
+    assert_same(together, plain_results(num_workers, torch.get_num_threads()))
     assert {t["device"] for t in report["trials"]} == {d["name"] for d in report["devices"]}
     assert len({str(t["shards"]) for t in report["trials"]}) == 1, "trials of one architecture share one partition"
     assert len({t["step_bytes"] for t in report["trials"]}) == 1

@@ -65,7 +65,7 @@ def objective_with(where, results):
 
 
 @functools.cache
-def sweep(where):
+def sweep(where, num_threads):
     weights = sum(p.numel() * p.element_size() for p in gpt().parameters())
     results, study = {}, optuna.create_study()
     with hydra_tune.ShardPool(["cpu"], weights // 2) as pool:
@@ -79,8 +79,8 @@ def sweep(where):
     "where", ["backward", *(pytest.param(name, marks=pytest.mark.proof) for name in ("pruned", "forward", "between"))]
 )
 def test_a_trial_that_ends_early_changes_no_other(where):
-    healthy, _ = sweep("nowhere")
-    results, study = sweep(where)
+    healthy, _ = sweep("nowhere", torch.get_num_threads())
+    results, study = sweep(where, torch.get_num_threads())
     state = optuna.trial.TrialState.PRUNED if where == "pruned" else optuna.trial.TrialState.FAIL
     assert [t.state == state for t in study.trials] == [False, True, False, False]
     assert results == {n: losses for n, losses in healthy.items() if n != FAULTY}

@@ -186,7 +186,7 @@ class SwapsWithBuffers(Script):
 
     def between(self, model):
         for layer in model.layers:
-            layer.norm = nn.BatchNorm1d(WIDTH, affine=False, eps=0.1)
+            layer.norm = nn.BatchNorm1d(WIDTH, affine=False, eps=0.1).to(self.device)
 
 
 class SwapsForAnEvaluation(SwapsWithBuffers):

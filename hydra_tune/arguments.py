@@ -133,15 +133,22 @@ def taken_out(outputs: Any, given: Sequence[torch.Tensor]) -> tuple[list[torch.T
     return made, Outputs([places.get(id(leaf), leaf) for leaf in leaves], structure)
 
 
-def refuse_hidden_outputs(block: str, outputs: Any, behind: Callable[[Any], Iterable[torch.Tensor]]) -> None:
-    """An object with tensors inside is handed on as it is, and the tensors without their graph. `behind` finds those
-    that are deep in one.
+def refuse_hidden_outputs(
+    block: str,
+    outputs: Any,
+    moves: Callable[[torch.Tensor], bool],
+    behind: Callable[[Any], Iterable[torch.Tensor]] = lambda _: (),
+) -> None:
+    """An object with tensors inside is handed on as it is: these without their graph, and with memory that `moves`.
+    They are looked for one level down; `behind` finds those that are deeper in an object.
 
     Raises:
         UncuttableError: there is one among what the block returns.
     """
     for leaf in flatten(outputs)[0]:
-        if not isinstance(leaf, torch.Tensor) and any(x.requires_grad for x in (*_tensors_in(leaf), *behind(leaf))):
+        if not isinstance(leaf, torch.Tensor) and any(
+            x.requires_grad or moves(x) for x in (*_tensors_in(leaf), *behind(leaf))
+        ):
             raise UncuttableError(
                 f"a block's outputs are tensors, plain data, and tuples, lists, dicts and dataclasses of them, but "
                 f"{block} returns a {type(leaf).__name__} that holds tensors. Return its tensors."

@@ -90,6 +90,7 @@ class Block:
     draws: bool = False  # random numbers
     is_checked: bool = False  # a repetition has made what its forward made
     shares_memory: bool = False  # some of its outputs do, with each other or with an input
+    is_current: bool = True  # of the cut that the model has
 
     modules: list[nn.Module] = field(init=False)
     parameter_sites: list[tuple[nn.Module, str]] = field(init=False)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from hydra_tune import reentrant
-from hydra_tune.arguments import Arguments, Outputs, taken_out
+from hydra_tune.arguments import Arguments, Outputs, refuse_hidden_outputs, taken_out
 from hydra_tune.block import Block, are_trained, attributes_of
 from hydra_tune.call_weights import CallWeights, note_casts
 from hydra_tune.copies import Copies
@@ -64,9 +64,6 @@ class Executor(Protocol):
 
     @property
     def has_model(self) -> bool: ...
-
-    @property
-    def is_resident(self) -> bool: ...
 
     def pass_of(self, block: Block) -> ForwardPass: ...
 
@@ -269,6 +266,7 @@ class BlockCall:
             self.block.refuse_changed_weights(visit.leaves, weight_versions)
             refuse_late_marks(self.block, visit.leaves, first_hook, repeats=False)
             self.block.refuse_gradients(visit.leaves[: len(self.block.own_parameters)])  # beside borrowed ones
+            refuse_hidden_outputs(self.block.name, outputs, visit.copy.has)
             self.made = made = tensors_in(outputs)
             if any(x.grad_fn is not None for x in made):
                 raise UncuttableError(

@@ -3,10 +3,10 @@ between two forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -61,10 +61,22 @@ def glance_at(model: nn.Module) -> Glance:
     )
 
 
-def structure_of(model: nn.Module) -> Any:
-    """Which modules it has, and of which classes; it keeps none of them alive."""
+class Structure(NamedTuple):
+    """Which modules a model has, in the order of `nn.Module.modules`, and of which classes; it keeps none alive."""
+
+    modules: list[ref[nn.Module]]
+    classes: list[type]
+
+    def other_modules_than(self, other: Structure) -> Iterator[nn.Module]:
+        """Those that one of the two has."""
+        both = {id(r): r for r in self.modules}, {id(r): r for r in other.modules}  # a module has one such reference
+        found = [r() for a, b in (both, both[::-1]) for i, r in a.items() if i not in b]
+        return (module for module in found if module is not None)
+
+
+def structure_of(model: nn.Module) -> Structure:
     modules = _modules_of(model)
-    return [*map(ref, modules)], [*map(type, modules)]
+    return Structure([*map(ref, modules)], [*map(type, modules)])
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:

@@ -461,7 +461,7 @@ class Pilot:
             refuse_wrappers(call.block, made)
             copy.refuse_returned_weights(call.block, made)
             with self.residency.meter.paused():
-                refuse_hidden_outputs(call.block.name, outputs, self._tensors_behind)
+                refuse_hidden_outputs(call.block.name, outputs, copy.has, self._tensors_behind)
                 refuse_shared_containers(call.block, outputs, arguments, self.model)
             boundary = sum(map(storage_bytes, made))
             carried = max(copied_bytes(given), copied_bytes(made))

@@ -28,7 +28,7 @@ from hydra_tune.errors import BlockTooLargeError, BudgetError, PoolClosedError, 
 from hydra_tune.events import StartPilot
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.forward_pass import AbandonedForward, ForwardPass
-from hydra_tune.glance import Glance, glance_at, structure_of
+from hydra_tune.glance import Glance, Structure, glance_at, structure_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, drawing_for_nothing
@@ -113,7 +113,7 @@ class Planner:
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self._flags: Hashable = ()
         self._parameters: tuple[tuple[int, str, int], ...] = ()
-        self._structure: Any = None  # of the model, of which the blocks are
+        self._structure = Structure([], [])  # of the model, of which the blocks are
         self._cut = self._hook_cut = Cut()
         self._hooked: tuple[int, ...] = ()
         self.has_pre_hooks = False  # of the user's, on modules, which may write weights before a block's forward
@@ -263,10 +263,8 @@ class Planner:
         in_step = trial.steps.under_way  # whose backward a plan would have to hold
         forward_only = not torch.is_grad_enabled() and not in_step
         known = flags == self._flags and glance.parameters == self._parameters and covers(self._signature, signature)
-        if known and not in_step and self._is_built_otherwise():
-            assert self.plan is not None
-            self._known = None
-            self._adopt_cut(self.plan.cut, self.plan.blocks)
+        if known and self.plan is not None and not self.plan.resident:
+            known = self._follow(self.plan, in_step=in_step)
         if self.plan is not None and known and (self.plan.modes or forward_only):
             shared = pool.plans[self._key]
             if shared is not self.plan and not in_step and not self._repacked:  # a first step has measured it anew
@@ -311,9 +309,18 @@ class Planner:
         logger.info("%s", self._spell_plan(plan))
         return plan
 
-    def _is_built_otherwise(self) -> bool:
-        """Whether modules without weights, or classes, were replaced since, of which blocks are made."""
-        return not (self.plan is None or self.plan.resident or structure_of(self._trial.model) == self._structure)
+    def _follow(self, plan: TrialPlan, *, in_step: bool) -> bool:
+        """Make the blocks anew, if modules without weights were replaced since; whether the plan may hold then: others
+        of the same classes do what these did."""
+        now, then = structure_of(self._trial.model), self._structure
+        if now == then:
+            return True
+        if now.classes != then.classes or not self._still_covers(plan):
+            return False
+        if not (in_step and any(module._buffers for module in now.other_modules_than(then))):
+            self._known = None
+            self._adopt_cut(plan.cut, plan.blocks)
+        return True  # else an earlier call of the step has buffers that new blocks would not know
 
     def _fall_back(self, former: TrialPlan | None, error: BaseException) -> None:
         """After a pilot that failed: the script may go on with batches as before, under the plan that it had; the
@@ -445,6 +452,7 @@ class Planner:
 
     def unwrap(self) -> None:
         for block in self.blocks:
+            block.is_current = False
             ours = block.module.__dict__.get("forward")
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
                 if ours.block.own_forward is not None:

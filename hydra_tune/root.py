@@ -169,20 +169,20 @@ def _tensors_of(attribute: Any) -> Iterator[torch.Tensor]:
             yield value
         elif issubclass(kind, (list, tuple, dict)) or (opens and not issubclass(kind, (nn.Module, type))):
             is_object = not issubclass(kind, (list, tuple, dict))
-            inside = _attributes_of(value) if is_object else value
-            if id(value) not in met and len(inside) <= _MOST_ITEMS:
-                left += [
-                    (x, opens and not is_object) for x in (inside.values() if isinstance(inside, dict) else inside)
-                ]
+            if id(value) not in met:
+                left += [(x, opens and not is_object) for x in _contents_of(value)]
             met.add(id(value))
 
 
-def _attributes_of(value: Any) -> dict[str, Any]:
+def _contents_of(value: Any) -> list[Any]:
+    """Of a list, a tuple, a dict or an object's attributes; nothing of what is so large that it is data."""
     try:
-        own = vars(value)
+        inside = value if isinstance(value, (list, tuple, dict)) else vars(value)
+        if len(inside) > _MOST_ITEMS:
+            return []
+        return [*inside.values()] if isinstance(inside, dict) else [*inside]
     except Exception:  # it has none, or answers for itself
-        return {}
-    return own if isinstance(own, dict) else {}
+        return []
 
 
 def _refuse_shared_memory(

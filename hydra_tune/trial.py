@@ -143,11 +143,6 @@ class Trial:
         return self._model() is not None
 
     @property
-    def is_resident(self) -> bool:
-        """All of it is on the device, and blocks run as they are."""
-        return self.plan is not None and self.plan.resident and self.planner.pilot is None
-
-    @property
     def model(self) -> nn.Module:
         model = self._model()
         assert model is not None, "the model outlives its trial's work"

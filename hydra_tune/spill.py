@@ -62,18 +62,18 @@ class HostWeights:
     def holds(self, blocks: Sequence[Block]) -> bool:
         return all(self.has(p) for block in blocks for p in block.slot_parameters)
 
-    def offset(self, parameter: nn.Parameter) -> int | None:
-        """Where the parameter lies; None if the user has given it other storage since (`p.data = ...`,
+    def offset(self, parameter: nn.Parameter, data: torch.Tensor) -> int | None:
+        """Where the parameter's `data` lie; None if the user has given it other storage since (`p.data = ...`,
         `share_memory()`), in which it stays: what was here may still be someone's."""
         offset, view = self._place[id(parameter)]
-        here = parameter.data_ptr() == self.buffer.bytes.data_ptr() + offset or parameter.numel() == 0
-        if here and parameter.stride() == view.stride():
+        here = data.data_ptr() == self.buffer.bytes.data_ptr() + offset or data.numel() == 0
+        if here and data.stride() == view.stride():
             return offset
-        same = parameter.shape == view.shape and parameter.dtype == view.dtype and not parameter.is_meta
-        if not same or not is_dense(parameter):
+        same = data.shape == view.shape and data.dtype == view.dtype and not data.is_meta
+        if not same or not is_dense(data):
             raise PrepareError(
                 f"a prepared parameter keeps its shape and dtype, {tuple(view.shape)} {view.dtype}, and is dense; "
-                f"found {tuple(parameter.shape)} {parameter.dtype} on {parameter.device}. "
+                f"found {tuple(data.shape)} {data.dtype} on {data.device}. "
                 "Call hydra_tune.release(model) before changing it."
             )
         return None
@@ -135,35 +135,38 @@ class DeviceCopy:
         self._runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
         self._end = 0
+        # asked once: in a thread that promotes ahead, a forward may lend them others' meanwhile
+        data = {id(p): p.data for block in blocks for p in block.slot_parameters}
         for block in blocks:
             for parameter in block.slot_parameters:
                 if id(parameter) not in self.leaves:
-                    self._add_parameter(parameter, host)
+                    self._add_parameter(parameter, data[id(parameter)], host)
         for block in blocks:
             for site, buffer in zip(block.buffer_sites, block.buffers(), strict=True):
                 self._buffers[site] = (self._add(buffer), buffer)
         if host is not None:
             self._copies += [(slot[to : to + size], host.piece(place, size)) for place, to, size in self._runs]
         self._hosts = [t for block in blocks for t in _tensors_of(block)]
-        self._made_of = _layouts_of(self._hosts)
+        self._made_of = _layouts_of([data.get(id(t), t) for t in self._hosts])
+        self._sources = {i: data[i].data_ptr() for i in self.leaves}
         self.num_bytes = sum(map(tensor_bytes, (host for _, host in self._copies)))
 
-    def _add_parameter(self, parameter: nn.Parameter, host: HostWeights | None) -> None:
-        place = host.offset(parameter) if host is not None and host.has(parameter) else None
+    def _add_parameter(self, parameter: nn.Parameter, data: torch.Tensor, host: HostWeights | None) -> None:
+        place = host.offset(parameter, data) if host is not None and host.has(parameter) else None
         if place is None:
-            data = self._add(parameter.data)
+            view = self._add(data)
         else:
-            size = storage_bytes(parameter)
-            data = self._view(parameter)
+            size = storage_bytes(data)
+            view = self._view(data)
             self._add_run(place, size)
             self._end += size
         self._parameters.append(parameter)
-        self.leaves[id(parameter)] = leaf_like(parameter, data)
+        self.leaves[id(parameter)] = leaf_like(parameter, view)
 
     def fill(self) -> None:
         """Copy what the host has now; what is written there meanwhile will prove stale."""
         self._versions.update(zip(self.leaves, versions_of(self._parameters), strict=True))
-        self._places.update(zip(self.leaves, places_of(self._parameters), strict=True))
+        self._places.update(self._sources)
         for site, (_, host) in self._buffers.items():
             self._copied_buffers[site] = _state_of(host)
         self._unvisited.update(self.blocks)

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune.block import Block
 from hydra_tune.context import current_context
 from hydra_tune.copier import Copier
 from hydra_tune.device import CpuDevice
 from hydra_tune.events import Promote
+from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.stop import Stop
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
 from waiting import wait_until
@@ -356,3 +358,25 @@ def test_a_copy_that_was_interrupted_before_it_was_submitted_is_submitted_again(
     thread.start()
     thread.join(WAIT_S)
     assert not thread.is_alive() and raised and len(places) > 1
+
+
+def test_a_copy_that_is_made_while_a_weight_is_lent_is_not_taken_for_one_of_its_own(monkeypatch):
+    """In the thread that promotes ahead, while a forward gives the weight its own memory back."""
+    layer = nn.Linear(8, 8)
+    block, device = Block("layer", layer), CpuDevice(0, 1 << 20)
+    host, own = HostWeights([block], device), layer.weight.data
+    offset = HostWeights.offset
+
+    def offset_while_given_back(self, parameter, *data):
+        place = offset(self, parameter, *data)
+        layer.weight.data = own
+        return place
+
+    layer.weight.data = 0.5 * own
+    with monkeypatch.context() as patch:
+        patch.setattr(HostWeights, "offset", offset_while_given_back)
+        copy = DeviceCopy(device, device.slot(0, block.weight_bytes), [block], host)
+    assert not copy.is_of([block])
+    copy.fill()
+    device.refresh(copy.stale(block, again=False))
+    assert torch.equal(copy.leaves[id(layer.weight)], own)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -59,7 +58,7 @@ def give_attributes(
     """As `attributes_of` these parameters has told them."""
     if not (attributes or any(map(vars, leaves))):
         return
-    for leaf, p, own in zip(leaves, parameters, attributes or repeat({}), strict=False):
+    for leaf, p, own in zip(leaves, parameters, attributes or [{}] * len(leaves), strict=True):
         if leaf is not p:
             leaf.__dict__.clear()
             leaf.__dict__.update(own)

@@ -3,7 +3,7 @@ between two forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, NamedTuple
@@ -61,22 +61,22 @@ def glance_at(model: nn.Module) -> Glance:
     )
 
 
-class Structure(NamedTuple):
+class Parts(NamedTuple):
     """Which modules a model has, in the order of `nn.Module.modules`, and of which classes; it keeps none alive."""
 
     modules: list[ref[nn.Module]]
     classes: list[type]
 
-    def other_modules_than(self, other: Structure) -> Iterator[nn.Module]:
-        """Those that one of the two has."""
-        both = {id(r): r for r in self.modules}, {id(r): r for r in other.modules}  # a module has one such reference
-        found = [r() for a, b in (both, both[::-1]) for i, r in a.items() if i not in b]
-        return (module for module in found if module is not None)
+    def replaced(self, before: Parts) -> list[nn.Module]:
+        """The modules that came, and those that went and live still."""
+        now, then = {id(r): r for r in self.modules}, {id(r): r for r in before.modules}  # a module has one such `ref`
+        found = [(now.get(i) or then[i])() for i in now.keys() ^ then.keys()]
+        return [module for module in found if module is not None]
 
 
-def structure_of(model: nn.Module) -> Structure:
+def parts_of(model: nn.Module) -> Parts:
     modules = _modules_of(model)
-    return Structure([*map(ref, modules)], [*map(type, modules)])
+    return Parts([*map(ref, modules)], [*map(type, modules)])
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:

@@ -69,6 +69,6 @@ def refuse_late_marks(block: Block, leaves: Sequence[nn.Parameter], first: int, 
     if marked:
         raise UncuttableError(
             f"a block's forward may be repeated, on copies of its weights, but that of {block.name} puts a hook or an "
-            "attribute on one, or a hook on a module, and has not done so on the first batch, or would stay on the "
-            "device. Do so outside of forward, or keep it on the module."
+            "attribute on one, or a hook on a module, where the first batch did not, or it would stay on the device. "
+            "Do so outside of forward, or keep it on the module."
         )

@@ -19,7 +19,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size))
 
 
-class Structure(NamedTuple):
+class Build(NamedTuple):
     """Of each module its children by name, in order, and its class."""
 
     children: list[list[tuple[str, nn.Module | None]]]
@@ -33,22 +33,22 @@ class ModuleStates:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._latest: list[State | None] = [None] * len(modules)
-        self._structure = self._structure_now()
+        self._build = self._read_build()
 
-    def structure(self) -> Structure:
+    def build_now(self) -> Build:
         """As it is now; not to be changed."""
-        if not self.have(self._structure):
-            self._structure = self._structure_now()
-        return self._structure
+        if not self.have(self._build):
+            self._build = self._read_build()
+        return self._build
 
-    def have(self, structure: Structure) -> bool:
-        return self._structure_now() == structure
+    def have(self, build: Build) -> bool:
+        return self._read_build() == build
 
-    def _structure_now(self) -> Structure:
-        return Structure([[*module._modules.items()] for module in self._modules], list(map(type, self._modules)))
+    def _read_build(self) -> Build:
+        return Build([[*module._modules.items()] for module in self._modules], list(map(type, self._modules)))
 
-    def restructure(self, structure: Structure) -> None:
-        for module, children, kind in zip(self._modules, *structure, strict=True):
+    def rebuild(self, build: Build) -> None:
+        for module, children, kind in zip(self._modules, *build, strict=True):
             if [*module._modules.items()] != children:
                 module._modules.clear()
                 module._modules.update(children)

@@ -59,7 +59,7 @@ class BlockForward:
         if not self.trial.has_model:
             self.trial.end()
             return self.block.forward(args, kwargs)
-        if not self.block.is_current:  # a user's own forward, put around this one before, leads here still
+        if not self.block.is_current:  # a user's own forward that was put around this one leads here still
             return self.block.forward(args, kwargs)
         transform = transform_around(lambda: [*tensors_in((args, kwargs)), *self.block.parameters])
         if transform is not None:

@@ -28,7 +28,7 @@ from hydra_tune.errors import BlockTooLargeError, BudgetError, PoolClosedError, 
 from hydra_tune.events import StartPilot
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.forward_pass import AbandonedForward, ForwardPass
-from hydra_tune.glance import Glance, Structure, glance_at, structure_of
+from hydra_tune.glance import Glance, Parts, glance_at, parts_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, drawing_for_nothing
@@ -113,7 +113,7 @@ class Planner:
         self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self._flags: Hashable = ()
         self._parameters: tuple[tuple[int, str, int], ...] = ()
-        self._structure = Structure([], [])  # of the model, of which the blocks are
+        self._parts = Parts([], [])  # of the model, of which the blocks are
         self._cut = self._hook_cut = Cut()
         self._hooked: tuple[int, ...] = ()
         self.has_pre_hooks = False  # of the user's, on modules, which may write weights before a block's forward
@@ -312,12 +312,12 @@ class Planner:
     def _follow(self, plan: TrialPlan, *, in_step: bool) -> bool:
         """Make the blocks anew, if modules without weights were replaced since; whether the plan may hold then: others
         of the same classes do what these did."""
-        now, then = structure_of(self._trial.model), self._structure
+        now, then = parts_of(self._trial.model), self._parts
         if now == then:
             return True
         if now.classes != then.classes or not self._still_covers(plan):
             return False
-        if not (in_step and any(module._buffers for module in now.other_modules_than(then))):
+        if not (in_step and any(module._buffers for module in now.replaced(then))):
             self._known = None
             self._adopt_cut(plan.cut, plan.blocks)
         return True  # else an earlier call of the step has buffers that new blocks would not know
@@ -448,7 +448,7 @@ class Planner:
         """From here on blocks run in visits."""
         for block in self.blocks:
             block.module.forward = BlockForward(block, self._trial)
-        self._structure = structure_of(self._trial.model)
+        self._parts = parts_of(self._trial.model)
 
     def unwrap(self) -> None:
         for block in self.blocks:

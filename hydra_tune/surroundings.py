@@ -20,7 +20,7 @@ from hydra_tune.errors import PrepareError
 from hydra_tune.graph import top_saved_tensors_hooks
 from hydra_tune.host_buffer import version_of
 from hydra_tune.mode import TrialMode
-from hydra_tune.module_states import ModuleStates, State, Structure
+from hydra_tune.module_states import Build, ModuleStates, State
 from hydra_tune.process_state import ProcessState
 
 _HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on saved tensors, and change no value
@@ -34,7 +34,7 @@ class Surroundings:
         self._modules = modules
         self._process = ProcessState.now()
         self._attributes = modules.now()
-        self._structure = modules.structure()
+        self._build = modules.build_now()
         self.have_gradients = False
         self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
         for own in self._attributes:
@@ -68,27 +68,25 @@ class Surroundings:
                     f"backward, or assign a new tensor."
                 )
         process = self._process if alone else self._process.beside_others(block)
-        return _Restored(self._modules, process, self._attributes, self._structure)
+        return _Restored(self._modules, process, self._attributes, self._build)
 
 
 class _Restored:
     """A context manager, once: the process and the attributes of modules as they were then; afterwards as now."""
 
-    __slots__ = ("_attributes", "_entered", "_modules", "_process", "_structure")
+    __slots__ = ("_attributes", "_build", "_entered", "_modules", "_process")
 
-    def __init__(
-        self, modules: ModuleStates, process: ProcessState, attributes: list[State], structure: Structure
-    ) -> None:
+    def __init__(self, modules: ModuleStates, process: ProcessState, attributes: list[State], build: Build) -> None:
         self._modules = modules
         self._process = process
         self._attributes = attributes
-        self._structure = structure
+        self._build = build
 
     def __enter__(self) -> None:
-        built = self._structure
-        self._structure = self._modules.structure()
-        if self._structure is not built:
-            self._modules.restructure(built)
+        built = self._build
+        self._build = self._modules.build_now()
+        if self._build is not built:
+            self._modules.rebuild(built)
         then = self._attributes
         if not self._modules.are(then):
             self._attributes = self._modules.now()
@@ -103,8 +101,8 @@ class _Restored:
             self._entered.__exit__(*error)
         if not self._modules.are(self._attributes):
             self._modules.set(self._attributes)
-        if not self._modules.have(self._structure):
-            self._modules.restructure(self._structure)
+        if not self._modules.have(self._build):
+            self._modules.rebuild(self._build)
 
 
 def refuse_modes(block: str, modules: Sequence[nn.Module]) -> None:

@@ -221,6 +221,81 @@ class TakesChildrenOutAndIn(Script):
             layer.more.append(layer.more.pop(-1))
 
 
+class Growing(Net):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.a, self.b, self.c, self.d, self.e, self.f = self.layers
+        del self.layers
+
+    def forward(self, x):
+        for layer in (self.a, self.b, self.c, self.d, self.e, self.f):
+            x = layer(x)
+        return self.head(x)
+
+
+class GrowsAStack(Script):
+    """Where blocks are no elements of one, its elements are cut apart."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.act = nn.Identity()
+
+        def forward(self, x):
+            return super().forward(self.act(x))
+
+    def model(self):
+        return Growing(self.Layer)
+
+    def after(self, model, optimizer):
+        model.b.act = nn.Sequential() if type(model.b.act) is nn.Identity else nn.Identity()
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x.mul_(0.5)
+
+
+class BecomesInPlace(Script):
+    """By a child that a pilot has not seen."""
+
+    Layer = GrowsAStack.Layer
+
+    def after(self, model, optimizer):
+        model.layers[2].act = Halves()
+
+
+class SwapsAndEvaluates(Script):
+    """A child made within a step is in evaluation mode when its block is repeated."""
+
+    Layer = Dropping
+
+    def forward(self, model, x):
+        y = model(x)
+        for layer in model.layers:
+            layer.drop = nn.Dropout(0.5)
+        return y + model(x)
+
+    def between(self, model):
+        model.eval()
+
+    def after(self, model, optimizer):
+        model.train()
+
+
+class WrapsABlockForLong(Script):
+    """By a forward that stays where the model is cut anew, for batches of other sizes."""
+
+    batch = 8
+
+    def forward(self, model, x):
+        self.batch += 8
+        return model(x) + model(x.new_ones(self.batch, WIDTH))[:8]
+
+    def after(self, model, optimizer):
+        layer = model.layers[1]
+        layer.forward = lambda x, forward=layer.forward: 0.5 * forward(x)
+
+
 class NotesOnWeightsChange(Script):
     class Layer(Layer):
         def set_up(self):
@@ -432,6 +507,7 @@ SCRIPTS = [
     TakesAnAttributeAway, TensorAttributes, SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers,
     ExchangesChildren, InsertsChildren, PatchesWithin, PatchesForOneForward, ChangesClasses,
     SwapsForAnEvaluation, TakesChildrenOutAndIn, NotesOnWeightsChange, WrapsABlockForOneForward,
+    GrowsAStack, BecomesInPlace, SwapsAndEvaluates, WrapsABlockForLong,
     AssignsBeforeBackward, FreezesBeforeBackward, FreezesForAnotherForward, FreezesSomeToEvaluate,
     UnfreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
 ]  # fmt: skip
@@ -734,3 +810,19 @@ def test_a_child_that_is_made_anew_in_each_step_asks_for_no_plan():
             model.layers[2].drop = nn.Dropout(0.2 + i / 100)
             model(torch.randn(4, WIDTH)).sum().backward()
         assert len(pool.plans) == 1
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_a_forward_that_a_user_has_put_around_a_blocks_stays_after_the_end(budget):
+    model, x = Net(), torch.randn(4, WIDTH)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        model(x).sum().backward()
+        layer = model.layers[1]
+        with mock.patch.object(layer, "forward", lambda x, forward=layer.forward: 0.5 * forward(x)):
+            halved = model(x)
+            hydra_tune.release(model)
+            assert torch.equal(model(x), halved)
+            hydra_tune.prepare(model, pool=pool)
+            assert torch.equal(model(x), halved)
+            hydra_tune.release(model)

@@ -482,6 +482,38 @@ class ReturnsAnObject(Script):
         return self.Unpacking(self.Layer)
 
 
+class ReturnsWeightsInAnObject(Script):
+    """Views of a weight and of a buffer, used and written when their slot is another block's."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            self.register_buffer("ticks", torch.zeros(WIDTH))
+
+        def forward(self, x):
+            table = Stats()
+            table.row, table.ticks = self.rows.weight[0], self.ticks
+            return table
+
+    class Looking(Net):
+        def set_up(self):
+            self.table = ReturnsWeightsInAnObject.Table()
+
+        def forward(self, x):
+            table = self.table(x)
+            table.ticks += 1
+            x = super().forward(x + table.row + table.ticks)
+            return x + table.row.sum()
+
+    def model(self):
+        return self.Looking(self.Layer)
+
+    def after(self, model, optimizer):
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH, device=self.device))
+
+
 class NotesOnWeightsAnew(NotesOnWeights):
     """Where nobody sees it but who asks the weight."""
 
@@ -598,6 +630,7 @@ SCRIPTS = [
     FillsAQueue, ReplacesABuffer,
     SharesABuffer, GivesAnObject, HooksItsActivations, PatchesAForward, NotesOnWeights, NotesOnWeightsAnew,
     NotesBetweenBlocks, BuffersInAList, BuffersOfAnInference, ReturnsAnObject,
+    ReturnsWeightsInAnObject,
     SwapsInAnAverage, LendsToOneOfTwo, OtherStrides, TransposesInPlace, WritesBetweenBlocks, WritesData, TeacherByData,
 ]  # fmt: skip
 

@@ -25,6 +25,14 @@ class Layer(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+class Dropping(Layer):
+    def set_up(self):
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return super().forward(self.drop(x))
+
+
 class Net(nn.Module):
     def __init__(self, kind=Layer, depth=6):
         super().__init__()

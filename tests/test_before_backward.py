@@ -5,7 +5,6 @@ Plain PyTorch computes a forward once. Here each block's is repeated in backward
 
 import enum
 import itertools
-from unittest import mock
 
 import pytest
 import torch
@@ -17,15 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
-
-
-class Dropping(Layer):
-    def set_up(self):
-        self.drop = nn.Dropout(0.3)
-
-    def forward(self, x):
-        return super().forward(self.drop(x))
+from scripts import BUDGETS, WIDTH, Dropping, Layer, Net, Script, step, trains_as_in_plain_pytorch
 
 
 class EvalBeforeBackward(Script):
@@ -155,227 +146,6 @@ class TakesAnAttributeAway(AddsAnAttribute):
         super().between(model)
 
 
-class SwapsAChild(Script):
-    """For one forward, by a module of the same class."""
-
-    Layer = Dropping
-
-    def swap(self, model):
-        for layer in model.layers:
-            layer.drop, self.former = nn.Dropout(0.9), layer.drop
-
-    def forward(self, model, x):
-        self.swap(model)
-        return model(x)
-
-    between = swap
-
-
-class SwapsBetweenForwards(SwapsAChild):
-    def forward(self, model, x):
-        return model(x) + super().forward(model, x)
-
-
-class SwapsWithBuffers(Script):
-    class Layer(Layer):
-        def set_up(self):
-            self.norm = nn.BatchNorm1d(WIDTH, affine=False)
-
-        def forward(self, x):
-            return super().forward(self.norm(x))
-
-    def between(self, model):
-        for layer in model.layers:
-            layer.norm = nn.BatchNorm1d(WIDTH, affine=False, eps=0.1).to(self.device)
-
-
-class SwapsForAnEvaluation(SwapsWithBuffers):
-    """And puts back what the graph has."""
-
-    def between(self, model):
-        norms = [layer.norm for layer in model.layers]
-        super().between(model)
-        with torch.no_grad():
-            model(torch.ones(8, WIDTH, device=self.device))
-        for layer, norm in zip(model.layers, norms, strict=True):
-            layer.norm = norm
-
-
-class TakesChildrenOutAndIn(Script):
-    """PyTorch keeps the others in a new dict then."""
-
-    class Layer(Layer):
-        def set_up(self):
-            self.more = nn.Sequential(nn.Tanh(), nn.Hardtanh(-0.1, 0.1))
-
-        def forward(self, x):
-            return super().forward(self.more(x))
-
-    def between(self, model):
-        for layer in model.layers:
-            layer.more[1] = nn.Identity()
-
-    def after(self, model, optimizer):
-        for layer in model.layers:
-            layer.more[1] = nn.Hardtanh(-0.1, 0.1)
-            layer.more.append(layer.more.pop(-1))
-
-
-class Growing(Net):
-    def __init__(self, kind):
-        super().__init__(kind)
-        self.a, self.b, self.c, self.d, self.e, self.f = self.layers
-        del self.layers
-
-    def forward(self, x):
-        for layer in (self.a, self.b, self.c, self.d, self.e, self.f):
-            x = layer(x)
-        return self.head(x)
-
-
-class GrowsAStack(Script):
-    """Where blocks are no elements of one, its elements are cut apart."""
-
-    class Layer(Layer):
-        def set_up(self):
-            self.act = nn.Identity()
-
-        def forward(self, x):
-            return super().forward(self.act(x))
-
-    def model(self):
-        return Growing(self.Layer)
-
-    def after(self, model, optimizer):
-        model.b.act = nn.Sequential() if type(model.b.act) is nn.Identity else nn.Identity()
-
-
-class Halves(nn.Module):
-    def forward(self, x):
-        return x.mul_(0.5)
-
-
-class BecomesInPlace(Script):
-    """By a child that a pilot has not seen."""
-
-    Layer = GrowsAStack.Layer
-
-    def after(self, model, optimizer):
-        model.layers[2].act = Halves()
-
-
-class SwapsAndEvaluates(Script):
-    """A child made within a step is in evaluation mode when its block is repeated."""
-
-    Layer = Dropping
-
-    def forward(self, model, x):
-        y = model(x)
-        for layer in model.layers:
-            layer.drop = nn.Dropout(0.5)
-        return y + model(x)
-
-    def between(self, model):
-        model.eval()
-
-    def after(self, model, optimizer):
-        model.train()
-
-
-class WrapsABlockForLong(Script):
-    """By a forward that stays where the model is cut anew, for batches of other sizes."""
-
-    batch = 8
-
-    def forward(self, model, x):
-        self.batch += 8
-        return model(x) + model(x.new_ones(self.batch, WIDTH))[:8]
-
-    def after(self, model, optimizer):
-        layer = model.layers[1]
-        layer.forward = lambda x, forward=layer.forward: 0.5 * forward(x)
-
-
-class NotesOnWeightsChange(Script):
-    class Layer(Layer):
-        def set_up(self):
-            self.up.weight.gain = 1.5
-
-        def forward(self, x):
-            return super().forward(x * getattr(self.up.weight, "gain", 1))
-
-    def between(self, model):
-        for layer in model.layers[::2]:
-            layer.up.weight.gain -= 0.25
-        del model.layers[1].up.weight.gain
-
-    def after(self, model, optimizer):
-        model.layers[1].up.weight.gain = 1.25
-
-
-class Halving(nn.Linear):
-    def forward(self, x):
-        return 0.5 * super().forward(x)
-
-
-class WrapsABlockForOneForward(Script):
-    def forward(self, model, x):
-        layer = model.layers[1]
-        with mock.patch.object(layer, "forward", lambda x, forward=layer.forward: 0.5 * forward(x)):
-            y = model(x)
-        layer.up.__class__ = nn.Linear if type(layer.up) is Halving else Halving  # its block is made anew
-        return y + model(x)
-
-
-class ExchangesChildren(Script):
-    """Which have weights, and their places in the model."""
-
-    def between(self, model):
-        a, b = model.layers[1], model.layers[3]
-        a.up, b.up = b.up, a.up
-
-
-class InsertsChildren(Script):
-    class Layer(Layer):
-        def set_up(self):
-            self.more = nn.Sequential(nn.Tanh())
-
-        def forward(self, x):
-            return super().forward(self.more(x))
-
-    def between(self, model):
-        for layer in model.layers:
-            layer.more.append(nn.Hardtanh(-0.1, 0.1))
-
-
-class PatchesWithin(Script):
-    def between(self, model):
-        for layer in model.layers[::2]:
-            layer.up.forward = lambda x, up=layer.up: 0.5 * type(up).forward(up, x)
-
-    def after(self, model, optimizer):
-        for layer in model.layers[::2]:
-            del layer.up.forward
-
-
-class PatchesForOneForward(PatchesWithin):
-    def forward(self, model, x):
-        super().between(model)
-        return model(x)
-
-    def between(self, model):
-        super().after(model, None)
-
-    def after(self, model, optimizer):
-        pass
-
-
-class ChangesClasses(Script):
-    def between(self, model):
-        for layer in model.layers[::2]:
-            layer.up.__class__ = nn.Linear if type(layer.up) is Halving else Halving
-
-
 class TensorAttributes(Script):
     """The loop assigns one between, the forward another."""
 
@@ -501,15 +271,10 @@ class AutocastWithinABlock(Script):
 
 
 SCRIPTS = [
-    LendsAnAverage,
-    EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
+    LendsAnAverage, EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
     SetsABuffer, SetsABufferForEachCall, ReplacesItsBuffer, AnAttributeForEachCall, AddsAnAttribute,
-    TakesAnAttributeAway, TensorAttributes, SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers,
-    ExchangesChildren, InsertsChildren, PatchesWithin, PatchesForOneForward, ChangesClasses,
-    SwapsForAnEvaluation, TakesChildrenOutAndIn, NotesOnWeightsChange, WrapsABlockForOneForward,
-    GrowsAStack, BecomesInPlace, SwapsAndEvaluates, WrapsABlockForLong,
-    AssignsBeforeBackward, FreezesBeforeBackward, FreezesForAnotherForward, FreezesSomeToEvaluate,
-    UnfreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
+    TakesAnAttributeAway, TensorAttributes, AssignsBeforeBackward, FreezesBeforeBackward, FreezesForAnotherForward,
+    FreezesSomeToEvaluate, UnfreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
 ]  # fmt: skip
 
 
@@ -793,36 +558,3 @@ def test_an_activation_of_an_earlier_forward_makes_no_weights_stay_on_the_device
         (trial,) = pool.report()["trials"]
     assert len(trial["shards"]) > 1 and not trial["cut"]["held"]
     assert all(map(torch.equal, spilled, plain))
-
-
-def test_a_child_that_is_made_anew_in_each_step_asks_for_no_plan():
-    class Noisy(Layer):
-        def set_up(self):
-            self.drop = nn.Dropout(0.1)
-
-        def forward(self, x):
-            return super().forward(self.drop(x))
-
-    model = Net(Noisy)
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        step(model, pool).sum().backward()
-        for i in range(20):
-            model.layers[2].drop = nn.Dropout(0.2 + i / 100)
-            model(torch.randn(4, WIDTH)).sum().backward()
-        assert len(pool.plans) == 1
-
-
-@pytest.mark.parametrize("budget", ["spilled", "resident"])
-def test_a_forward_that_a_user_has_put_around_a_blocks_stays_after_the_end(budget):
-    model, x = Net(), torch.randn(4, WIDTH)
-    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
-        hydra_tune.prepare(model, pool=pool)
-        model(x).sum().backward()
-        layer = model.layers[1]
-        with mock.patch.object(layer, "forward", lambda x, forward=layer.forward: 0.5 * forward(x)):
-            halved = model(x)
-            hydra_tune.release(model)
-            assert torch.equal(model(x), halved)
-            hydra_tune.prepare(model, pool=pool)
-            assert torch.equal(model(x), halved)
-            hydra_tune.release(model)

@@ -9,7 +9,10 @@ import torch
 
 import test_before_backward
 import test_beside_weights
+import test_buffers
+import test_changed_modules
 import test_evaluation
+import test_marks
 import test_outer_graph
 import test_within_backward
 import test_within_forward
@@ -21,13 +24,13 @@ pytestmark = [
 ]
 DEVICE = "cuda:0"
 MODULES = (
-    test_before_backward, test_beside_weights, test_evaluation, test_outer_graph, test_within_backward,
-    test_within_forward,
+    test_before_backward, test_beside_weights, test_buffers, test_changed_modules, test_evaluation, test_marks,
+    test_outer_graph, test_within_backward, test_within_forward,
 )  # fmt: skip
 OTHERWISE = {
-    test_beside_weights.SharesABuffer: "`.to(device)` gives each module a buffer of its own",
+    test_buffers.SharesABuffer: "`.to(device)` gives each module a buffer of its own",
     test_beside_weights.OtherStrides: "computes with weights, which are in host memory",
-    test_beside_weights.RoundsToNegativeZeros: "computes with buffers, which are in host memory",
+    test_buffers.RoundsToNegativeZeros: "computes with buffers, which are in host memory",
     test_within_forward.MarksAWeight: "computes with weights, which are in host memory",
     test_within_forward.RetainsAGradient: "adds a gradient on the device to a weight, which is in host memory",
     test_evaluation.CallsAPart: "calls a part before the first batch, which is refused",

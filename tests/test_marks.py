@@ -1,11 +1,70 @@
-"""Hooks and attributes that blocks' forwards put on weights and modules, where the first batch showed none."""
+"""Attributes on weights; and attributes and hooks that blocks' forwards put on weights and modules, where the first
+batch showed none."""
 
 import pytest
 import torch
 from torch import nn
 
 import hydra_tune
-from scripts import WIDTH, Net
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, trains_as_in_plain_pytorch
+
+
+class NotesOnWeights(Script):
+    class Layer(Layer):
+        def set_up(self):
+            self.up.weight.gain = 3.0
+
+        def forward(self, x):
+            return super().forward(x * self.up.weight.gain)
+
+
+class NotesBetweenBlocks(NotesOnWeights):
+    """On weights of blocks whose shard is on the device by then."""
+
+    class Noting(Net):
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                layer.up.weight.gain = 0.5 * i
+                x = layer(x)
+            return self.head(x)
+
+    def model(self):
+        return self.Noting(self.Layer)
+
+
+class NotesOnWeightsAnew(NotesOnWeights):
+    """Where nobody sees it but who asks the weight."""
+
+    def after(self, model, optimizer):
+        for layer in model.layers:
+            layer.up.weight.gain -= 0.5
+
+
+class NotesOnWeightsChange(Script):
+    class Layer(Layer):
+        def set_up(self):
+            self.up.weight.gain = 1.5
+
+        def forward(self, x):
+            return super().forward(x * getattr(self.up.weight, "gain", 1))
+
+    def between(self, model):
+        for layer in model.layers[::2]:
+            layer.up.weight.gain -= 0.25
+        del model.layers[1].up.weight.gain
+
+    def after(self, model, optimizer):
+        model.layers[1].up.weight.gain = 1.25
+
+
+SCRIPTS = [NotesOnWeights, NotesBetweenBlocks, NotesOnWeightsAnew, NotesOnWeightsChange]
+
+
+@pytest.mark.sample(len(BUDGETS))
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_it_trains_as_in_plain_pytorch(script, budget):
+    trains_as_in_plain_pytorch(script, budget)
 
 
 def halve(weight):

@@ -144,6 +144,22 @@ class GrowsAStack(Script):
         model.b.act = nn.Sequential() if type(model.b.act) is nn.Identity else nn.Identity()
 
 
+class MovesIntoAStack(GrowsAStack):
+    """Weights keep their places in the order of modules, whose classes are the same."""
+
+    class Layer(Layer):
+        def set_up(self):
+            self.act, self.last = nn.Sequential(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = super().forward(self.act(x))
+            return x if self.last is None else self.last(x)
+
+    def after(self, model, optimizer):
+        if model.b.last is not None:
+            model.b.act, model.b.last = nn.Sequential(model.b.last), None
+
+
 class Halves(nn.Module):
     def forward(self, x):
         return x.mul_(0.5)
@@ -216,7 +232,7 @@ class WrapsABlockForLong(Script):
 
 SCRIPTS = [
     SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers, SwapsForAnEvaluation, SwapsAndEvaluates,
-    TakesChildrenOutAndIn, InsertsChildren, ExchangesChildren, GrowsAStack, BecomesInPlace, ChangesClasses,
+    TakesChildrenOutAndIn, InsertsChildren, ExchangesChildren, GrowsAStack, MovesIntoAStack, BecomesInPlace, ChangesClasses,
     PatchesWithin, PatchesForOneForward, WrapsABlockForOneForward, WrapsABlockForLong,
 ]  # fmt: skip
 

@@ -318,7 +318,6 @@ class Planner:
         if now.classes != then.classes or not self._still_covers(plan):
             return False
         if not (in_step and any(module._buffers for module in now.replaced(then))):
-            self._known = None
             self._adopt_cut(plan.cut, plan.blocks)
         return True  # else an earlier call of the step has buffers that new blocks would not know
 
@@ -398,7 +397,7 @@ class Planner:
 
     def _settle(self, plan: TrialPlan) -> None:
         """Put every weight where the plan wants it."""
-        self.plan, self._repacked, self._known = plan, False, None
+        self.plan, self._repacked = plan, False
         self._adopt_cut(plan.cut, plan.blocks)
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         if plan.resident:
@@ -440,7 +439,7 @@ class Planner:
 
     def _adopt_cut(self, cut: Cut, profiles: Sequence[BlockProfile] = ()) -> None:
         self.unwrap()
-        self._cut = cut
+        self._cut, self._known = cut, None
         self.blocks = blocks_of(self._trial.model, self._limit_bytes, cut, profiles)
         self.wrap()
 

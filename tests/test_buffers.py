@@ -197,3 +197,24 @@ def test_a_buffer_that_is_replaced_by_one_of_another_shape_within_a_step_is_refu
         pytest.raises(hydra_tune.PrepareError, match=r"'shift' of layers\.0 was \(32,\) .* is \(1,\)"),
     ):
         step(model, pool)
+
+
+def test_a_buffer_that_a_later_forward_writes_by_another_name_is_refused():
+    class Late(Layer):
+        writes = 0  # a number, and no flag that asks for a new pilot
+
+        def set_up(self):
+            self.register_buffer("mean", torch.zeros(WIDTH))
+            self.kept = [self.mean]
+
+        def forward(self, x):
+            if self.writes:
+                self.kept[0].add_(1)
+            return super().forward(x - self.mean)
+
+    model = Net(Late)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        step(model, pool).sum().backward()
+        model.layers[2].writes = 1
+        with pytest.raises(hydra_tune.PrepareError, match=r"but layers\.2 wrote 'mean' by another reference"):
+            model(torch.randn(4, WIDTH))

@@ -232,7 +232,8 @@ class WrapsABlockForLong(Script):
 
 SCRIPTS = [
     SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers, SwapsForAnEvaluation, SwapsAndEvaluates,
-    TakesChildrenOutAndIn, InsertsChildren, ExchangesChildren, GrowsAStack, MovesIntoAStack, BecomesInPlace, ChangesClasses,
+    TakesChildrenOutAndIn, InsertsChildren, ExchangesChildren, GrowsAStack, MovesIntoAStack, BecomesInPlace,
+    ChangesClasses,
     PatchesWithin, PatchesForOneForward, WrapsABlockForOneForward, WrapsABlockForLong,
 ]  # fmt: skip
 
@@ -275,3 +276,24 @@ def test_a_forward_that_a_user_has_put_around_a_blocks_stays_after_the_end(budge
             hydra_tune.prepare(model, pool=pool)
             assert torch.equal(model(x), halved)
             hydra_tune.release(model)
+
+
+def test_a_block_that_is_made_anew_before_its_first_call_is_measured_then():
+    class Deepening(Net):
+        depth = 2
+
+        def forward(self, x):
+            for layer in self.layers[: self.depth]:
+                x = layer(x)
+            return self.head(x)
+
+    model = Deepening(Dropping)
+    for i, layer in enumerate(model.layers):  # none is like another, which would do for its measure
+        layer.up, layer.down = nn.Linear(WIDTH, 64 + i), nn.Linear(64 + i, WIDTH)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        step(model, pool).sum().backward()
+        model.layers[5].drop = nn.Dropout(0.1)
+        for model.depth in (2, 6):
+            model(torch.randn(4, WIDTH)).sum().backward()
+        (plan,) = pool.plans.values()
+        assert all(block.measured for block in plan.blocks)

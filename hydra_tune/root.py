@@ -181,7 +181,7 @@ def _contents_of(value: Any) -> list[Any]:
         if len(inside) > _MOST_ITEMS:
             return []
         return [*inside.values()] if isinstance(inside, dict) else [*inside]
-    except Exception:  # it has none, or answers for itself
+    except Exception:  # it has no attributes, or answers for itself
         return []
 
 

@@ -68,6 +68,9 @@ class Executor(Protocol):
     def pass_of(self, block: Block) -> ForwardPass: ...
 
     @property
+    def in_pilot(self) -> bool: ...
+
+    @property
     def in_forward(self) -> bool: ...
 
     @property

@@ -25,11 +25,19 @@ _NORMALISES = {  # and writes running statistics, of which its schema says nothi
 
 
 class Journal:
-    """Of these weights; and of `others`, and of the gradients of `leaves` as they are come upon, what is written. A
-    dispatch mode shows it every operator before it runs; copies are made only of what is written."""
+    """Of these weights; and of `others`, and of the gradients of `leaves` as they are come upon, what is written; and
+    whether something of the model's `buffers` is. A dispatch mode shows it every operator before it runs; copies are
+    made only of what is written."""
 
-    def __init__(self, weights: Iterable[torch.nn.Parameter], others: Iterable[torch.Tensor], leaves: Leaves) -> None:
+    def __init__(
+        self,
+        weights: Iterable[torch.nn.Parameter],
+        buffers: Iterable[torch.Tensor],
+        others: Iterable[torch.Tensor],
+        leaves: Leaves,
+    ) -> None:
         self._weights = _by_storage(weights)
+        self._masters = {*self._weights, *_by_storage(buffers)}
         self._others = _by_storage(others)
         self._leaves = leaves
         self._generators: dict[torch.Generator, torch.Tensor] = {}  # states of those that operators were given
@@ -38,6 +46,7 @@ class Journal:
         self._around: dict[int, torch.UntypedStorage] = {}  # see `looking_around`
         self.looked_around = False
         self.drew = False  # random numbers, since somebody set it to False
+        self.wrote_masters = False  # weights or buffers, not copies of them; likewise
         self.updated: list[torch.Tensor] = []  # running statistics, since somebody emptied it: no version tells of them
         self._shared: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # see `watch`
         self.changed_shared: set[str] = set()  # those blocks of which something was written later
@@ -111,6 +120,7 @@ class Journal:
             del self._shared[key]
 
     def _keep(self, key: int) -> None:
+        self.wrote_masters |= key in self._masters
         if key in self._shared:
             self.changed_shared.add(self._shared[key][0])
         if key not in self._before:

@@ -13,6 +13,7 @@ from hydra_tune.residency import Residency
 from hydra_tune.shard import Direction
 from hydra_tune.spill import DeviceCopy
 from hydra_tune.steps import Steps
+from hydra_tune.unseen_writes import UnseenWrites
 from hydra_tune.visit import Visit
 
 
@@ -25,6 +26,9 @@ class Leaser(Protocol):
 
     @property
     def has_pre_hooks(self) -> bool: ...
+
+    @property
+    def unseen_writes(self) -> UnseenWrites: ...
 
     def take_lease(self, block: Block, direction: Direction, *, at_home: bool) -> DeviceCopy: ...
 
@@ -55,8 +59,11 @@ class LeasedVisit:
         trial.meter.here = copy.device.meter
         self._counted, self._visit = trial.counted(), trial.residency.inside(block, copy)
         try:
+            goes_forward = self._direction is Direction.FORWARD
+            if goes_forward and trial.unseen_writes.are_looked_for:
+                trial.unseen_writes.look_at(block)
             may_be_written = block.rewritten or (self._evaluates and trial.has_pre_hooks)
-            trial.residency.refresh(copy, block, again=may_be_written and self._direction is Direction.FORWARD)
+            trial.residency.refresh(copy, block, again=may_be_written and goes_forward)
             self._counted.__enter__()
             try:
                 return self._visit.__enter__()

@@ -116,7 +116,7 @@ class Pilot:
     written: Sequence[nn.Parameter] = ()  # weights that the forward itself writes into
     calls: list[SeenCall] = field(default_factory=list)
     run_back: list[SeenCall] = field(default_factory=list)  # by backwards within the forward
-    _journal: Journal = field(default_factory=lambda: Journal((), (), Leaves(())))
+    _journal: Journal = field(default_factory=lambda: Journal((), (), (), Leaves(())))
     _copy: tuple[Block, DeviceCopy] | None = None
     _hooks_off: TensorHooksOff = field(init=False)
     _start_bytes: int = 0
@@ -225,7 +225,9 @@ class Pilot:
         has run as far as in plain PyTorch."""
         meter = self.residency.meter
         rewind = Rewind(self.model, (args, kwargs), meter, self.residency.device.generators())
-        journal = meter.journal = self._journal = Journal(self.model.parameters(), rewind.tensors, rewind.leaves)
+        model = self.model
+        journal = Journal(model.parameters(), model.buffers(), rewind.tensors, rewind.leaves)
+        meter.journal = self._journal = journal
         is_of_model = False
         with SharedDraws() as draws, rewind.leaves.hooks_removed():
             try:
@@ -437,6 +439,7 @@ class Pilot:
             self.residency.device.synchronize()  # others' tasks may be under way
             versions, start = versions_of(call.tensors), time.perf_counter()
             given, hooks = detached(call.tensors), hooks_of(call.block.modules)
+            self._journal.wrote_masters = False
             arguments = call.arguments.filled(given)
             try:
                 with SharedDraws() as self._draws, self._hooks_off.noted() as hooked:
@@ -450,6 +453,10 @@ class Pilot:
             stand_for = [*call.tensors, *call.block.parameters]
             refuse_marks(call.block, [*given, *visit.leaves], stand_for, hooks, hooked)
             call.block.refuse_changed_weights(visit.leaves, weight_versions)
+            if self._journal.wrote_masters:
+                raise UncuttableError(
+                    f"a block's forward leaves others' weights and buffers alone, but {call.block.name} wrote into one."
+                )
             with self.residency.meter.paused():
                 copy.refuse_changed_values(call.block)
                 copy.changed_buffers(call.block)

@@ -52,6 +52,7 @@ from hydra_tune.random_state import has_own_state
 from hydra_tune.root import RootForward, refuse_global_hooks, refuse_own_forward, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 from hydra_tune.tree import flatten
+from hydra_tune.unseen_writes import UnseenWrites
 
 logger = logging.getLogger("hydra_tune")
 MOST_MODES = 8  # which modules train, or what is switched on, may be drawn anew in each step
@@ -118,6 +119,8 @@ class Planner:
         self._hooked: tuple[int, ...] = ()
         self.has_pre_hooks = False  # of the user's, on modules, which may write weights before a block's forward
         self._seen: set[Hashable] = set()  # switches of the model
+        self.unseen_writes = UnseenWrites(trial.meter)
+        self._kind: Hashable = ()  # of the forward that there is a plan for
         self.settled = True  # neither is a plan being looked for, nor are weights on their way to where it wants them
         self._last: tuple[TrialPlan, PlanKey, Any, Hashable, Any] | None = None  # settled, and what it covers
         self._differentiating: dict[str, str] = {}  # blocks that run a backward within a forward, perhaps only in some
@@ -246,7 +249,12 @@ class Planner:
                 self._trial.steps.leave()
             plan = self.extend_plan(root, args, kwargs)
         self._note_unmeasured(mode)
+        self._kind = plan.cut, self._flags, mode, glance.hooked, torch.is_grad_enabled()
         return plan
+
+    def looking_for_unseen_writes(self) -> AbstractContextManager[None]:
+        """Around a forward of a plan that spills."""
+        return self.unseen_writes.looking(self._kind, self.blocks)
 
     def _plan_for_inputs(
         self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], glance: Glance
@@ -441,6 +449,7 @@ class Planner:
         self.unwrap()
         self._cut, self._known = cut, None
         self.blocks = blocks_of(self._trial.model, self._limit_bytes, cut, profiles)
+        self.unseen_writes.tell(self.blocks)
         self.wrap()
 
     def wrap(self) -> None:

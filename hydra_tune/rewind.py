@@ -32,7 +32,7 @@ class Rewind:
         generators: Sequence[torch.Generator],
     ) -> None:
         self._meter = meter
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._buffers = [(name, buffer, buffer.clone()) for name, buffer in model.named_buffers()]
         self._weights = [(p, p.data, version_of(p), dict(p.__dict__)) for p in model.parameters()]
         self._parts = [(m, kind, dict(kind)) for m in model.modules() for kind in (m._parameters, m._modules)]
         with meter.paused():
@@ -57,7 +57,7 @@ class Rewind:
 
         Raises:
             UncuttableError: an argument has become part of the forward's graph.
-            PrepareError: the forward has made weights or modules. They are gone again.
+            PrepareError: the forward has made weights or modules, or made a buffer part of its graph. That is undone.
         """
         set_generator_states(self._generators, self._states)
         self._arguments.restore()
@@ -69,8 +69,11 @@ class Rewind:
             if weight.__dict__ or marks:
                 weight.__dict__.clear()
                 weight.__dict__.update(marks)
+        recorded = [name for name, buffer, value in self._buffers if buffer.requires_grad and not value.requires_grad]
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for _, buffer, value in self._buffers:
+                if buffer.requires_grad:
+                    buffer.detach_()
                 buffer.resize_(value.shape).copy_(value)
         with self._meter.paused():
             for tensor, data, value in self._values:
@@ -81,6 +84,11 @@ class Rewind:
         for tensor, node in self._nodes:
             _take_out(tensor, node)
         _refuse_new_parts(self._parts)
+        if recorded:
+            raise PrepareError(
+                f"a buffer has no history, but a forward has written what requires a gradient into {recorded[0]}. "
+                "Write its .detach(), or under torch.no_grad()."
+            )
 
     def refuse_other_writes(self) -> None:
         """Of weights whose values were not kept.

@@ -126,6 +126,12 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise PrepareError(
                 f"a model has weights before it is prepared, but {name} is on meta. Materialise it first."
             )
+        if not tensor.is_leaf:
+            raise PrepareError(
+                f"a prepared model's weights are leaves, but {name} was computed from others, perhaps for "
+                "torch.func.functional_call. Call a copy.deepcopy(model) so, which is a plain model, or "
+                "hydra_tune.release(model) first."
+            )
         if is_lazy(tensor):
             raise PrepareError(
                 f"a model has weights before it is prepared, but {name} is lazy. Call the model once on a batch."

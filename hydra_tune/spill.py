@@ -209,7 +209,8 @@ class DeviceCopy:
                 self._refuse_other_layout(block, site[1], now, slot)
                 self._buffers[site] = slot, now
             before, self._copied_buffers[site] = self._copied_buffers.get(site), _state_of(now)
-            if before != self._copied_buffers[site] or not (is_new or same_bits(slot.to(now.device), now)):
+            has_copy_of_now = is_new and not again
+            if before != self._copied_buffers[site] or not (has_copy_of_now or same_bits(slot.to(now.device), now)):
                 pairs.append((slot, now))
         return pairs
 

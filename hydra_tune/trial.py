@@ -15,7 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
 from hydra_tune.tree import tensors_in
 from hydra_tune.turn import Turn
+from hydra_tune.unseen_writes import UnseenWrites
 
 logger = logging.getLogger("hydra_tune")
 
@@ -109,6 +110,10 @@ class Trial:
     @property
     def has_pre_hooks(self) -> bool:
         return self.planner.has_pre_hooks
+
+    @property
+    def unseen_writes(self) -> UnseenWrites:
+        return self.planner.unseen_writes
 
     @property
     def is_alone(self) -> bool:
@@ -367,7 +372,9 @@ class Trial:
                 else:
                     self._begin_spilled(forward_pass)
                 self._backward_within, with_gradients = False, torch.is_grad_enabled()
-                outputs = root.original(*args, **kwargs)
+                looking = nullcontext() if plan.resident else self.planner.looking_for_unseen_writes()
+                with looking:
+                    outputs = root.original(*args, **kwargs)
                 if self._backward_within:  # once, however many
                     self.steps.add_backward()
                 made = tensors_in(outputs)
@@ -466,6 +473,10 @@ class Trial:
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
                 tensor.register_hook(enter)
+
+    @property
+    def in_pilot(self) -> bool:
+        return self.planner.pilot is not None
 
     @property
     def in_forward(self) -> bool:

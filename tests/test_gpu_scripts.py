@@ -14,6 +14,7 @@ import test_changed_modules
 import test_evaluation
 import test_marks
 import test_outer_graph
+import test_unseen_writes
 import test_within_backward
 import test_within_forward
 from scripts import trains_as_in_plain_pytorch
@@ -25,7 +26,7 @@ pytestmark = [
 DEVICE = "cuda:0"
 MODULES = (
     test_before_backward, test_beside_weights, test_buffers, test_changed_modules, test_evaluation, test_marks,
-    test_outer_graph, test_within_backward, test_within_forward,
+    test_outer_graph, test_unseen_writes, test_within_backward, test_within_forward,
 )  # fmt: skip
 OTHERWISE = {
     test_buffers.SharesABuffer: "`.to(device)` gives each module a buffer of its own",

@@ -195,7 +195,7 @@ def test_a_pilot_notes_no_higher_peak_than_it_had():
 
 def test_who_takes_the_memory_of_a_freed_tensor_is_not_taken_for_it():
     """Which plan a model got depended on the allocator's luck: a write into other memory counted as the block's."""
-    journal = Journal((), (), Leaves(()))
+    journal = Journal((), (), (), Leaves(()))
     output = torch.zeros(4)
     address = output.untyped_storage()._cdata
     journal.watch("a block", [output])

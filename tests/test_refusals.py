@@ -128,6 +128,48 @@ def test_a_functional_call_of_the_whole_model(budget):
 
 
 @both_budgets
+@pytest.mark.parametrize("batches", [0, 1])
+def test_weights_computed_from_the_models_own_are_refused_and_training_goes_on(batches, budget):
+    """As those after a step of MAML's, given by `functional_call`."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, optimizer = made(prepare)
+        losses = train(model, optimizer, batches)
+        weights = {name: 0.9 * p for name, p in model.named_parameters()}
+        x, y = batch()
+        if "forward" in vars(model):  # it is prepared
+            with pytest.raises(hydra_tune.PrepareError, match=r"weights are leaves, but \S+ was computed from others"):
+                loss_on(lambda x: torch.func.functional_call(model, weights, (x,)), x, y)
+        return losses + train(model, optimizer), left_by(model, optimizer)
+
+    compare(scenario, budget)
+
+
+class Averages(Layer):
+    def __init__(self):
+        super().__init__(WIDTH, True)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.mean.copy_(x.mean((0, 1)))
+        return x
+
+
+@both_budgets
+def test_a_buffer_that_becomes_part_of_the_graph_is_named(budget):
+    model = Net()
+    model.layers[1] = Averages()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+        model = hydra_tune.prepare(model, pool=pool)
+        with pytest.raises(hydra_tune.PrepareError, match=r"into layers\.1\.mean\. Write its \.detach\(\)"):
+            model(batch()[0])
+        hydra_tune.release(model)
+    assert not model.layers[1].mean.any() and not model.layers[1].mean.requires_grad
+
+
+@both_budgets
 def test_retained_graphs(budget):
     def scenario(prepare):
         torch.manual_seed(0)
@@ -327,6 +369,30 @@ def test_a_loss_that_a_block_leaves_aside(where, budget):
         return loss.item(), left_by(model)
 
     compare_or_refuse(scenario, budget)
+
+
+PENALTIES = []
+
+
+class KeepsGlobally(Layer):
+    def forward(self, x):
+        x = super().forward(x)
+        PENALTIES.append(x.square().mean())
+        return x
+
+
+@both_budgets
+def test_losses_in_a_global_list_have_the_pilots_among_them(budget):
+    model = Net()
+    model.layers[1] = KeepsGlobally(WIDTH, True)
+    PENALTIES.clear()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+        model = hydra_tune.prepare(model, pool=pool)
+        loss = loss_on(model, *batch()) + sum(PENALTIES)
+        with pytest.raises(hydra_tune.PrepareError, match=r"runs twice.* perhaps in a global list"):
+            loss.backward()
+        PENALTIES.clear()
+        hydra_tune.release(model)
 
 
 # ---- outputs that share memory ----

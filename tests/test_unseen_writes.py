@@ -1,0 +1,134 @@
+"""Weights and buffers that hooks, a forward, or other blocks write through `.data` or NumPy, which no version tells of:
+in a forward, when a copy of them may be on the device already."""
+
+import pytest
+import torch
+
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, trains_as_in_plain_pytorch
+
+
+class Hooked(Script):
+    """A hook on each layer, called before it."""
+
+    def model(self):
+        model = Net(self.Layer)
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda layer, _: self.write(layer))
+        return model
+
+
+class HookScales(Hooked):
+    def write(self, layer):
+        layer.down.weight.data.mul_(0.9)
+
+
+class HookTurnsAround(Hooked):
+    """Of which no sum tells."""
+
+    def write(self, layer):
+        layer.down.weight.data.copy_(layer.down.weight.data.flip(0))
+
+
+class HookCounts(Hooked):
+    class Layer(Layer):
+        def set_up(self):
+            self.register_buffer("calls", torch.zeros(()))
+
+    def write(self, layer):
+        layer.calls.data.add_(1)
+
+
+class HookSetsABuffer(Hooked):
+    class Layer(Layer):
+        def set_up(self):
+            self.register_buffer("scale", torch.ones(WIDTH))
+
+        def forward(self, x):
+            return super().forward(x * self.scale)
+
+    def write(self, layer):
+        layer.scale.data.mul_(0.75)
+
+
+class HookWritesTheNext(Script):
+    def model(self):
+        model = Net(self.Layer)
+        for layer, following in zip(model.layers, model.layers[1:], strict=False):
+            layer.register_forward_hook(lambda *_, weight=following.up.weight: (weight.data.mul_(0.9), None)[1])
+        return model
+
+
+class WritesInEvaluation(Script):
+    """Where no pilot has seen the forward."""
+
+    class Net(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                if not self.training:
+                    self.write(layer.up.weight)
+                x = layer(x)
+            return self.head(x)
+
+        def write(self, weight):
+            weight.data.mul_(0.75)
+
+    def model(self):
+        return self.Net()
+
+    def after(self, model, optimizer):
+        model.eval()
+        with torch.no_grad():
+            out = model(torch.ones(2, WIDTH).to(self.device)).mean()
+            model.head.bias += out.to(model.head.bias.device)
+        model.train()
+
+
+class WritesThroughNumPy(WritesInEvaluation):
+    class Net(WritesInEvaluation.Net):
+        def write(self, weight):
+            array = weight.detach().numpy()
+            array *= 0.75
+
+
+class BlockWritesTheNext(Script):
+    """A block's forward that is repeated would do so again."""
+
+    class Layer(Layer):
+        following = ()
+
+        def forward(self, x):
+            x = super().forward(x)
+            for layer in self.following:
+                self.write(layer)
+            return x
+
+        def set_up(self):
+            self.register_buffer("calls", torch.zeros(()))
+
+        def write(self, layer):
+            layer.up.weight.data.mul_(0.9)
+
+    def model(self):
+        model = Net(self.Layer)
+        for layer, following in zip(model.layers, model.layers[1:], strict=False):
+            layer.following = [following]
+        return model
+
+
+class BlockCountsForTheNext(BlockWritesTheNext):
+    class Layer(BlockWritesTheNext.Layer):
+        def write(self, layer):
+            layer.calls.data.add_(1)
+
+
+SCRIPTS = [
+    HookScales, HookTurnsAround, HookCounts, HookSetsABuffer, HookWritesTheNext, WritesInEvaluation,
+    BlockWritesTheNext, BlockCountsForTheNext,
+]  # fmt: skip
+
+
+@pytest.mark.sample(len(BUDGETS))
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("script", [*SCRIPTS, WritesThroughNumPy], ids=lambda script: script.__name__)
+def test_it_trains_as_in_plain_pytorch(script, budget):
+    trains_as_in_plain_pytorch(script, budget)

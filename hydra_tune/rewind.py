@@ -69,12 +69,15 @@ class Rewind:
             if weight.__dict__ or marks:
                 weight.__dict__.clear()
                 weight.__dict__.update(marks)
-        recorded = [name for name, buffer, value in self._buffers if buffer.requires_grad and not value.requires_grad]
+        recorded = []
         with torch.no_grad():
-            for _, buffer, value in self._buffers:
-                if buffer.requires_grad:
+            for name, buffer, value in self._buffers:
+                if buffer.requires_grad and not value.requires_grad:
                     buffer.detach_()
-                buffer.resize_(value.shape).copy_(value)
+                    recorded.append(name)
+                if buffer.shape != value.shape:
+                    buffer.resize_(value.shape)
+                buffer.copy_(value)
         with self._meter.paused():
             for tensor, data, value in self._values:
                 if not same_bits(once(data), value):

@@ -126,12 +126,6 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise PrepareError(
                 f"a model has weights before it is prepared, but {name} is on meta. Materialise it first."
             )
-        if not tensor.is_leaf:
-            raise PrepareError(
-                f"a prepared model's weights are leaves, but {name} was computed from others, perhaps for "
-                "torch.func.functional_call. Call a copy.deepcopy(model) so, which is a plain model, or "
-                "hydra_tune.release(model) first."
-            )
         if is_lazy(tensor):
             raise PrepareError(
                 f"a model has weights before it is prepared, but {name} is lazy. Call the model once on a batch."
@@ -146,6 +140,13 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise PrepareError(
                 f"weights and buffers are dense and fill their memory, but {name} has layout {tensor.layout} and "
                 f"strides {tensor.stride() if tensor.layout is torch.strided else None}. Make it {way} first."
+            )
+    for name, weight in model.named_parameters():
+        if not weight.is_leaf:
+            raise PrepareError(
+                f"a prepared model's weights are leaves, but {name} was computed from others, perhaps for "
+                "torch.func.functional_call. Call a copy.deepcopy(model) so, which is a plain model, or "
+                "hydra_tune.release(model) first."
             )
     for name, buffer in model.named_buffers():
         if buffer.requires_grad and buffer.is_leaf:

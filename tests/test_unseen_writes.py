@@ -4,6 +4,8 @@ in a forward, when a copy of them may be on the device already."""
 import pytest
 import torch
 
+import hydra_tune
+from hydra_tune import unseen_writes
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, trains_as_in_plain_pytorch
 
 
@@ -20,6 +22,16 @@ class Hooked(Script):
 class HookScales(Hooked):
     def write(self, layer):
         layer.down.weight.data.mul_(0.9)
+
+
+class HookScalesBatchesThatGrow(HookScales):
+    """What one plan's blocks have shown holds for those of the next one."""
+
+    steps = 0
+
+    def forward(self, model, x):
+        self.steps += 1
+        return model(torch.cat(self.steps * [x]))[: len(x)]
 
 
 class HookTurnsAround(Hooked):
@@ -122,8 +134,8 @@ class BlockCountsForTheNext(BlockWritesTheNext):
 
 
 SCRIPTS = [
-    HookScales, HookTurnsAround, HookCounts, HookSetsABuffer, HookWritesTheNext, WritesInEvaluation,
-    BlockWritesTheNext, BlockCountsForTheNext,
+    HookScales, HookScalesBatchesThatGrow, HookTurnsAround, HookCounts, HookSetsABuffer, HookWritesTheNext,
+    WritesInEvaluation, BlockWritesTheNext, BlockCountsForTheNext,
 ]  # fmt: skip
 
 
@@ -132,3 +144,27 @@ SCRIPTS = [
 @pytest.mark.parametrize("script", [*SCRIPTS, WritesThroughNumPy], ids=lambda script: script.__name__)
 def test_it_trains_as_in_plain_pytorch(script, budget):
     trains_as_in_plain_pytorch(script, budget)
+
+
+def test_a_kind_of_forward_is_looked_at_once(monkeypatch):
+    looked = []
+    monkeypatch.setattr(unseen_writes, "digest", lambda tensor: looked.append(tensor))
+    model = Net()
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        hydra_tune.prepare(model, pool=pool)
+
+        def num_looked():
+            looked.clear()
+            model(torch.randn(4, WIDTH))
+            return len(looked)
+
+        def in_evaluation():
+            with torch.no_grad():
+                return num_looked()
+
+        first, *later = (num_looked() for _ in range(3))
+        assert first > 0 and later == [0, 0]
+        model.layers[0].register_forward_hook(lambda *_: None)
+        assert [num_looked(), num_looked()] == [first, 0]
+        assert [in_evaluation(), in_evaluation(), num_looked()] == [first, 0, 0]
+        hydra_tune.release(model)

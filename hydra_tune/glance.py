@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import nn
 
+from hydra_tune.marks import hooks_of
 from hydra_tune.probe import has_user_pre_hook, user_hooks
 
 
@@ -28,6 +29,7 @@ class Glance:
     buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
     training: tuple[bool, ...]
     hooked: tuple[int, ...]  # ids of modules with a user's hook
+    hooks: tuple[int, ...]  # the numbers of their hooks
     pre_hooked: bool  # one of these has one that fires before its forward
     switches: Hashable
 
@@ -56,6 +58,7 @@ def glance_at(model: nn.Module) -> Glance:
         tuple(buffers),
         tuple([module.training for module in modules]),
         tuple([id(module) for module in hooked]),
+        tuple(chain.from_iterable(hooks_of(hooked))),
         any(map(has_user_pre_hook, hooked)),
         tuple([_switches_of(owner) for owner in owners.values()]),
     )

@@ -249,7 +249,7 @@ class Planner:
                 self._trial.steps.leave()
             plan = self.extend_plan(root, args, kwargs)
         self._note_unmeasured(mode)
-        self._kind = plan.cut, self._flags, mode, glance.hooked, torch.is_grad_enabled()
+        self._kind = plan.cut, self._flags, mode, glance.hooks, torch.is_grad_enabled()
         return plan
 
     def looking_for_unseen_writes(self) -> AbstractContextManager[None]:

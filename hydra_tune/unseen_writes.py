@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from hydra_tune.block import Block
 from hydra_tune.host_buffer import digest, version_of
@@ -15,7 +16,7 @@ from hydra_tune.meter import TrialMeter
 
 _MOST_KINDS = 64  # of forwards
 
-_State = tuple[int, int, int, Sequence[float | None]]  # which tensor, where, its version, and its values
+_State = tuple[int, int, list[float | None]]  # where a tensor is, its version, and what tells of its values
 
 
 class UnseenWrites:
@@ -26,7 +27,7 @@ class UnseenWrites:
         self._meter = meter
         self._known: set[Hashable] = set()  # kinds
         self._before: dict[int, _State] | None = None  # as the forward under way has found them
-        self._written: set[str] = set()  # blocks
+        self._written: set[tuple[int, str]] = set()  # modules' ids, and names of weights and buffers there
 
     @contextmanager
     def looking(self, kind: Hashable, blocks: Sequence[Block]) -> Iterator[None]:
@@ -35,7 +36,7 @@ class UnseenWrites:
             yield
             return
         with self._meter.paused():
-            self._before = {id(t): _state_of(t) for block in blocks for t in _tensors_of(block)}
+            self._before = {id(t): _state_of(t) for block in blocks for _, _, t in _tensors_of(block)}
         try:
             yield
             self._known.add(kind)
@@ -50,28 +51,36 @@ class UnseenWrites:
         """Before a visit."""
         before = self._before or {}
         with self._meter.paused():
-            if not block.rewritten and any(_is_rewritten(t, before.get(id(t))) for t in _tensors_of(block)):
-                self._written.add(block.name)
-                block.rewritten = True
+            for module, name, tensor in _tensors_of(block):
+                if _is_rewritten(tensor, before.get(id(tensor))):
+                    self._written.add((id(module), name))
+        self.tell([block])
 
     def tell(self, blocks: Sequence[Block]) -> None:
-        """New ones what is known of those that had their names."""
-        for block in blocks:
-            block.rewritten |= block.name in self._written
+        """Them what is known of their weights and buffers."""
+        for block in blocks if self._written else ():
+            sites = (*block.parameter_sites, *block.buffer_sites)
+            block.rewritten |= any((id(module), name) in self._written for module, name in sites)
 
 
-def _tensors_of(block: Block) -> list[torch.Tensor]:
-    return [*block.slot_parameters, *block.buffers()]
+def _tensors_of(block: Block) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """With their modules, and their names there."""
+    for module, name in (*block.parameter_sites, *block.buffer_sites):
+        parameter, buffer = module._parameters.get(name), module._buffers.get(name)
+        if parameter is not None and id(parameter) in block.in_slot:
+            yield module, name, parameter
+        if buffer is not None:
+            yield module, name, buffer
 
 
 def _state_of(tensor: torch.Tensor) -> _State:
     flat = tensor.detach().flatten() if tensor.layout is torch.strided else tensor
     parts = (flat, flat[::2], flat[: flat.numel() // 2])  # of all of them alone, one would not see them change places
-    return id(tensor), tensor.data_ptr(), version_of(tensor), [*map(digest, parts)]
+    return tensor.data_ptr(), version_of(tensor), [*map(digest, parts)]
 
 
 def _is_rewritten(tensor: torch.Tensor, before: _State | None) -> bool:
-    """Another one, one that is elsewhere and one with another version are copied anew without this."""
-    if before is None or (id(tensor), tensor.data_ptr(), version_of(tensor)) != before[:3]:
+    """One that is new, elsewhere, or of another version, is copied anew without this."""
+    if before is None or (tensor.data_ptr(), version_of(tensor)) != before[:2]:
         return False
-    return list(before[3]) != list(_state_of(tensor)[3])
+    return before != _state_of(tensor)

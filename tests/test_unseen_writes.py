@@ -3,6 +3,7 @@ in a forward, when a copy of them may be on the device already."""
 
 import pytest
 import torch
+from torch import nn
 
 import hydra_tune
 from hydra_tune import unseen_writes
@@ -32,6 +33,36 @@ class HookScalesBatchesThatGrow(HookScales):
     def forward(self, model, x):
         self.steps += 1
         return model(torch.cat(self.steps * [x]))[: len(x)]
+
+
+class HooksComeLater(Script):
+    """After others, and in the place of others."""
+
+    steps = 0
+
+    def between(self, model):
+        self.steps += 1
+        if self.steps == 1:
+            self.hook = model.layers[0].register_forward_pre_hook(lambda *_: None)
+
+    def after(self, model, optimizer):
+        if self.steps == 2:
+            self.hook.remove()
+            model.layers[0].register_forward_pre_hook(self.writing(model.layers[3].up.weight))
+
+    def writing(self, weight):
+        return lambda *_: (weight.data.mul_(0.9), None)[1]
+
+
+class HookScalesWhereNothingIsTrained(HookScales):
+    """With gradients: of the input, or of weights where dropout is off."""
+
+    def write(self, layer):
+        if not layer.training:
+            super().write(layer)
+
+    def after(self, model, optimizer):
+        model.eval()
 
 
 class HookTurnsAround(Hooked):
@@ -134,8 +165,8 @@ class BlockCountsForTheNext(BlockWritesTheNext):
 
 
 SCRIPTS = [
-    HookScales, HookScalesBatchesThatGrow, HookTurnsAround, HookCounts, HookSetsABuffer, HookWritesTheNext,
-    WritesInEvaluation, BlockWritesTheNext, BlockCountsForTheNext,
+    HookScales, HookScalesBatchesThatGrow, HookScalesWhereNothingIsTrained, HooksComeLater, HookTurnsAround,
+    HookCounts, HookSetsABuffer, HookWritesTheNext, WritesInEvaluation, BlockWritesTheNext, BlockCountsForTheNext,
 ]  # fmt: skip
 
 
@@ -144,6 +175,17 @@ SCRIPTS = [
 @pytest.mark.parametrize("script", [*SCRIPTS, WritesThroughNumPy], ids=lambda script: script.__name__)
 def test_it_trains_as_in_plain_pytorch(script, budget):
     trains_as_in_plain_pytorch(script, budget)
+
+
+def test_buffers_that_blocks_write_themselves_are_not_taken_for_such():
+    """As by a layer that is called twice."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), *[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    model.append(model[1])
+    with hydra_tune.ShardPool(["cpu"], "40KiB") as pool:
+        hydra_tune.prepare(model, pool=pool)
+        model(torch.randn(4, WIDTH))
+        assert not any(block.rewritten for block in model.forward.trial.planner.blocks)
+        hydra_tune.release(model)
 
 
 def test_a_kind_of_forward_is_looked_at_once(monkeypatch):

@@ -35,23 +35,34 @@ class HookScalesBatchesThatGrow(HookScales):
         return model(torch.cat(self.steps * [x]))[: len(x)]
 
 
-class HooksComeLater(Script):
-    """After others, and in the place of others."""
+class HooksComeLater(HookScales):
+    """In the place of others."""
 
-    steps = 0
-
-    def between(self, model):
-        self.steps += 1
-        if self.steps == 1:
-            self.hook = model.layers[0].register_forward_pre_hook(lambda *_: None)
+    def model(self):
+        model = Net(self.Layer)
+        self.hooks = [layer.register_forward_pre_hook(lambda *_: None) for layer in model.layers]
+        return model
 
     def after(self, model, optimizer):
-        if self.steps == 2:
-            self.hook.remove()
-            model.layers[0].register_forward_pre_hook(self.writing(model.layers[3].up.weight))
+        while self.hooks:
+            self.hooks.pop().remove()
+            model.layers[len(self.hooks)].register_forward_pre_hook(lambda layer, _: self.write(layer))
 
-    def writing(self, weight):
-        return lambda *_: (weight.data.mul_(0.9), None)[1]
+
+class HookIsSwitchedOn(HookScales):
+    def model(self):
+        model = super().model()
+        for layer in model.layers:
+            layer.scales = False
+        return model
+
+    def write(self, layer):
+        if layer.scales:
+            super().write(layer)
+
+    def after(self, model, optimizer):
+        for layer in model.layers:
+            layer.scales = True
 
 
 class HookScalesWhereNothingIsTrained(HookScales):
@@ -165,8 +176,9 @@ class BlockCountsForTheNext(BlockWritesTheNext):
 
 
 SCRIPTS = [
-    HookScales, HookScalesBatchesThatGrow, HookScalesWhereNothingIsTrained, HooksComeLater, HookTurnsAround,
-    HookCounts, HookSetsABuffer, HookWritesTheNext, WritesInEvaluation, BlockWritesTheNext, BlockCountsForTheNext,
+    HookScales, HookScalesBatchesThatGrow, HookScalesWhereNothingIsTrained, HookIsSwitchedOn, HooksComeLater,
+    HookTurnsAround, HookCounts, HookSetsABuffer, HookWritesTheNext, WritesInEvaluation, BlockWritesTheNext,
+    BlockCountsForTheNext,
 ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ class Glance:
     parameters: tuple[tuple[int, str, int], ...]  # the last is its id
     needs_gradient: tuple[bool, ...]  # of each of these
     buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
+    computed_buffers: tuple[tuple[str, int], ...]  # those with a history: each one's name there, its node's number
     training: tuple[bool, ...]
     hooked: tuple[int, ...]  # ids of modules with a user's hook
     hooks: tuple[int, ...]  # the numbers of their hooks
@@ -36,7 +37,7 @@ class Glance:
 
 def glance_at(model: nn.Module) -> Glance:
     modules = _modules_of(model)
-    parameters, needs_gradient, buffers = [], [], []
+    parameters, needs_gradient, buffers, computed = [], [], [], []
     owners: dict[int, Any] = {}
     for place, module in enumerate(modules):
         for name, parameter in module._parameters.items():
@@ -46,6 +47,8 @@ def glance_at(model: nn.Module) -> Glance:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.append((place, name, tuple(buffer.shape), buffer.dtype))
+                if buffer.requires_grad and buffer.grad_fn is not None:
+                    computed.append((name, buffer.grad_fn._sequence_nr()))
         has_config = "config" in vars(module) or hasattr(type(module), "config")  # `getattr` is slow where it fails
         config = getattr(module, "config", None) if has_config else None
         for owner in (module,) if config is None else (module, config):
@@ -56,6 +59,7 @@ def glance_at(model: nn.Module) -> Glance:
         tuple(parameters),
         tuple(needs_gradient),
         tuple(buffers),
+        tuple(computed),
         tuple([module.training for module in modules]),
         tuple([id(module) for module in hooked]),
         tuple(chain.from_iterable(hooks_of(hooked))),

@@ -8,7 +8,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.mode import drawing_again
 from hydra_tune.random_state import has_own_state, random_state_kept
-from hydra_tune.snapshot import Snapshot
 from hydra_tune.tree import tensors_in
 
 logger = logging.getLogger("hydra_tune")
@@ -171,42 +170,19 @@ def _steps(
 
 
 def _measured(make: type[torch.optim.Optimizer], kind: _Kind, options: dict[str, Any]) -> _Step:
-    """Nobody draws other random numbers for it, nor is any hook called; what a class writes on itself is put back.
+    """Nobody draws other random numbers for it, nor is any hook called.
 
     Raises:
         RuntimeError: hooks of all optimizers would be, by a class that calls its base's `step`.
     """
-    if not _is_of_torch(make) and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
+    if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
         raise RuntimeError("hooks of all optimizers would be called")
     apart = nullcontext() if has_own_state() else drawing_again()
-    with apart, random_state_kept([_GENERATOR]), torch.no_grad(), _attributes_kept(make):
+    with apart, random_state_kept([_GENERATOR]), torch.no_grad():
         few, many = (_measured_together(make, kind, copy.deepcopy(options), number) for number in (_FEW, _MANY))
     at_once = many[1] > few[1] * (_FEW + _MANY) / (2 * _FEW)
     scratch_bytes = 0 if kind.fused else math.ceil(many[1] / _MANY if at_once else few[1] / _FEW)
     return _Step(math.ceil(few[0] / _FEW), scratch_bytes, at_once)
-
-
-def _is_of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
-
-
-@contextmanager
-def _attributes_kept(make: type) -> Iterator[None]:
-    """Of the class and of its bases, but for PyTorch's and Python's."""
-    own = [kind for kind in make.__mro__ if not _is_of_torch(kind) and kind.__module__ != "builtins"]
-    before = [(kind, dict(vars(kind))) for kind in own]
-    contents = Snapshot({"": [then for _, then in before]})
-    try:
-        yield
-    finally:
-        contents.restore()
-        for kind, then in before:
-            for name, value in then.items():
-                if vars(kind).get(name, kind) is not value:
-                    setattr(kind, name, value)
-            for name in [*vars(kind)]:
-                if name not in then:
-                    delattr(kind, name)
 
 
 def _measured_together(

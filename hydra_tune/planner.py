@@ -49,7 +49,14 @@ from hydra_tune.plan_summary import summary_of
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.random_state import has_own_state
-from hydra_tune.root import RootForward, refuse_global_hooks, refuse_own_forward, refuse_unsupported
+from hydra_tune.root import (
+    RootForward,
+    refuse_computed_buffers,
+    refuse_computed_weights,
+    refuse_global_hooks,
+    refuse_own_forward,
+    refuse_unsupported,
+)
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 from hydra_tune.tree import flatten
 from hydra_tune.unseen_writes import UnseenWrites
@@ -73,6 +80,7 @@ class Planned(Executor, Client, Protocol):
     pool: ShardPool
     meter: TrialMeter
     mode: TrialMode | None
+    first_node: int
     optimizer: torch.optim.Optimizer | None
 
     @property
@@ -237,6 +245,7 @@ class Planner:
     def plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
         """The plan for these inputs, from a pilot in this training mode and autocast if gradients may follow."""
         glance = glance_at(self._trial.model)
+        refuse_computed_buffers(glance.computed_buffers, self._trial.first_node)
         self.has_pre_hooks = glance.pre_hooked
         plan, mode = self._plan_for_inputs(root, args, kwargs, glance), (glance.training, autocast_mode())
         while torch.is_grad_enabled() and mode not in plan.modes:
@@ -289,15 +298,17 @@ class Planner:
                 "a prepared model's first forward runs twice, but an argument of it can be read only once. Give it a "
                 "list instead of an iterator."
             )
+        key_of = partial(plan_key, trial.model, trial.optimizer, (args, kwargs), flags)
+        key = key_of(trial.residency.spilled, forward_only)
+        self._spills = trial.residency.spilled or key in pool.too_large
+        if self._spills:
+            key = key_of(True, forward_only)
+        if key not in pool.plans or not pool.plans[key].resident:
+            refuse_computed_weights(trial.model)
         if in_step:
             trial.steps.leave()
-        former, former_key = self.plan, self._key
+        former, former_key, self._key = self.plan, self._key, key
         self.settled = False
-        key_of = partial(plan_key, trial.model, trial.optimizer, (args, kwargs), flags)
-        self._key = key_of(trial.residency.spilled, forward_only)
-        self._spills = trial.residency.spilled or self._key in pool.too_large
-        if self._spills:
-            self._key = key_of(True, forward_only)
         self._kinds.update(kind() for kind in self._key.kinds)
         try:
             if former is not None:

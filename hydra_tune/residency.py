@@ -247,8 +247,9 @@ class Residency:
                 tensor = self.device.hold(tensor)
             else:
                 tensor.data = self.device.hold(tensor.data)
-            if tensor.grad is not None and tensor.grad.device != self.device.torch_device:
-                tensor.grad = self.device.hold(tensor.grad)  # a virtual device's stays: it may be the user's view
+            grad = _grad_of(tensor)
+            if grad is not None and grad.device != self.device.torch_device:
+                tensor.grad = self.device.hold(grad)  # a virtual device's stays: it may be the user's view
         self._log.count("promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor])
@@ -266,7 +267,7 @@ class Residency:
                     parameter = module._parameters.get(held.name)
                 if parameter is not None:
                     parameter.data = self._to_host(parameter.data)
-                    grad = parameter.grad
+                    grad = _grad_of(parameter)
                     if grad is not None:
                         self.meter.disown(grad)
                         if grad.device.type != "cpu":
@@ -309,6 +310,11 @@ class Residency:
         device = self.device.torch_device
         leaves, structure = flatten(batch)
         return unflatten([_moved(leaf, device) for leaf in leaves], structure)
+
+
+def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """None of one that was computed, as for `functional_call`: PyTorch warns of who asks."""
+    return tensor.grad if tensor.is_leaf else None
 
 
 def _stays_itself(tensor: torch.Tensor) -> bool:

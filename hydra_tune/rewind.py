@@ -32,7 +32,7 @@ class Rewind:
         generators: Sequence[torch.Generator],
     ) -> None:
         self._meter = meter
-        self._buffers = [(name, buffer, buffer.clone()) for name, buffer in model.named_buffers()]
+        self._buffers = [(name, b, b.requires_grad, b.detach().clone()) for name, b in model.named_buffers()]
         self._weights = [(p, p.data, version_of(p), dict(p.__dict__)) for p in model.parameters()]
         self._parts = [(m, kind, dict(kind)) for m in model.modules() for kind in (m._parameters, m._modules)]
         with meter.paused():
@@ -57,7 +57,7 @@ class Rewind:
 
         Raises:
             UncuttableError: an argument has become part of the forward's graph.
-            PrepareError: the forward has made weights or modules, or made a buffer part of its graph. That is undone.
+            PrepareError: the forward has made weights or modules, which is undone; or a buffer is part of a graph.
         """
         set_generator_states(self._generators, self._states)
         self._arguments.restore()
@@ -69,15 +69,15 @@ class Rewind:
             if weight.__dict__ or marks:
                 weight.__dict__.clear()
                 weight.__dict__.update(marks)
-        recorded = []
+        recorded = [name for name, buffer, was_recorded, _ in self._buffers if buffer.requires_grad > was_recorded]
         with torch.no_grad():
-            for name, buffer, value in self._buffers:
-                if buffer.requires_grad and not value.requires_grad:
+            for _, buffer, was_recorded, value in self._buffers:
+                if buffer.requires_grad and not (was_recorded or buffer._is_view()):
                     buffer.detach_()
-                    recorded.append(name)
-                if buffer.shape != value.shape:
-                    buffer.resize_(value.shape)
-                buffer.copy_(value)
+                if buffer.requires_grad:
+                    buffer.data.copy_(value)
+                else:
+                    buffer.resize_(value.shape).copy_(value)
         with self._meter.paused():
             for tensor, data, value in self._values:
                 if not same_bits(once(data), value):

@@ -141,13 +141,6 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"weights and buffers are dense and fill their memory, but {name} has layout {tensor.layout} and "
                 f"strides {tensor.stride() if tensor.layout is torch.strided else None}. Make it {way} first."
             )
-    for name, weight in model.named_parameters():
-        if not weight.is_leaf:
-            raise PrepareError(
-                f"a prepared model's weights are leaves, but {name} was computed from others, perhaps for "
-                "torch.func.functional_call. Call a copy.deepcopy(model) so, which is a plain model, or "
-                "hydra_tune.release(model) first."
-            )
     for name, buffer in model.named_buffers():
         if buffer.requires_grad and buffer.is_leaf:
             raise PrepareError(
@@ -164,6 +157,28 @@ def refuse_unsupported(model: nn.Module) -> None:
         if tensor.layout is torch.strided
     }
     _refuse_shared_memory(tensors.values(), [x for key, x in attributes.items() if key not in tensors])
+
+
+def refuse_computed_buffers(buffers: Iterable[tuple[str, int]], first_node: int) -> None:
+    """Of a model that is called with these, each with its node's number, where earlier nodes are a forward's, which has
+    assigned it: their copies on the device have no history."""
+    for name, node in buffers:
+        if node >= first_node:
+            raise PrepareError(
+                f"a buffer has no history, but {name} was computed from what requires a gradient, and assigned before "
+                "the forward. Give it to the model as an argument, or detach it."
+            )
+
+
+def refuse_computed_weights(model: nn.Module) -> None:
+    """Of a model that is not resident: what computes with their copies would reach neither them nor what is behind."""
+    for name, weight in model.named_parameters():
+        if not weight.is_leaf:
+            raise PrepareError(
+                f"a prepared model's weights are leaves, but {name} was computed from others, perhaps for "
+                "torch.func.functional_call. Call a copy.deepcopy(model) so, which is a plain model, or "
+                "hydra_tune.release(model) first."
+            )
 
 
 def _tensors_of(attribute: Any) -> Iterator[torch.Tensor]:

@@ -88,6 +88,7 @@ class Trial:
         self._task_start_s = 0.0
         self.steps = Steps(self)
         self._backward_within = False  # of the forward under way
+        self.first_node = 0  # of autograd's, by number, that no forward has made
         self._pass: ForwardPass | None = None
         self._autocast = AutocastContext()  # that it is in, if it is
         self._backward_id = -1
@@ -338,6 +339,7 @@ class Trial:
             while self.planner.unmeasured:  # which this forward may call, or not
                 rewind = Rewind(self.model, (args, kwargs), self.meter, self.device.generators())
                 rewind.keep((*rewind.tensors, *map(self.model.get_parameter, plan.written)))
+                rewind.keep(p for block in self.planner.blocks if block.rewritten for p in block.slot_parameters)
                 try:
                     with SharedDraws() as draws:
                         return self._run_step(root, plan, casts, args, kwargs)
@@ -375,6 +377,7 @@ class Trial:
                 looking = nullcontext() if plan.resident else self.planner.looking_for_unseen_writes()
                 with looking:
                     outputs = root.original(*args, **kwargs)
+                self.first_node = torch._C._autograd._get_sequence_nr()
                 if self._backward_within:  # once, however many
                     self.steps.add_backward()
                 made = tensors_in(outputs)

@@ -135,25 +135,6 @@ def test_nobody_notices_that_copies_are_stepped():
     assert optimizer.param_groups[0]["steps"] == []
 
 
-class Warming(torch.optim.SGD):
-    """Counts its steps where all of its kind see it."""
-
-    steps, rates = 0, []
-
-    def step(self, closure=None):
-        Warming.steps += 1
-        Warming.last = self
-        self.rates.append(0.01 * self.steps)
-        super().step()
-
-
-def test_a_class_that_counts_its_steps_does_not_count_those_of_copies():
-    parameters = list(model().parameters())
-    optimizer = Warming(parameters, 0.1)
-    assert optimizer_state_bytes(optimizer, parameters) == 0
-    assert (Warming.steps, Warming.rates, hasattr(Warming, "last")) == (0, [], False)
-
-
 @pytest.mark.parametrize("make", [torch.optim.RMSprop, Noisier], ids=["torch's", "another"])
 def test_hooks_of_all_optimizers_are_not_called_for_copies(make):
     """Which another class may do that calls its base's step: then two values are assumed."""

@@ -1,5 +1,8 @@
 """What cannot be done with a prepared model says so, by name and with a way out; what can is exact."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import optuna
 import pytest
 import torch
@@ -129,44 +132,101 @@ def test_a_functional_call_of_the_whole_model(budget):
 
 @both_budgets
 @pytest.mark.parametrize("batches", [0, 1])
-def test_weights_computed_from_the_models_own_are_refused_and_training_goes_on(batches, budget):
-    """As those after a step of MAML's, given by `functional_call`."""
+def test_weights_that_are_computed_from_the_models_own(batches, budget):
+    """As those after a step of MAML's, given by `functional_call`: refused, but where a plan for them is known and all
+    is resident; and training goes on."""
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model, optimizer = made(prepare)
+        model = prepare(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         losses = train(model, optimizer, batches)
         weights = {name: 0.9 * p for name, p in model.named_parameters()}
         x, y = batch()
-        if "forward" in vars(model):  # it is prepared
+        loss = partial(loss_on, lambda x: torch.func.functional_call(model, weights, (x,)), x, y)
+        if budget == "resident" and batches:
+            loss().backward()
+            optimizer.step()
+        elif "forward" in vars(model):  # it is prepared
             with pytest.raises(hydra_tune.PrepareError, match=r"weights are leaves, but \S+ was computed from others"):
-                loss_on(lambda x: torch.func.functional_call(model, weights, (x,)), x, y)
+                loss()
         return losses + train(model, optimizer), left_by(model, optimizer)
 
     compare(scenario, budget)
 
 
 class Averages(Layer):
-    def __init__(self):
+    def __init__(self, mean):
         super().__init__(WIDTH, True)
-        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("mean", mean)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
         x = super().forward(x)
         self.mean.copy_(x.mean((0, 1)))
+        self.calls += 1
         return x
 
 
 @both_budgets
-def test_a_buffer_that_becomes_part_of_the_graph_is_named(budget):
+@pytest.mark.parametrize("view", [False, True])
+def test_a_buffer_that_a_forward_makes_part_of_its_graph(view, budget):
     model = Net()
-    model.layers[1] = Averages()
+    model.layers[1] = Averages(torch.zeros(2, WIDTH)[0] if view else torch.zeros(WIDTH))
+    before = [buffer.clone() for buffer in model.buffers()]
     with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
         model = hydra_tune.prepare(model, pool=pool)
         with pytest.raises(hydra_tune.PrepareError, match=r"into layers\.1\.mean\. Write its \.detach\(\)"):
             model(batch()[0])
         hydra_tune.release(model)
-    assert not model.layers[1].mean.any() and not model.layers[1].mean.requires_grad
+    assert_same(list(model.buffers()), before)
+    assert view or not model.layers[1].mean.requires_grad
+
+
+@both_budgets
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("whose", ["layers.1", ""])
+def test_a_buffer_that_is_computed_before_the_forward(whose, trains, budget):
+    """As a hypernetwork does, at first or later."""
+    model, source = Net(), torch.ones(WIDTH, requires_grad=True)
+    module = model.get_submodule(whose)
+    module.register_buffer("mean", torch.zeros(WIDTH))
+    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+        model = hydra_tune.prepare(model, pool=pool)
+        for factor in (2, 0, 3):
+            module.mean = computed = factor * source if factor else torch.zeros(WIDTH)
+            words = "mean was computed from what requires a gradient"
+            refused = pytest.raises(hydra_tune.PrepareError, match=words) if factor else nullcontext()
+            with refused, torch.set_grad_enabled(trains):
+                model(batch()[0])
+        assert module.mean is computed and computed.grad_fn is not None
+        hydra_tune.release(model)
+
+
+class Assigns(Layer):
+    def __init__(self):
+        super().__init__(WIDTH, True)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.mean = super().forward(x).mean((0, 1))
+        return x + self.mean
+
+
+@both_budgets
+def test_a_buffer_that_a_forward_computes_may_have_a_history(budget):
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = Net()
+        model.layers[1] = Assigns()
+        model, optimizer = made(prepare, model)
+        losses = train(model, optimizer)
+        x, y = batch()
+        loss_on(model, x[:2], y[: len(y) // 2]).backward()
+        optimizer.step()
+        return losses + train(model, optimizer), left_by(model, optimizer)
+
+    compare(scenario, budget)
 
 
 @both_budgets

@@ -68,9 +68,6 @@ class Executor(Protocol):
     def pass_of(self, block: Block) -> ForwardPass: ...
 
     @property
-    def in_pilot(self) -> bool: ...
-
-    @property
     def in_forward(self) -> bool: ...
 
     @property

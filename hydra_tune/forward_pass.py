@@ -25,10 +25,12 @@ class ForwardPass:
     `ended_by` is what a block raised to end it. A model may catch all exceptions, and would go on without the block.
     `may_join`: some block uses a tensor several times, whose gradients are one if nothing else uses it.
     `may_repeat`: some block was called as within a checkpoint.
+    `undone`: it was a pilot's, whose changes were put back.
     `joined_casts` are kept here, and no hook of a node behind the outputs keeps the pass.
     """
 
     done: bool = False
+    undone: bool = False
     may_join: bool = False
     may_repeat: bool = False
     ended_by: Exception | None = None

@@ -3,16 +3,16 @@ between two forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import nn
 
-from hydra_tune.marks import hooks_of
+from hydra_tune.marks import HOOKS_OF_MODULES
 from hydra_tune.probe import has_user_pre_hook, user_hooks
 
 
@@ -27,17 +27,16 @@ class Glance:
     parameters: tuple[tuple[int, str, int], ...]  # the last is its id
     needs_gradient: tuple[bool, ...]  # of each of these
     buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
-    computed_buffers: tuple[tuple[str, int], ...]  # those with a history: each one's name there, its node's number
     training: tuple[bool, ...]
     hooked: tuple[int, ...]  # ids of modules with a user's hook
-    hooks: tuple[int, ...]  # the numbers of their hooks
+    hooks: tuple[tuple[int, Any], ...]  # on these, by their ids, and each one's code
     pre_hooked: bool  # one of these has one that fires before its forward
     switches: Hashable
 
 
 def glance_at(model: nn.Module) -> Glance:
     modules = _modules_of(model)
-    parameters, needs_gradient, buffers, computed = [], [], [], []
+    parameters, needs_gradient, buffers = [], [], []
     owners: dict[int, Any] = {}
     for place, module in enumerate(modules):
         for name, parameter in module._parameters.items():
@@ -47,8 +46,6 @@ def glance_at(model: nn.Module) -> Glance:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.append((place, name, tuple(buffer.shape), buffer.dtype))
-                if buffer.requires_grad and buffer.grad_fn is not None:
-                    computed.append((name, buffer.grad_fn._sequence_nr()))
         has_config = "config" in vars(module) or hasattr(type(module), "config")  # `getattr` is slow where it fails
         config = getattr(module, "config", None) if has_config else None
         for owner in (module,) if config is None else (module, config):
@@ -59,10 +56,9 @@ def glance_at(model: nn.Module) -> Glance:
         tuple(parameters),
         tuple(needs_gradient),
         tuple(buffers),
-        tuple(computed),
         tuple([module.training for module in modules]),
         tuple([id(module) for module in hooked]),
-        tuple(chain.from_iterable(hooks_of(hooked))),
+        tuple([(id(module), _code_of(hook)) for module in hooked for hook in _hooks_of(module)]),
         any(map(has_user_pre_hook, hooked)),
         tuple([_switches_of(owner) for owner in owners.values()]),
     )
@@ -96,6 +92,18 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
             found[module] = None
             left += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for kind in HOOKS_OF_MODULES:
+        yield from vars(module).get(kind, {}).values()
+
+
+def _code_of(hook: Any) -> Any:
+    """The same of a function that is made anew for each step."""
+    hook = getattr(hook, "func", hook)  # functools.partial
+    hook = getattr(hook, "__func__", hook)  # a method
+    return getattr(hook, "__code__", type(hook))
 
 
 def _switches_of(owner: Any) -> Hashable:

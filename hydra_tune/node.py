@@ -174,7 +174,7 @@ class BlockFunction(torch.autograd.Function):
                 "a prepared model's gradients are computed one by one, but backward was called with "
                 "is_grads_batched=True. Call it once for each, or hydra_tune.release(model) first."
             )
-        if call.seen is not None and not call.trial.in_pilot:
+        if call.forward_pass.undone:
             raise PrepareError(
                 "a model's first forward runs twice, and what the first run leaves is put back, but this backward goes "
                 f"through what block {call.block.name} computed then: it is kept where that can't be, perhaps in a "

@@ -113,6 +113,7 @@ class Pilot:
     step_bytes: int = 0
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
     peak_bytes: int = 0
+    undone: bool = False  # what its forward has changed was put back
     written: Sequence[nn.Parameter] = ()  # weights that the forward itself writes into
     calls: list[SeenCall] = field(default_factory=list)
     run_back: list[SeenCall] = field(default_factory=list)  # by backwards within the forward
@@ -238,8 +239,8 @@ class Pilot:
             finally:
                 meter.journal = None
                 self._drop_copy()
-                self.written = journal.written
-                if not is_of_model:
+                self.written, self.undone = journal.written, not is_of_model
+                if self.undone:
                     journal.undo()
                     draws.take_back()
                     rewind.restore()

@@ -51,7 +51,6 @@ from hydra_tune.process_state import autocast_mode
 from hydra_tune.random_state import has_own_state
 from hydra_tune.root import (
     RootForward,
-    refuse_computed_buffers,
     refuse_computed_weights,
     refuse_global_hooks,
     refuse_own_forward,
@@ -80,7 +79,6 @@ class Planned(Executor, Client, Protocol):
     pool: ShardPool
     meter: TrialMeter
     mode: TrialMode | None
-    first_node: int
     optimizer: torch.optim.Optimizer | None
 
     @property
@@ -245,7 +243,6 @@ class Planner:
     def plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
         """The plan for these inputs, from a pilot in this training mode and autocast if gradients may follow."""
         glance = glance_at(self._trial.model)
-        refuse_computed_buffers(glance.computed_buffers, self._trial.first_node)
         self.has_pre_hooks = glance.pre_hooked
         plan, mode = self._plan_for_inputs(root, args, kwargs, glance), (glance.training, autocast_mode())
         while torch.is_grad_enabled() and mode not in plan.modes:
@@ -258,7 +255,8 @@ class Planner:
                 self._trial.steps.leave()
             plan = self.extend_plan(root, args, kwargs)
         self._note_unmeasured(mode)
-        self._kind = plan.cut, self._flags, mode, glance.hooks, torch.is_grad_enabled()
+        gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._kind = plan.cut, self._flags, mode, glance.hooks, gradients
         return plan
 
     def looking_for_unseen_writes(self) -> AbstractContextManager[None]:
@@ -620,9 +618,12 @@ class Planner:
         error: BudgetError | None = None
         try:
             apart = nullcontext() if has_own_state() else drawing_for_nothing()
-            with trial.counted(), apart, trial.one_pass(), pilot.limited():
+            with trial.counted(), apart, trial.one_pass() as forward_pass, pilot.limited():
                 self._hold(self.blocks)
-                pilot.run(root.original, args, kwargs)
+                try:
+                    pilot.run(root.original, args, kwargs)
+                finally:
+                    forward_pass.undone = pilot.undone
         except DoesNotFitError as lack:
             error = BlockTooLargeError(
                 lack.block.name,

@@ -69,7 +69,7 @@ class Rewind:
             if weight.__dict__ or marks:
                 weight.__dict__.clear()
                 weight.__dict__.update(marks)
-        recorded = [name for name, buffer, was_recorded, _ in self._buffers if buffer.requires_grad > was_recorded]
+        recorded = [name for name, buffer, *_ in self._buffers if buffer.requires_grad]
         with torch.no_grad():
             for _, buffer, was_recorded, value in self._buffers:
                 if buffer.requires_grad and not (was_recorded or buffer._is_view()):
@@ -89,8 +89,8 @@ class Rewind:
         _refuse_new_parts(self._parts)
         if recorded:
             raise PrepareError(
-                f"a buffer has no history, but a forward has written what requires a gradient into {recorded[0]}. "
-                "Write its .detach(), or under torch.no_grad()."
+                f"a buffer has no history, but {recorded[0]} is part of a graph: what was written into it, or assigned "
+                "to it, requires a gradient. Detach that, or give it to the model as an argument."
             )
 
     def refuse_other_writes(self) -> None:

@@ -159,17 +159,6 @@ def refuse_unsupported(model: nn.Module) -> None:
     _refuse_shared_memory(tensors.values(), [x for key, x in attributes.items() if key not in tensors])
 
 
-def refuse_computed_buffers(buffers: Iterable[tuple[str, int]], first_node: int) -> None:
-    """Of a model that is called with these, each with its node's number, where earlier nodes are a forward's, which has
-    assigned it: their copies on the device have no history."""
-    for name, node in buffers:
-        if node >= first_node:
-            raise PrepareError(
-                f"a buffer has no history, but {name} was computed from what requires a gradient, and assigned before "
-                "the forward. Give it to the model as an argument, or detach it."
-            )
-
-
 def refuse_computed_weights(model: nn.Module) -> None:
     """Of a model that is not resident: what computes with their copies would reach neither them nor what is behind."""
     for name, weight in model.named_parameters():

@@ -88,7 +88,6 @@ class Trial:
         self._task_start_s = 0.0
         self.steps = Steps(self)
         self._backward_within = False  # of the forward under way
-        self.first_node = 0  # of autograd's, by number, that no forward has made
         self._pass: ForwardPass | None = None
         self._autocast = AutocastContext()  # that it is in, if it is
         self._backward_id = -1
@@ -377,7 +376,6 @@ class Trial:
                 looking = nullcontext() if plan.resident else self.planner.looking_for_unseen_writes()
                 with looking:
                     outputs = root.original(*args, **kwargs)
-                self.first_node = torch._C._autograd._get_sequence_nr()
                 if self._backward_within:  # once, however many
                     self.steps.add_backward()
                 made = tensors_in(outputs)
@@ -476,10 +474,6 @@ class Trial:
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
                 tensor.register_hook(enter)
-
-    @property
-    def in_pilot(self) -> bool:
-        return self.planner.pilot is not None
 
     @property
     def in_forward(self) -> bool:

@@ -14,7 +14,7 @@ from hydra_tune.block import Block
 from hydra_tune.host_buffer import checksum, version_of
 from hydra_tune.meter import TrialMeter
 
-_MOST_KINDS = 64  # of forwards
+_MOST_KINDS = 1_000  # of forwards, as long as they are remembered
 
 _State = tuple[int, int, int]  # where a tensor is, its version, and what tells of its values
 
@@ -32,13 +32,15 @@ class UnseenWrites:
     @contextmanager
     def looking(self, kind: Hashable, blocks: Sequence[Block]) -> Iterator[None]:
         """Around a forward, which is of a new kind if it comes to its end."""
-        if kind in self._known or len(self._known) >= _MOST_KINDS:
+        if kind in self._known:
             yield
             return
         with self._meter.paused():
             self._before = {id(t): _state_of(t) for block in blocks for _, _, t in _tensors_of(block)}
         try:
             yield
+            if len(self._known) == _MOST_KINDS:
+                self._known.clear()
             self._known.add(kind)
         finally:
             self._before = None

@@ -60,9 +60,8 @@ class LeasedVisit:
         self._counted, self._visit = trial.counted(), trial.residency.inside(block, copy)
         try:
             goes_forward = self._direction is Direction.FORWARD
-            if goes_forward and trial.unseen_writes.are_looked_for:
-                trial.unseen_writes.look_at(block)
-            may_be_written = block.rewritten or (self._evaluates and trial.has_pre_hooks)
+            is_new = goes_forward and trial.unseen_writes.look_at(block)
+            may_be_written = is_new or block.rewritten or (self._evaluates and trial.has_pre_hooks)
             trial.residency.refresh(copy, block, again=may_be_written and goes_forward)
             self._counted.__enter__()
             try:

@@ -263,6 +263,11 @@ class Planner:
         """Around a forward of a plan that spills."""
         return self.unseen_writes.looking(self._kind, self.blocks)
 
+    def weights_written_unseen(self) -> list[nn.Parameter]:
+        """By a forward that may have to begin anew; also those that a hook may write, for all that is known."""
+        hooked = self.unmeasured if self.has_pre_hooks else ()
+        return [p for block in self.blocks if block.rewritten or block in hooked for p in block.slot_parameters]
+
     def _plan_for_inputs(
         self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], glance: Glance
     ) -> TrialPlan:

@@ -338,7 +338,7 @@ class Trial:
             while self.planner.unmeasured:  # which this forward may call, or not
                 rewind = Rewind(self.model, (args, kwargs), self.meter, self.device.generators())
                 rewind.keep((*rewind.tensors, *map(self.model.get_parameter, plan.written)))
-                rewind.keep(p for block in self.planner.blocks if block.rewritten for p in block.slot_parameters)
+                rewind.keep(self.planner.weights_written_unseen())
                 try:
                     with SharedDraws() as draws:
                         return self._run_step(root, plan, casts, args, kwargs)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,44 +20,59 @@ _MOST_KINDS = 1_000  # of forwards, as long as they are remembered
 _State = tuple[int, int, int]  # where a tensor is, its version, and what tells of its values
 
 
+@dataclass
+class _Looks:
+    """At blocks, by their names, in one kind of forward: those that were looked at, and those that the next one is to
+    look at."""
+
+    done: set[str]
+    due: set[str]
+
+
 class UnseenWrites:
-    """Looked for by value, once a kind of forward: what a model's own code does may depend on its mode, and a pilot
-    sees neither hooks nor, beside a plan for training, evaluation."""
+    """Looked for by value, once a block and kind of forward: what a model's own code does may depend on its mode, and a
+    pilot sees neither hooks nor, beside a plan for training, evaluation."""
 
     def __init__(self, meter: TrialMeter) -> None:
         self._meter = meter
-        self._known: set[Hashable] = set()  # kinds
-        self._before: dict[int, _State] | None = None  # as the forward under way has found them
+        self._kinds: dict[Hashable, _Looks] = {}
+        self._looks: _Looks | None = None  # of the forward under way
+        self._before: dict[int, _State] = {}  # as it has found those that it looks at
+        self._met: set[str] = set()  # and visited, none of which was looked at before
         self._written: set[tuple[int, str]] = set()  # modules' ids, and names of weights and buffers there
 
     @contextmanager
     def looking(self, kind: Hashable, blocks: Sequence[Block]) -> Iterator[None]:
-        """Around a forward, which is of a new kind if it comes to its end."""
-        if kind in self._known:
-            yield
-            return
-        with self._meter.paused():
-            self._before = {id(t): _state_of(t) for block in blocks for _, _, t in _tensors_of(block)}
+        """Around a forward, which may end early."""
+        self._looks = looks = self._kinds.get(kind) or _Looks(set(), {block.name for block in blocks})
+        self._met = met = set[str]()
+        if looks.due:
+            found = [block for block in blocks if block.name in looks.due]
+            with self._meter.paused():
+                self._before = {id(t): _state_of(t) for block in found for _, _, t in _tensors_of(block)}
         try:
             yield
-            if len(self._known) == _MOST_KINDS:
-                self._known.clear()
-            self._known.add(kind)
+            if met or looks.due:
+                if len(self._kinds) == _MOST_KINDS:
+                    self._kinds.clear()
+                self._kinds[kind] = _Looks(looks.done | (met & looks.due), met - looks.due)
         finally:
-            self._before = None
+            self._looks, self._before = None, {}
 
-    @property
-    def are_looked_for(self) -> bool:
-        return self._before is not None
-
-    def look_at(self, block: Block) -> None:
-        """Before a visit."""
-        before = self._before or {}
+    def look_at(self, block: Block) -> bool:
+        """Before a visit; whether it may have been written since the forward began, for all that is known."""
+        looks = self._looks
+        if looks is None or block.name in looks.done:
+            return False
+        self._met.add(block.name)
+        if block.name not in looks.due:
+            return True
         with self._meter.paused():
             for module, name, tensor in _tensors_of(block):
-                if _is_rewritten(tensor, before.get(id(tensor))):
+                if _is_rewritten(tensor, self._before.get(id(tensor))):
                     self._written.add((id(module), name))
         self.tell([block])
+        return False
 
     def tell(self, blocks: Sequence[Block]) -> None:
         """Them what is known of their weights and buffers."""

@@ -76,6 +76,37 @@ class HookScalesWhereNothingIsTrained(HookScales):
         model.eval()
 
 
+class HookScalesAndBlocksComeLater(HookScales):
+    Later = Layer
+
+    class Net(Net):
+        used = 3
+
+        def forward(self, x):
+            for layer in self.layers[: self.used]:
+                x = layer(x)
+            return self.head(x)
+
+    def after(self, model, optimizer):
+        model.used += 1
+
+    def model(self):
+        model = self.Net(self.Layer)
+        for i in range(3, len(model.layers)):
+            model.layers[i] = self.Later()
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda layer, _: self.write(layer))
+        return model
+
+
+class HookScalesAndOtherBlocksComeLater(HookScalesAndBlocksComeLater):
+    """So that a forward is begun anew, whose hooks have written already."""
+
+    class Later(Layer):
+        def forward(self, x):
+            return super().forward(2 * x)
+
+
 class HookSwapsRows(Hooked):
     """Of which no sum tells."""
 
@@ -176,9 +207,9 @@ class BlockCountsForTheNext(BlockWritesTheNext):
 
 
 SCRIPTS = [
-    HookScales, HookScalesBatchesThatGrow, HookScalesWhereNothingIsTrained, HookIsSwitchedOn, HooksComeLater,
-    HookSwapsRows, HookCounts, HookSetsABuffer, HookWritesTheNext, WritesInEvaluation, BlockWritesTheNext,
-    BlockCountsForTheNext,
+    HookScales, HookScalesBatchesThatGrow, HookScalesAndBlocksComeLater, HookScalesAndOtherBlocksComeLater,
+    HookScalesWhereNothingIsTrained, HookIsSwitchedOn, HooksComeLater, HookSwapsRows, HookCounts, HookSetsABuffer,
+    HookWritesTheNext, WritesInEvaluation, BlockWritesTheNext, BlockCountsForTheNext,
 ]  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def train(model, optimizer, steps=3):
     return losses
 
 
-def compare(scenario, budget="spilled", num_bytes=None, tolerance=0.0):
+def assert_as_in_plain_pytorch(scenario, budget="spilled", num_bytes=None, tolerance=0.0):
     """`scenario(prepare)` returns the same, to the bit or within `tolerance`, if `prepare` is ours or does nothing."""
     plain = scenario(lambda model, *rest: (model, *rest) if rest else model)
     prepared = []
@@ -127,10 +127,10 @@ def assert_same(got, plain, tolerance=0.0):
             assert abs(a - b) <= tolerance if tolerance else repr(a) == repr(b)  # exact for floats, and nan equals nan
 
 
-def compare_or_refuse(scenario, budget="spilled", num_bytes=None, words=""):
+def assert_as_in_plain_pytorch_or_refused(scenario, budget="spilled", num_bytes=None, words=""):
     """Either the numbers of plain PyTorch or a refusal with these words; nothing in between."""
     try:
-        compare(scenario, budget, num_bytes)
+        assert_as_in_plain_pytorch(scenario, budget, num_bytes)
     except (hydra_tune.PrepareError, hydra_tune.BudgetError) as error:
         if words not in str(error):
             raise

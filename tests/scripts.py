@@ -3,6 +3,7 @@
 import random
 
 import numpy
+import pytest
 import torch
 from torch import nn
 
@@ -120,7 +121,17 @@ class Script:
         return [*left, *(t.clone() for t in model.state_dict().values()), random_state]
 
 
-def trains_as_in_plain_pytorch(script, budget, device="cpu"):
+def at_each_budget(scripts):
+    """Of a test of one script: it runs with each of these, of whose cases `make test` takes a sample."""
+
+    def of(test):
+        test = pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)(test)
+        return pytest.mark.sample(len(BUDGETS))(pytest.mark.parametrize("budget", BUDGETS)(test))
+
+    return of
+
+
+def assert_trains_as_in_plain_pytorch(script, budget, device="cpu"):
     """Run it plain and prepared, and compare all that it leaves."""
     case = script()
     case.device = device

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import scripts
-from scripts import WIDTH, Guided, Script, TrainsWithin, trains_as_in_plain_pytorch
+from scripts import WIDTH, Guided, Script, TrainsWithin, assert_trains_as_in_plain_pytorch
 
 
 class TrainsOnItsInput(Guided):
@@ -281,4 +281,4 @@ class CheckpointAround(Script):
     ],
 )
 def test_what_is_around_the_model_is_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)

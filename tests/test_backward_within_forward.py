@@ -10,7 +10,7 @@ from torch import nn
 
 import hydra_tune
 import scripts
-from scripts import BUDGETS, WIDTH, Guided, Net, Script, TrainsWithin, trains_as_in_plain_pytorch
+from scripts import BUDGETS, WIDTH, Guided, Net, Script, TrainsWithin, assert_trains_as_in_plain_pytorch
 
 
 class Starts(Guided):
@@ -79,7 +79,7 @@ def script_of(kind):
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_trains_as_in_plain_pytorch(kind, budget):
-    trains_as_in_plain_pytorch(script_of(kind), budget)
+    assert_trains_as_in_plain_pytorch(script_of(kind), budget)
 
 
 def test_the_step_lasts_as_long_as_the_graph_that_the_forward_goes_on_with():
@@ -137,7 +137,7 @@ def test_a_gradient_by_what_an_earlier_forward_has_given(budget):
         def forward(self, model, x):
             return model(model(x))[:, :8]
 
-    trains_as_in_plain_pytorch(Feeds, budget)
+    assert_trains_as_in_plain_pytorch(Feeds, budget)
 
 
 def test_with_gradients_of_gradients_only_the_blocks_behind_them_are_kept():

@@ -16,7 +16,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Dropping, Layer, Net, Script, step, trains_as_in_plain_pytorch
+from scripts import (
+    BUDGETS,
+    WIDTH,
+    Dropping,
+    Layer,
+    Net,
+    Script,
+    assert_trains_as_in_plain_pytorch,
+    at_each_budget,
+    step,
+)
 
 
 class EvalBeforeBackward(Script):
@@ -278,11 +288,9 @@ SCRIPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(len(BUDGETS))
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@at_each_budget(SCRIPTS)
 def test_it_trains_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 SETTINGS = [1.0]

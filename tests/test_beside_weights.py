@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
 
 # ---- what a model keeps beside its weights -----------------------------------------------------------
 
@@ -477,11 +477,9 @@ SCRIPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(len(BUDGETS))
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@at_each_budget(SCRIPTS)
 def test_it_trains_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 def test_an_object_that_an_evaluation_alone_returns_is_none_of_a_slot():

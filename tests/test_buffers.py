@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
 
 
 class RebindsABuffer(Script):
@@ -137,11 +137,9 @@ SCRIPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(len(BUDGETS))
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@at_each_budget(SCRIPTS)
 def test_it_trains_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 def test_a_block_with_buffers_that_is_called_twice_is_not_opened():

@@ -10,7 +10,7 @@ import torch
 
 import hydra_tune
 from hydra_tune import turn
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, trains_as_in_plain_pytorch
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch
 from waiting import WAIT_S
 
 
@@ -166,7 +166,7 @@ class TwoThreads(Script):
 def test_blocks_that_several_threads_of_a_forward_call_take_turns(budget):
     """What they raised varied: an impossible transition, or budgets too small."""
     for _ in range(3):
-        trains_as_in_plain_pytorch(TwoThreads, budget)
+        assert_trains_as_in_plain_pytorch(TwoThreads, budget)
 
 
 class StartsThreads(torch.nn.Module):

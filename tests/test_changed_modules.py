@@ -7,7 +7,17 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Dropping, Layer, Net, Script, step, trains_as_in_plain_pytorch
+from scripts import (
+    BUDGETS,
+    WIDTH,
+    Dropping,
+    Layer,
+    Net,
+    Script,
+    assert_trains_as_in_plain_pytorch,
+    at_each_budget,
+    step,
+)
 
 
 class SwapsAChild(Script):
@@ -238,11 +248,9 @@ SCRIPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(len(BUDGETS))
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@at_each_budget(SCRIPTS)
 def test_it_trains_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 def test_a_child_that_is_made_anew_in_each_step_asks_for_no_plan():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,7 +48,7 @@ def test_a_cache_that_is_given_is_filled_in_evaluation(budget, trains_first, mod
             assert all(len(cache) == 2 for cache in caches)
             return model(x) + self.outputs[-1]
 
-    trains_as_in_plain_pytorch(Evaluates, budget)
+    assert_trains_as_in_plain_pytorch(Evaluates, budget)
 
 
 def test_a_cache_that_a_block_fills_in_training_after_the_first_batch_is_refused():
@@ -281,11 +281,9 @@ SCRIPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(len(BUDGETS))
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@at_each_budget(SCRIPTS)
 def test_it_trains_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 def test_a_model_that_fits_in_evaluation_alone_is_spilled_in_training():

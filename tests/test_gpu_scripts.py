@@ -17,7 +17,7 @@ import test_outer_graph
 import test_unseen_writes
 import test_within_backward
 import test_within_forward
-from scripts import trains_as_in_plain_pytorch
+from scripts import assert_trains_as_in_plain_pytorch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,4 +60,4 @@ def test_it_trains_as_in_plain_cuda(script, budget):
         if "Expected all tensors to be on the same device" not in str(error):
             raise
         pytest.skip("its own tensors are in host memory")
-    trains_as_in_plain_pytorch(script, budget, DEVICE)
+    assert_trains_as_in_plain_pytorch(script, budget, DEVICE)

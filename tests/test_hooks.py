@@ -7,7 +7,17 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from compared import BUDGETS, Net, batch, compare, compare_or_refuse, left_by, loss_on, made, train
+from compared import (
+    BUDGETS,
+    Net,
+    assert_as_in_plain_pytorch,
+    assert_as_in_plain_pytorch_or_refused,
+    batch,
+    left_by,
+    loss_on,
+    made,
+    train,
+)
 
 both_budgets = pytest.mark.parametrize("budget", BUDGETS)
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where no input has a gradient
@@ -40,7 +50,7 @@ def test_hooks_on_weights(register, budget):
                 getattr(p, register)(logs[name])
         return losses, train(model, optimizer, 2), {k: list(v) for k, v in logs.items()}
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -60,7 +70,7 @@ def test_weights_get_their_gradients_block_by_block_in_the_order_of_plain_pytorc
         blocks = [".".join(name.split(".")[:2]) for name in order if name.startswith("layers")]
         return list(dict.fromkeys(blocks)), sorted(order)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -74,7 +84,7 @@ def test_hooks_may_change_gradients(budget):
         model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -104,7 +114,7 @@ def test_an_optimizer_in_the_backward(given, budget):
             losses.append(loss.item())
         return losses, left_by(model)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 # ---- on modules ----
@@ -145,7 +155,7 @@ def test_hooks_on_modules(kind, place, when, budget):
         assert log
         return losses, list(log)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 CHANGES = {
@@ -168,7 +178,7 @@ def test_hooks_on_modules_may_change_what_they_see(kind, place, budget):
         model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 GLOBAL = {
@@ -202,7 +212,7 @@ def test_hooks_on_all_modules(kind, when, budget):
         finally:
             handle.remove()
 
-    compare_or_refuse(scenario, budget, words="on all modules of the process")
+    assert_as_in_plain_pytorch_or_refused(scenario, budget, words="on all modules of the process")
 
 
 @both_budgets
@@ -215,7 +225,7 @@ def test_flops_are_not_counted_meanwhile(budget):
         with FlopCounterMode(display=False):
             return train(model, optimizer, 1)
 
-    compare_or_refuse(scenario, budget, words="FlopCounterMode has such a hook")
+    assert_as_in_plain_pytorch_or_refused(scenario, budget, words="FlopCounterMode has such a hook")
 
 
 # ---- on activations ----
@@ -241,14 +251,14 @@ def trained_on_kept(prepare, place):
 @both_budgets
 @pytest.mark.parametrize("place", ["first block", "block"])
 def test_a_loss_on_activations_that_a_hook_keeps(place, budget):
-    compare(lambda prepare: trained_on_kept(prepare, place), budget)
+    assert_as_in_plain_pytorch(lambda prepare: trained_on_kept(prepare, place), budget)
 
 
 @both_budgets
 @pytest.mark.parametrize("place", ["inside a block", "inside a block, without saved tensors"])
 def test_a_loss_on_activations_that_a_hook_keeps_inside_a_block(place, budget):
     """Its gradient reaches the weights, or it is refused; it is never lost."""
-    compare_or_refuse(lambda prepare: trained_on_kept(prepare, place), budget)
+    assert_as_in_plain_pytorch_or_refused(lambda prepare: trained_on_kept(prepare, place), budget)
 
 
 @both_budgets
@@ -268,7 +278,7 @@ def test_activations_kept_for_a_look(place, budget):
             means.append(kept[-1].mean().item())
         return means
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -290,4 +300,4 @@ def test_gradients_of_activations_between_blocks(budget):
         loss_on(model, *batch()).backward()
         return kept[0].grad, list(log)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from compared import Net, batch, compare, left_by, loss_on, made, train
+from compared import Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made, train
 from hydra_tune.device import CpuDevice
 from hydra_tune.hf_config import use_no_cache
 from hydra_tune.residency import Residency
@@ -49,7 +49,7 @@ def test_blocks_do_not_wait_for_their_gradients(late_ones):
         torch.manual_seed(0)
         return train(*made(prepare, _Untied()))
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
     assert any(late_ones), "else nothing here is tested"
 
 
@@ -66,7 +66,7 @@ def test_accumulated_batches(model):
             optimizer.zero_grad()
         return left_by(net, optimizer)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_weights_with_other_uses_add_up_in_order():
@@ -83,7 +83,7 @@ def test_weights_with_other_uses_add_up_in_order():
             optimizer.step()
         return left_by(net, optimizer)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_hooks_see_gradients():
@@ -107,7 +107,7 @@ def test_hooks_see_gradients():
         seen, left = scenario(prepare)
         return sorted((s.flatten() for s in seen), key=lambda s: (s.numel(), *s.tolist())), left
 
-    compare(scenario_in_order_of_weights, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario_in_order_of_weights, num_bytes=BUDGET)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -142,7 +142,7 @@ def test_an_optimizer_that_steps_within_backward():
             loss_on(net, *batch()).backward()
         return left_by(net)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_gradients_of_some_weights():
@@ -154,7 +154,7 @@ def test_gradients_of_some_weights():
         loss_on(net, *batch()).backward(inputs=[weights[0], weights[5]])
         return grads, left_by(net)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_a_graph_kept_for_two_backwards():
@@ -166,7 +166,7 @@ def test_a_graph_kept_for_two_backwards():
         loss.backward()
         return left_by(net)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_two_forwards_before_the_backward():
@@ -176,7 +176,7 @@ def test_two_forwards_before_the_backward():
         (loss_on(net, *batch()) + loss_on(net, *batch())).backward()
         return left_by(net)
 
-    compare(scenario, num_bytes=2 * BUDGET - 100 * 1024)
+    assert_as_in_plain_pytorch(scenario, num_bytes=2 * BUDGET - 100 * 1024)
 
 
 def test_anomaly_detection_reads_no_late_gradient():
@@ -187,7 +187,7 @@ def test_anomaly_detection_reads_no_late_gradient():
             loss_on(net, *batch()).backward()
         return left_by(net)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_a_backward_that_fails_leaves_no_gradient_on_its_way(arrivals):
@@ -296,7 +296,7 @@ def test_hooks_of_modules_see_gradients_where_plain_pytorch_has_them():
             (loss + penalties[-2] + penalties[-1]).backward()
         return seen, left_by(net)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_accumulated_gradients_are_on_the_host_once(late_ones):
@@ -364,7 +364,7 @@ def test_architectures(name):
         return left_by(model)
 
     weights = sum(p.numel() * p.element_size() for p in architecture.build().parameters())
-    compare(scenario, num_bytes=2 * weights)
+    assert_as_in_plain_pytorch(scenario, num_bytes=2 * weights)
 
 
 def test_bytes_count_as_late_until_the_step_has_ended():

@@ -16,7 +16,7 @@ from hydra_tune.device import CpuDevice
 from hydra_tune.events import Promote
 from hydra_tune.spill import DeviceCopy, HostWeights
 from hydra_tune.stop import Stop
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, step, trains_as_in_plain_pytorch
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, step
 from waiting import wait_until
 
 WAIT_S = 30.0  # for what a machine under load does late
@@ -143,7 +143,7 @@ class EndsAStepAnywhere(Script):
     "script", [OtherOrderEachStep, SkipsBackward, EndsAStepAnywhere], ids=lambda script: script.__name__
 )
 def test_a_promise_that_proves_wrong_changes_no_number(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 class HeldUp:

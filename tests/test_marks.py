@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, trains_as_in_plain_pytorch
+from scripts import WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget
 
 
 class NotesOnWeights(Script):
@@ -60,11 +60,9 @@ class NotesOnWeightsChange(Script):
 SCRIPTS = [NotesOnWeights, NotesBetweenBlocks, NotesOnWeightsAnew, NotesOnWeightsChange]
 
 
-@pytest.mark.sample(len(BUDGETS))
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@at_each_budget(SCRIPTS)
 def test_it_trains_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 def halve(weight):

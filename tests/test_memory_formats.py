@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from compared import compare
+from compared import assert_as_in_plain_pytorch
 
 CONVOLUTIONS = {
     "1d": (nn.Conv1d, nn.BatchNorm1d, (16,), None, 130_000),
@@ -40,7 +40,7 @@ def test_channels_last(kind, batch):
             losses[-1].backward()
         return [loss.detach() for loss in losses], [p.grad.clone() for p in model.parameters()]
 
-    compare(scenario, num_bytes=budget * batch)
+    assert_as_in_plain_pytorch(scenario, num_bytes=budget * batch)
 
 
 class AddsToARow(nn.Module):
@@ -65,4 +65,4 @@ def test_an_expanded_input_that_the_model_changes():
             model(x).square().mean().backward()
         return x.clone(), [p.grad.clone() for p in model.parameters()]
 
-    compare(scenario, num_bytes=20_000)
+    assert_as_in_plain_pytorch(scenario, num_bytes=20_000)

@@ -15,9 +15,9 @@ from compared import (
     WIDTH,
     Layer,
     Net,
+    assert_as_in_plain_pytorch,
+    assert_as_in_plain_pytorch_or_refused,
     batch,
-    compare,
-    compare_or_refuse,
     left_by,
     loss_on,
     made,
@@ -58,7 +58,7 @@ def test_autocast_around(around, dtype, budget):
             losses.append(loss.item())
         return losses, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class CastsInside(nn.Module):
@@ -86,7 +86,7 @@ def test_autocast_inside_of_the_model(budget):
         model, optimizer = made(prepare, CastsInside())
         return train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class Reaches(nn.Module):
@@ -133,7 +133,7 @@ def test_a_block_that_the_first_batch_under_autocast_leaves_out(budget):
             optimizer.step()
         return losses, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class CastsInABlock(Layer):
@@ -151,7 +151,7 @@ def test_autocast_inside_of_blocks(budget):
         model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 def two_forwards(prepare, cache_enabled=True, seed=0):
@@ -172,12 +172,12 @@ def two_forwards(prepare, cache_enabled=True, seed=0):
 @both_budgets
 def test_two_forwards_in_one_autocast_context(budget):
     """Plain PyTorch casts each weight once a context: both uses add in bf16 before the cast back."""
-    compare(two_forwards, budget)
+    assert_as_in_plain_pytorch(two_forwards, budget)
 
 
 @both_budgets
 def test_two_forwards_in_one_autocast_context_without_a_cache(budget):
-    compare(lambda prepare: two_forwards(prepare, cache_enabled=False), budget)
+    assert_as_in_plain_pytorch(lambda prepare: two_forwards(prepare, cache_enabled=False), budget)
 
 
 class Twice(nn.Module):
@@ -224,7 +224,7 @@ def test_modules_called_several_times(autocast, where, budget):
             losses.append(loss.item())
         return losses, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class TwiceIn(Twice):
@@ -281,7 +281,7 @@ def test_blocks_that_cast_to_a_dtype_of_their_own(outer, evaluates, dtype, budge
     the casts of all blocks outlived their visits, so that no budget was enough."""
     if evaluates and outer in ("bf16", "fp16", "off") and torch.__version__ < (2, 11):
         pytest.skip("in plain PyTorch a cast of the evaluation serves the training")
-    compare(
+    assert_as_in_plain_pytorch(
         trained_in(outer, outer, blocks=lambda: [TwiceIn(64, dtype) for _ in range(8)], evaluates=evaluates), budget
     )
 
@@ -292,7 +292,7 @@ def test_blocks_that_cast_to_a_dtype_of_their_own(outer, evaluates, dtype, budge
 )
 def test_autocast_that_a_script_switches_on_later(contexts, budget):
     """The pilot without it counted no casts, and gradients of a weight's two uses were added in float32."""
-    compare(trained_in(*contexts, blocks=lambda: [Twice(64) for _ in range(8)]), budget)
+    assert_as_in_plain_pytorch(trained_in(*contexts, blocks=lambda: [Twice(64) for _ in range(8)]), budget)
 
 
 class EntersTwice(nn.Module):
@@ -314,7 +314,7 @@ class EntersTwice(nn.Module):
 @pytest.mark.parametrize("outer", OUTER)
 def test_contexts_that_the_model_enters_one_after_another(outer, budget):
     """A weight is cast once in each; the gradients of both casts were added in the lower precision."""
-    compare(trained_in(outer, outer, blocks=lambda: [EntersTwice()]), budget)
+    assert_as_in_plain_pytorch(trained_in(outer, outer, blocks=lambda: [EntersTwice()]), budget)
 
 
 class OwnContext(nn.Module):
@@ -336,7 +336,9 @@ class OwnContext(nn.Module):
 def test_inputs_and_weights_that_a_block_uses_in_a_context_of_its_own(contexts, budget):
     """An activation is cast for each use, but autocast remembered the cast of the leaf that stands for it where the
     forward is repeated. And a dtype that the first step had shown was taken for the later ones'."""
-    compare(trained_in(*contexts, *contexts, blocks=lambda: [OwnContext() for _ in range(8)]), budget)
+    assert_as_in_plain_pytorch(
+        trained_in(*contexts, *contexts, blocks=lambda: [OwnContext() for _ in range(8)]), budget
+    )
 
 
 @both_budgets
@@ -355,7 +357,9 @@ def test_a_backward_in_a_context_that_its_forward_was_not_in(enabled, budget):
             optimizer.step()
         return left_by(model, optimizer)
 
-    compare(scenario, budget, 92_000 if budget == "spilled" else None)  # casts that stay have no room
+    assert_as_in_plain_pytorch(
+        scenario, budget, 92_000 if budget == "spilled" else None
+    )  # casts that stay have no room
 
 
 @both_budgets
@@ -369,7 +373,9 @@ def test_casts_by_hand_are_not_autocasts(outer, budget):
                 x = nn.functional.linear(x.bfloat16(), self.weight.to(torch.bfloat16)).tanh()
             return x.float()
 
-    compare(trained_in(outer, outer, blocks=lambda: [ByHand(64, 64, bias=False) for _ in range(8)]), budget)
+    assert_as_in_plain_pytorch(
+        trained_in(outer, outer, blocks=lambda: [ByHand(64, 64, bias=False) for _ in range(8)]), budget
+    )
 
 
 class Sets(nn.Sequential):
@@ -413,7 +419,7 @@ def test_a_forward_that_changes_autocast_for_good_has_one_pilot(what, budget, mo
             torch.set_autocast_cache_enabled(True)
             torch.set_autocast_dtype("cpu", torch.bfloat16)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
     assert len(pilots) == 1
 
 
@@ -424,7 +430,7 @@ def test_casts_by_hand_to_another_dtype_are_not_autocasts():
                 x = nn.functional.linear(x.double(), self.weight.double()).tanh()
             return x.float()
 
-    compare(trained_in("bf16", blocks=lambda: [ByHand(64, 64, bias=False) for _ in range(8)]))
+    assert_as_in_plain_pytorch(trained_in("bf16", blocks=lambda: [ByHand(64, 64, bias=False) for _ in range(8)]))
 
 
 @both_budgets
@@ -444,7 +450,7 @@ def test_evaluation_and_training_in_one_autocast_context(budget):
         optimizer.step()
         return value, loss.item(), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 # ---- gradient scalers ----
@@ -477,7 +483,7 @@ def test_a_gradient_scaler_with_a_step_that_overflows(clips, dtype, budget):
             scales.append(scaler.get_scale())
         return losses, scales, scaler.state_dict(), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -500,7 +506,7 @@ def test_a_scale_that_overflows_by_itself(budget):
         assert len(set(scales)) > 1
         return scales, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 # ---- models in low precision ----
@@ -513,7 +519,7 @@ def test_a_model_in_bfloat16(budget):
         model, optimizer = made(prepare, Net().bfloat16())
         return train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget, num_bytes={"spilled": 100 * 1024}.get(budget))
+    assert_as_in_plain_pytorch(scenario, budget, num_bytes={"spilled": 100 * 1024}.get(budget))
 
 
 @both_budgets
@@ -537,7 +543,7 @@ def test_a_model_of_several_dtypes(budget):
         model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget, num_bytes={"spilled": 300 * 1024}.get(budget))
+    assert_as_in_plain_pytorch(scenario, budget, num_bytes={"spilled": 300 * 1024}.get(budget))
 
 
 # ---- checkpointing by the user ----
@@ -582,7 +588,7 @@ def checkpointed_inside(use_reentrant, batch_norm):
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @both_checkpoints
 def test_checkpointing_inside_of_blocks(reentrant, autocast, budget):
-    compare_or_refuse(
+    assert_as_in_plain_pytorch_or_refused(
         lambda prepare: trained_with_checkpoints(prepare, checkpointed_inside(reentrant, False), autocast),
         budget,
         words="checkpoint",
@@ -592,7 +598,7 @@ def test_checkpointing_inside_of_blocks(reentrant, autocast, budget):
 @both_budgets
 def test_checkpointing_batch_norm_inside_of_blocks(budget, request):
     """Plain PyTorch moves the running statistics twice a step: in the forward, and when the backward repeats it."""
-    compare_or_refuse(
+    assert_as_in_plain_pytorch_or_refused(
         lambda prepare: trained_with_checkpoints(prepare, checkpointed_inside(False, True)), budget, words="checkpoint"
     )
 
@@ -619,7 +625,7 @@ def test_checkpointing_of_blocks(reentrant, budget):
         model.use_reentrant = reentrant
         return trained_with_checkpoints(prepare, model)
 
-    compare_or_refuse(scenario, budget, words="checkpoint")
+    assert_as_in_plain_pytorch_or_refused(scenario, budget, words="checkpoint")
 
 
 class UsesWeightsBesideBlocks(Net):
@@ -657,7 +663,7 @@ def test_weights_used_beside_their_blocks_in_reentrant_checkpoints_under_autocas
         torch.manual_seed(0)
         return trained_with_checkpoints(prepare, UsesWeightsBesideBlocks(WITHIN[within]), autocast=True)
 
-    compare(scenario)
+    assert_as_in_plain_pytorch(scenario)
 
 
 def test_blocks_within_checkpoints_are_spilled():
@@ -687,7 +693,7 @@ def test_tensors_saved_by_the_model_may_go_through_hooks_of_the_user(budget):
             losses.append(loss.item())
         return losses, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @pytest.mark.skipif(

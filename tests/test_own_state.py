@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 import scripts
-from scripts import BUDGETS, WIDTH, Net, Script, trains_as_in_plain_pytorch
+from scripts import BUDGETS, WIDTH, Net, Script, assert_trains_as_in_plain_pytorch
 
 
 class Assigns(scripts.Layer):
@@ -392,7 +392,7 @@ class ReachesAnother(Script):
     ids=lambda script: script().model().layers[0].__class__.__name__ + " " + script.__name__,
 )  # fmt: skip
 def test_it_trains_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 @pytest.mark.skipif(
@@ -402,7 +402,7 @@ def test_it_trains_as_in_plain_pytorch(script, budget):
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
 def test_a_checkpoint_repeats_no_more_than_in_plain_pytorch(layers, budget, kind):
-    trains_as_in_plain_pytorch(checkpoints_counted(kind, layers), budget)
+    assert_trains_as_in_plain_pytorch(checkpoints_counted(kind, layers), budget)
 
 
 @pytest.mark.parametrize("kind", [Bank, Codes, Rows])
@@ -455,7 +455,7 @@ def test_a_block_may_hand_on_what_nobody_can_write_into(make):
 
             return Reads(HandsOnAnObject)
 
-    trains_as_in_plain_pytorch(HandsOnWhatItWasGiven, "three shards")
+    assert_trains_as_in_plain_pytorch(HandsOnWhatItWasGiven, "three shards")
     with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
         HandsOnWhatItWasGiven().run(pool)
         assert pool.report()["trials"][0]["cut"]["opened"] == {}

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-from compared import compare
+from compared import assert_as_in_plain_pytorch
 
 WIDTH, BUDGET = 32, 50_000
 
@@ -79,7 +79,7 @@ def test_gradients_are_added_checkpoint_by_checkpoint(uses, forwards, autocast):
         torch.manual_seed(0)
         return trained(prepare(Net(uses)), forwards, autocast=autocast)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 @pytest.mark.skipif(
@@ -93,7 +93,7 @@ def test_a_backward_within_autocast(uses):
         with torch.autocast("cpu", torch.bfloat16):
             return trained(model)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_a_weight_that_another_block_uses_without_a_checkpoint():
@@ -101,7 +101,7 @@ def test_a_weight_that_another_block_uses_without_a_checkpoint():
         torch.manual_seed(0)
         return trained(prepare(Net(["checkpoint"], tied=True)))
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_hooks_fire_for_each_checkpoint():
@@ -117,7 +117,7 @@ def test_hooks_fire_for_each_checkpoint():
         assert len(names[2]) == 2 * 3 * 2 * 3, "two hooks, checkpoints, forwards and backwards"
         return found, [[g for name, g in fired if name == n] for n, _ in model.named_parameters()]
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_a_weight_that_is_frozen_before_the_backward():
@@ -133,7 +133,7 @@ def test_a_weight_that_is_frozen_before_the_backward():
 
         return trained(model, before=freeze)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 class Skipping(nn.Module):
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_the_pilot_has_not_seen(skipped):
             found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
         return found
 
-    compare(scenario, num_bytes=24_500)
+    assert_as_in_plain_pytorch(scenario, num_bytes=24_500)
 
 
 class Beside(nn.Linear):
@@ -210,7 +210,7 @@ def test_a_weight_that_the_model_uses_beside_a_block_within_one_checkpoint(way, 
         torch.manual_seed(0)
         return trained(prepare(Around(WAYS[way])), forwards, autocast=True)
 
-    compare(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
 def test_no_bytes_are_left():

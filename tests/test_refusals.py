@@ -14,10 +14,10 @@ from compared import (
     WIDTH,
     Layer,
     Net,
+    assert_as_in_plain_pytorch,
+    assert_as_in_plain_pytorch_or_refused,
     assert_same,
     batch,
-    compare,
-    compare_or_refuse,
     left_by,
     loss_on,
     made,
@@ -54,7 +54,7 @@ def test_autograd_grad(which, budget):
         assert all(p.grad is None for p in model.parameters())
         return grads, loss_on(model, *batch()).backward(), left_by(model)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -66,7 +66,7 @@ def test_backward_into_some_weights(budget):
         first = left_by(model)
         return first, train(model, optimizer), left_by(model)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -84,7 +84,7 @@ def test_gradients_of_an_input(budget):
         model(x).square().mean().backward()
         return x.grad, left_by(model)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 def with_a_gradient_penalty(prepare):
@@ -98,12 +98,12 @@ def with_a_gradient_penalty(prepare):
 
 
 def test_gradients_of_gradients_are_exact_where_resident():
-    compare(with_a_gradient_penalty, "resident")
+    assert_as_in_plain_pytorch(with_a_gradient_penalty, "resident")
 
 
 def test_gradients_of_gradients_are_refused_where_spilled():
     with pytest.raises(hydra_tune.PrepareError, match=r"create_graph=True.*release\(model\)"):
-        compare(with_a_gradient_penalty)
+        assert_as_in_plain_pytorch(with_a_gradient_penalty)
 
 
 @both_budgets
@@ -122,10 +122,10 @@ def test_a_functional_call_of_the_whole_model(budget):
 
     losses = []
     if budget == "resident":
-        compare(scenario, budget)
+        assert_as_in_plain_pytorch(scenario, budget)
     else:
         with pytest.raises(hydra_tune.PrepareError, match=r"torch\.func\.functional_call\. Call hydra_tune\.release"):
-            compare(scenario, budget)
+            assert_as_in_plain_pytorch(scenario, budget)
     assert losses[0] == losses[1]
 
 
@@ -151,7 +151,7 @@ def test_weights_that_are_computed_from_the_models_own(batches, budget):
                 loss()
         return losses + train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class Averages(Layer):
@@ -223,7 +223,7 @@ def test_a_buffer_that_a_forward_computes_may_have_a_history(budget):
         optimizer.step()
         return losses + train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -239,7 +239,7 @@ def test_retained_graphs(budget):
         outputs.mean().backward()
         return first, left_by(model), train(model, optimizer), left_by(model)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -254,7 +254,7 @@ def test_a_second_backward_fails_as_in_plain_pytorch_and_training_goes_on(budget
         optimizer.step()
         return train(model, optimizer), left_by(model)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -279,7 +279,7 @@ def test_anomaly_detection(budget):
                 (loss_on(model, *batch()) * torch.nan).backward()
         return losses, train(model, optimizer), left_by(model)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class Shift(nn.Module):
@@ -307,7 +307,7 @@ def test_an_inference_tensor(budget):
             optimizer.step()
         return left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class Thaws(nn.Linear):
@@ -348,7 +348,7 @@ def test_training_goes_on_after_an_error_of_the_user(budget):
         model.zero_grad()
         return losses, train(model, optimizer), left_by(model)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 # ---- models whose weights are not plain parameters, or whose activations leave by a side door ----
@@ -383,7 +383,7 @@ def test_weights_that_are_computed(wrap, budget):
         model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
 
-    compare_or_refuse(scenario, budget, words="layers.0.up stays on the device")
+    assert_as_in_plain_pytorch_or_refused(scenario, budget, words="layers.0.up stays on the device")
 
 
 class KeepsItsPenalty(Layer):
@@ -425,7 +425,7 @@ def test_a_loss_that_a_block_leaves_aside(where, budget):
         (loss + kept[where]()).backward()
         return loss.item(), left_by(model)
 
-    compare_or_refuse(scenario, budget)
+    assert_as_in_plain_pytorch_or_refused(scenario, budget)
 
 
 PENALTIES = []
@@ -473,7 +473,7 @@ def test_what_a_forward_has_left_that_its_own_exception_has_ended():
         optimizer.step()
         return left_by(model)
 
-    compare(scenario)
+    assert_as_in_plain_pytorch(scenario)
 
 
 # ---- outputs that share memory ----

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-from compared import BUDGETS, VOCABULARY, WIDTH, Layer, Net, batch, compare, left_by, loss_on, made
+from compared import BUDGETS, VOCABULARY, WIDTH, Layer, Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made
 from hydra_tune.gradient_sums import GradientSums
 from scripts import BUDGETS as SMALL_BUDGETS
 from scripts import Net as SmallNet
@@ -202,7 +202,7 @@ def is_often(way, model, dtype):
     ],
 )
 def test_gradients_are_added_as_in_plain_pytorch(way, model, dtype):
-    compare(script(way, model, dtype), "spilled")
+    assert_as_in_plain_pytorch(script(way, model, dtype), "spilled")
 
 
 @both_budgets
@@ -220,7 +220,7 @@ def test_hooks_on_weights_see_the_sum(budget):
             optimizer.zero_grad()
         return sorted(seen), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @pytest.mark.parametrize("model", [Net, Twice, net_of(Loops)])
@@ -235,7 +235,7 @@ def test_autocast_in_some_steps_only(model):
             optimizer.step()
         return left_by(trained, optimizer)
 
-    compare(scenario, "spilled")
+    assert_as_in_plain_pytorch(scenario, "spilled")
 
 
 class Branches(Layer):
@@ -263,7 +263,7 @@ def test_a_weight_with_a_hook_that_some_forwards_leave_out():
             optimizer.step()
         return sorted(seen), left_by(model, optimizer)
 
-    compare(scenario, "spilled")
+    assert_as_in_plain_pytorch(scenario, "spilled")
 
 
 @both_budgets
@@ -285,7 +285,7 @@ def test_contexts_of_their_own_are_apart(budget):
             losses.append(loss.item())
         return losses, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 def test_another_thread_that_clears_the_casts_parts_nothing():
@@ -420,4 +420,4 @@ def test_resident_it_goes_on_with_the_old_casts_as_plain_pytorch():
                 optimizer.step()
         return losses, left_by(model, optimizer)
 
-    compare(scenario, "resident")
+    assert_as_in_plain_pytorch(scenario, "resident")

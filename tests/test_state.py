@@ -10,7 +10,19 @@ from torch.nn.utils import parametrizations
 from torch.optim import swa_utils
 
 import hydra_tune
-from compared import BUDGETS, WIDTH, Layer, Net, batch, compare, compare_or_refuse, left_by, loss_on, made, train
+from compared import (
+    BUDGETS,
+    WIDTH,
+    Layer,
+    Net,
+    assert_as_in_plain_pytorch,
+    assert_as_in_plain_pytorch_or_refused,
+    batch,
+    left_by,
+    loss_on,
+    made,
+    train,
+)
 
 both_budgets = pytest.mark.parametrize("budget", BUDGETS)
 
@@ -45,7 +57,7 @@ def test_moving_averages_and_their_batch_norm(use_buffers, budget):
             seen.append(loss_on(average, *batch()).item())
         return seen, [left_by(m) for m in (model, early, swa, late)]
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -58,7 +70,7 @@ def test_update_bn_on_the_model_that_trains(budget):
         losses.append(loss_on(model.eval(), *batch()).item())
         return losses, train(model.train(), optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -74,7 +86,7 @@ def test_deep_copies_train_on_their_own(budget):
         losses += train(model, optimizer)
         return losses, left_by(model, optimizer), left_by(twin)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 # ---- evaluation and state between steps ----
@@ -113,7 +125,7 @@ def test_values_are_current_under_their_names_at_any_moment(budget):
         assert all(a is b for a, b in zip(parameters, optimizer.param_groups[0]["params"], strict=True))
         return seen
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -133,7 +145,7 @@ def test_evaluation_before_and_between_steps(mode, budget):
                 seen.append(model(batch()[0]).sum().item())
         return seen, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -148,7 +160,7 @@ def test_evaluation_between_a_forward_and_its_backward(budget):
         loss.backward()
         return loss.item(), value, left_by(model)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -167,7 +179,7 @@ def test_parts_may_be_frozen_and_put_into_eval_mode(budget):
             losses += train(model, optimizer, 1)
         return losses, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -186,7 +198,7 @@ def test_weights_written_in_place_are_what_runs(budget):
         losses.append(loss_on(model.eval(), *batch()).item())
         return losses, train(model.train(), optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class ReadsItsWeights(nn.Linear):
@@ -209,7 +221,7 @@ def test_weights_that_get_other_memory_or_attributes_between_steps(budget):
         model.layers[2].up.weight.scale = 0.25
         return losses, train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -223,7 +235,7 @@ def test_weights_that_are_shared_with_other_processes_train_on(budget):
         model.share_memory()
         return losses, train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -241,7 +253,7 @@ def test_a_forked_child_has_weights_of_its_own(budget):
         os.waitpid(pid, 0)
         return losses, train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -261,7 +273,7 @@ def test_loading_a_wrong_state_fails_as_in_plain_pytorch(budget):
             model.load_state_dict({**state, "scale": torch.zeros(2)}, strict=False)
         return losses, loss_on(model, *batch()).item(), left_by(model)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 # ---- a model that changes after prepare ----
@@ -277,7 +289,7 @@ def test_moving_to_where_it_is(after, budget):
         assert model.to("cpu") is model.cpu() is model.float() is model.to(dtype=torch.float32)
         return losses, train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -289,7 +301,9 @@ def test_another_dtype_before_the_first_batch(dtype, budget):
         model.to(dtype)
         return train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget, num_bytes={"spilled": (110 if dtype.itemsize == 2 else 400) * 1024}.get(budget))
+    assert_as_in_plain_pytorch(
+        scenario, budget, num_bytes={"spilled": (110 if dtype.itemsize == 2 else 400) * 1024}.get(budget)
+    )
 
 
 @pytest.mark.parametrize("change", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])
@@ -381,4 +395,4 @@ def test_a_model_changed_after_prepare(after, change, budget):
         loss.backward()
         return losses, loss.item(), left_by(model)
 
-    compare_or_refuse(scenario, budget)
+    assert_as_in_plain_pytorch_or_refused(scenario, budget)

@@ -12,7 +12,7 @@ from torch.nn import utils
 from torch.optim import lr_scheduler, swa_utils
 
 import hydra_tune
-from compared import BUDGETS, Net, batch, compare, left_by, loss_on, made, train
+from compared import BUDGETS, Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made, train
 
 both_budgets = pytest.mark.parametrize("budget", BUDGETS)
 
@@ -75,7 +75,7 @@ def test_every_optimizer_of_torch(cls, options, budget):
             losses.append(optimizer.step(closure).item())
         return losses, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -88,7 +88,7 @@ def test_a_learning_rate_that_is_a_tensor(budget):
         optimizer.param_groups[0]["lr"].fill_(0.1)
         return losses, train(model, optimizer, 2), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 SCHEDULES = {
@@ -125,7 +125,7 @@ def test_learning_rate_schedules(name, before):
         assert len(set(rates)) > 1
         return losses, rates, left_by(model, optimizer)
 
-    compare(scenario)
+    assert_as_in_plain_pytorch(scenario)
 
 
 @both_budgets
@@ -138,7 +138,7 @@ def test_a_parameter_group_may_be_added_after_prepare(budget):
         optimizer.add_param_group({"params": [*model.layers[2:].parameters(), model.scale], "lr": 0.1})
         return losses, train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class Lookahead(optim.Optimizer):
@@ -183,7 +183,7 @@ def test_an_optimizer_that_wraps_another(given, budget):
         prepare(model, optimizer if given == "the wrapper" else base)
         return train(model, optimizer, steps=5), left_by(model, base)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 def test_a_wrapper_whose_state_cannot_be_moved_is_refused():
@@ -216,7 +216,7 @@ def test_optimizers_that_prepare_was_not_given(budget):
             losses.append(loss.item())
         return losses, left_by(model, muon, adam)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -242,7 +242,7 @@ def test_a_checkpoint_is_continued_by_the_other_kind(first, budget):
         optimizer.load_state_dict(checkpoint["optimizer"])
         return losses, train(model, optimizer), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -256,7 +256,7 @@ def test_state_may_be_loaded_back_into_the_model_that_trains(budget):
         model.load_state_dict(best[0]), optimizer.load_state_dict(best[1])
         return losses, train(model, optimizer, 2), left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 # ---- gradients between backward and step ----
@@ -311,7 +311,7 @@ def test_gradients_and_weights_may_be_changed_before_the_step(name, budget):
             optimizer.step()
         return seen, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 @both_budgets
@@ -333,7 +333,7 @@ def test_accumulation_with_skipped_steps(set_to_none, budget):
                 (optimizer if i == 3 else model).zero_grad(set_to_none=set_to_none)
         return losses, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 USES_OF_GRADIENTS = {
@@ -382,4 +382,4 @@ def test_gradients_may_be_views_of_one_tensor(budget):
             optimizer.step()
         return flat, left_by(model, optimizer)
 
-    compare(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)

@@ -14,7 +14,7 @@ from torch.nn.functional import batch_norm
 from torch.quasirandom import SobolEngine
 
 import scripts
-from scripts import WIDTH, Net, Script, trains_as_in_plain_pytorch
+from scripts import WIDTH, Net, Script, assert_trains_as_in_plain_pytorch
 
 
 class Draws:
@@ -197,7 +197,7 @@ def keeps(kind, where):
     ],
 )  # fmt: skip
 def test_a_pilot_and_a_repetition_leave_no_trace(kind, where, budget):
-    trains_as_in_plain_pytorch(keeps(kind, where), budget)
+    assert_trains_as_in_plain_pytorch(keeps(kind, where), budget)
 
 
 class Observed(scripts.Layer):
@@ -226,7 +226,7 @@ class Observes(Script):
 
 @pytest.mark.parametrize("budget", ["few blocks", "three shards"])
 def test_what_a_hook_writes_into_a_blocks_buffers_stays(budget):
-    trains_as_in_plain_pytorch(Observes, budget)
+    assert_trains_as_in_plain_pytorch(Observes, budget)
 
 
 # ---- tensors in objects that blocks are given, which the model changes between them ----
@@ -277,7 +277,7 @@ def shares(put, add):
 
 @pytest.mark.parametrize("where", PUT)
 def test_a_block_that_is_given_hidden_tensors_is_opened(where):
-    trains_as_in_plain_pytorch(shares(*PUT[where]), "spilled")
+    assert_trains_as_in_plain_pytorch(shares(*PUT[where]), "spilled")
 
 
 # ---- what is known by its identity ----
@@ -310,7 +310,7 @@ class ToldByIdentity(Script):
 
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
 def test_an_object_that_has_not_changed_is_itself_where_a_block_is_repeated(budget):
-    trains_as_in_plain_pytorch(ToldByIdentity, budget)
+    assert_trains_as_in_plain_pytorch(ToldByIdentity, budget)
 
 
 # ---- other modules of the model, which a block reaches ----
@@ -349,7 +349,7 @@ def tells(how):
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
 @pytest.mark.parametrize("how", ["count", "average", "norm"])
 def test_a_block_that_changes_another_module_is_opened(how, budget):
-    trains_as_in_plain_pytorch(tells(how), budget)
+    assert_trains_as_in_plain_pytorch(tells(how), budget)
 
 
 # ---- a block of which nothing requires a gradient ----
@@ -388,7 +388,7 @@ class FrozenPatches(Script):
 
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
 def test_a_frozen_block_runs_with_gradients_on(budget):
-    trains_as_in_plain_pytorch(FrozenPatches, budget)
+    assert_trains_as_in_plain_pytorch(FrozenPatches, budget)
 
 
 # ---- marks on what a block is given ----
@@ -501,4 +501,4 @@ class ThawsLayersOneByOne(Script):
     "script", [HooksInputs, RetainsInputs, ReadsTags, WantsGradientsOfTheBatch, ThawsLayersOneByOne]
 )
 def test_marks_are_on_the_tensor_that_the_model_has(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)

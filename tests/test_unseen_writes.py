@@ -1,13 +1,12 @@
 """Weights and buffers that hooks, a forward, or other blocks write through `.data` or NumPy, which no version tells of:
 in a forward, when a copy of them may be on the device already."""
 
-import pytest
 import torch
 from torch import nn
 
 import hydra_tune
 from hydra_tune import unseen_writes
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, trains_as_in_plain_pytorch
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget
 
 
 class Hooked(Script):
@@ -213,11 +212,9 @@ SCRIPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(len(BUDGETS))
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("script", [*SCRIPTS, WritesThroughNumPy], ids=lambda script: script.__name__)
+@at_each_budget([*SCRIPTS, WritesThroughNumPy])
 def test_it_trains_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 def test_buffers_that_blocks_write_themselves_are_not_taken_for_such():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from compared import compare
+from compared import assert_as_in_plain_pytorch
 
 WIDTH = 16
 PROGRAM = [""]  # a global variable: no pilot asks for it
@@ -123,14 +123,14 @@ def trained(steps, *, autocast=True, inside=False, second=Block):
     ids=str,
 )
 def test_sums_are_those_of_plain_pytorch_under_autocast(steps, inside):
-    compare(trained(steps, inside=inside), num_bytes=40_000)
+    assert_as_in_plain_pytorch(trained(steps, inside=inside), num_bytes=40_000)
 
 
 @pytest.mark.parametrize(
     "steps", [[["dcd"], ["dcd D"]], [["cc"], ["dcd dd CC"]], [["dcd"], ["dcd", "D dcd"]], [["dcd"], ["C dcd"]]], ids=str
 )
 def test_what_a_forward_has_cast_before_it_is_started_anew_is_cast_again(steps):
-    compare(trained(steps, second=Stranger), num_bytes=40_000)
+    assert_as_in_plain_pytorch(trained(steps, second=Stranger), num_bytes=40_000)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_what_a_forward_has_cast_before_it_is_started_anew_is_cast_again(steps):
 def test_sums_of_calls_in_other_contexts(steps):
     if "^" in str(steps) and torch.__version__ < (2, 11):
         pytest.skip("in plain PyTorch a cast of a call without gradients serves the others")
-    compare(trained(steps), num_bytes=40_000)
+    assert_as_in_plain_pytorch(trained(steps), num_bytes=40_000)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_sums_of_calls_in_other_contexts(steps):
     ids=str,
 )
 def test_sums_are_those_of_plain_pytorch_in_float32(steps):
-    compare(trained(steps, autocast=False), num_bytes=40_000)
+    assert_as_in_plain_pytorch(trained(steps, autocast=False), num_bytes=40_000)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_sums_are_those_of_plain_pytorch_in_float32(steps):
     ids=str,
 )
 def test_a_cast_is_shared_with_operators_outside_of_blocks(steps):
-    compare(trained(steps), num_bytes=60_000)
+    assert_as_in_plain_pytorch(trained(steps), num_bytes=60_000)
 
 
 OPERATORS = {
@@ -218,7 +218,7 @@ def test_a_cast_of_any_shape_is_shared_with_operators_outside_of_blocks(kind):
             model(torch.randn(5, WIDTH)).float().square().mean().backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    compare(scenario, num_bytes=60_000)
+    assert_as_in_plain_pytorch(scenario, num_bytes=60_000)
 
 
 @pytest.mark.parametrize("budget", [40_000, 10_000_000], ids=["spilled", "resident"])
@@ -243,7 +243,7 @@ def test_a_pilot_leaves_the_forward_no_casts_of_weights_outside_of_blocks(steps,
             found.append(model.loose.grad.clone())
         return found
 
-    compare(scenario, "spilled" if budget < 1_000_000 else "resident", num_bytes=budget)
+    assert_as_in_plain_pytorch(scenario, "spilled" if budget < 1_000_000 else "resident", num_bytes=budget)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
@@ -269,14 +269,14 @@ def test_sums_of_a_model_whose_outputs_nobody_sees(autocast):
             found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
         return found
 
-    compare(scenario, num_bytes=40_000)
+    assert_as_in_plain_pytorch(scenario, num_bytes=40_000)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("autocast", [(True, False, True, False), (False, True, False, True)], ids=str)
 @pytest.mark.parametrize("words", ["c", "cc", "dd", "cd", "c c", "cc cc", "d C"])
 def test_sums_are_those_of_plain_pytorch_with_and_without_autocast(words, autocast):
-    compare(trained([[words, words]] * 4, autocast=autocast), num_bytes=40_000)
+    assert_as_in_plain_pytorch(trained([[words, words]] * 4, autocast=autocast), num_bytes=40_000)
 
 
 def word_of(rng):
@@ -293,4 +293,4 @@ def test_sums_of_random_programs(seed):
         [" ".join(word_of(rng) for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(1, 3))] for _ in range(6)
     ]
     second = rng.choice([Block, Stranger])
-    compare(trained(steps, inside=rng.random() < 0.3, second=second), num_bytes=40_000)
+    assert_as_in_plain_pytorch(trained(steps, inside=rng.random() < 0.3, second=second), num_bytes=40_000)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, trains_as_in_plain_pytorch
+from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch
 
 
 class Noise(torch.autograd.Function):
@@ -107,7 +107,7 @@ if not hasattr(torch.Tensor, "grad_dtype"):
 @pytest.mark.parametrize("budget", ["few blocks", "three shards", "resident"])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_it_trains_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 def test_buffers_keep_what_an_interrupted_forward_has_made_of_them():

@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 import hydra_tune
 import scripts
-from scripts import BUDGETS, WIDTH, Net, Script, step, trains_as_in_plain_pytorch
+from scripts import BUDGETS, WIDTH, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
 
 
 class Caught(Script):
@@ -297,11 +297,9 @@ SCRIPTS = (
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, in jvp
-@pytest.mark.sample(len(BUDGETS))
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@at_each_budget(SCRIPTS)
 def test_it_trains_as_in_plain_pytorch(script, budget):
-    trains_as_in_plain_pytorch(script, budget)
+    assert_trains_as_in_plain_pytorch(script, budget)
 
 
 def test_a_model_that_catches_everything_does_not_train_without_a_block_that_fits_no_budget():

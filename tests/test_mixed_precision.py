@@ -16,7 +16,6 @@ from compared import (
     Layer,
     Net,
     assert_as_in_plain_pytorch,
-    assert_as_in_plain_pytorch_or_refused,
     batch,
     left_by,
     loss_on,
@@ -588,18 +587,16 @@ def checkpointed_inside(use_reentrant, batch_norm):
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @both_checkpoints
 def test_checkpointing_inside_of_blocks(reentrant, autocast, budget):
-    assert_as_in_plain_pytorch_or_refused(
-        lambda prepare: trained_with_checkpoints(prepare, checkpointed_inside(reentrant, False), autocast),
-        budget,
-        words="checkpoint",
+    assert_as_in_plain_pytorch(
+        lambda prepare: trained_with_checkpoints(prepare, checkpointed_inside(reentrant, False), autocast), budget
     )
 
 
 @both_budgets
-def test_checkpointing_batch_norm_inside_of_blocks(budget, request):
+def test_checkpointing_batch_norm_inside_of_blocks(budget):
     """Plain PyTorch moves the running statistics twice a step: in the forward, and when the backward repeats it."""
-    assert_as_in_plain_pytorch_or_refused(
-        lambda prepare: trained_with_checkpoints(prepare, checkpointed_inside(False, True)), budget, words="checkpoint"
+    assert_as_in_plain_pytorch(
+        lambda prepare: trained_with_checkpoints(prepare, checkpointed_inside(False, True)), budget
     )
 
 
@@ -625,7 +622,7 @@ def test_checkpointing_of_blocks(reentrant, budget):
         model.use_reentrant = reentrant
         return trained_with_checkpoints(prepare, model)
 
-    assert_as_in_plain_pytorch_or_refused(scenario, budget, words="checkpoint")
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class UsesWeightsBesideBlocks(Net):

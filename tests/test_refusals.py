@@ -15,12 +15,12 @@ from compared import (
     Layer,
     Net,
     assert_as_in_plain_pytorch,
-    assert_as_in_plain_pytorch_or_refused,
     assert_same,
     batch,
     left_by,
     loss_on,
     made,
+    refused,
     train,
 )
 
@@ -383,7 +383,8 @@ def test_weights_that_are_computed(wrap, budget):
         model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
 
-    assert_as_in_plain_pytorch_or_refused(scenario, budget, words="layers.0.up stays on the device")
+    with refused("layers.0.up stays on the device" if (wrap, budget) == (pruned, "spilled") else None):
+        assert_as_in_plain_pytorch(scenario, budget)
 
 
 class KeepsItsPenalty(Layer):
@@ -407,7 +408,7 @@ class KeepsItsPenalty(Layer):
 @both_budgets
 @pytest.mark.parametrize("where", ["an attribute", "a dict of the block", "a list outside"])
 def test_a_loss_that_a_block_leaves_aside(where, budget):
-    """As a mixture of experts does for its balance. Either its gradient arrives, or it is refused."""
+    """As a mixture of experts does for its balance. Its gradient arrives."""
 
     def scenario(prepare):
         torch.manual_seed(0)
@@ -425,7 +426,7 @@ def test_a_loss_that_a_block_leaves_aside(where, budget):
         (loss + kept[where]()).backward()
         return loss.item(), left_by(model)
 
-    assert_as_in_plain_pytorch_or_refused(scenario, budget)
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 PENALTIES = []

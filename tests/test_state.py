@@ -16,11 +16,11 @@ from compared import (
     Layer,
     Net,
     assert_as_in_plain_pytorch,
-    assert_as_in_plain_pytorch_or_refused,
     batch,
     left_by,
     loss_on,
     made,
+    refused,
     train,
 )
 
@@ -384,7 +384,7 @@ MODEL_CHANGES = (
 @pytest.mark.parametrize("change", MODEL_CHANGES)
 @pytest.mark.parametrize("after", [0, 1], ids=["before the first batch", "after a step"])
 def test_a_model_changed_after_prepare(after, change, budget):
-    """Exact, for the weights as they are then, or refused; never a gradient that is lost."""
+    """Exact, for the weights as they are then; ties that are assigned as views are refused."""
 
     def scenario(prepare):
         torch.manual_seed(0)
@@ -395,4 +395,5 @@ def test_a_model_changed_after_prepare(after, change, budget):
         loss.backward()
         return losses, loss.item(), left_by(model)
 
-    assert_as_in_plain_pytorch_or_refused(scenario, budget)
+    with refused("share theirs without being one tensor" if change is load_by_assignment else None):
+        assert_as_in_plain_pytorch(scenario, budget)

@@ -546,6 +546,7 @@ class RemembersLastTime(Net):
         return self.head(x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_an_activation_of_an_earlier_forward_makes_no_weights_stay_on_the_device(autocast):
     def gradients(prepare):

@@ -253,7 +253,7 @@ def cases(keys):
 
 
 KINDS = {kind: [n for n, a in ZOO.items() if a.kind == kind] for kind in {a.kind for a in ZOO.values()}}
-OFTEN = {n for kind, names in KINDS.items() for n in names[::6]}
+OFTEN = {n for kind, names in KINDS.items() for n in names[::10]}
 
 
 @pytest.mark.parametrize(

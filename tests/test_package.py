@@ -19,6 +19,7 @@ def python(code, **options):
     return done.stdout.strip()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("order", [sorted, lambda names: sorted(names, reverse=True)], ids=["sorted", "reversed"])
 def test_a_name_is_what_it_says_whatever_was_imported_before(order):
     """A submodule of the same name would take its place as soon as anything imports it: `prepare` once did."""

@@ -71,6 +71,7 @@ def test_saving_writes_the_weights_once_not_the_buffer_they_lie_in(pool):
     assert len(save(model.state_dict())) <= plain.tell()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 @pytest.mark.parametrize("budget", ["3MiB", "100MiB"], ids=["spilled", "resident"])
 def test_copies_are_plain_and_independent(duplicate, budget):

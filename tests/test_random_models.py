@@ -133,7 +133,7 @@ def left_by(model, optimizer, autocast, accumulate, forwards):
     return [*left, *(t.detach().clone() for t in (*model.parameters(), *model.buffers())), torch.get_rng_state()]
 
 
-def check(recipe, share, autocast, accumulate, forwards):
+def check(recipe, share, autocast, accumulate, forwards, grows_by):
     try:
         plain = trained(recipe, None, autocast, accumulate, forwards)
     except RuntimeError:
@@ -148,7 +148,7 @@ def check(recipe, share, autocast, accumulate, forwards):
             except (hydra_tune.BudgetError, torch.OutOfMemoryError) as error:
                 if forwards == 1 and not isinstance(error, hydra_tune.BudgetError):
                     raise  # two forwards need more than the pilot's one
-                budget = budget * 5 // 4 + 512
+                budget = int(budget * grows_by) + 512
     assert len(plain) == len(prepared)
     for i, (a, b) in enumerate(zip(plain, prepared, strict=True)):
         same = a is b is None or (a is not None and b is not None and torch.equal(a.nan_to_num(), b.nan_to_num()))
@@ -188,7 +188,7 @@ CUT_ANEW_BY_A_LATER_PILOT = Recipe(  # which knows nothing of autocast
 @example(recipe=A_PILOT_FAILS_IN_BACKWARD, share=0.9124763237245037, autocast=["bf16"] * 3, accumulate=1, forwards=1)
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=SLOW)
 def test_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumulate, forwards):
-    check(recipe, share, autocast, accumulate, forwards)
+    check(recipe, share, autocast, accumulate, forwards, grows_by=1.5)
 
 
 @pytest.mark.proof
@@ -196,4 +196,4 @@ def test_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumu
 @given(**CASES)
 @settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=SLOW)
 def test_two_thousand_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumulate, forwards):
-    check(recipe, share, autocast, accumulate, forwards)
+    check(recipe, share, autocast, accumulate, forwards, grows_by=1.25)

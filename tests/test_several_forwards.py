@@ -187,7 +187,7 @@ def script(way, model, dtype):
 
 def is_often(way, model, dtype):
     """The others are proofs."""
-    return model is Twice or (dtype is not None and way in (one_backward, of_three_shapes))
+    return model is Twice if dtype is None else way is one_backward
 
 
 @pytest.mark.parametrize(

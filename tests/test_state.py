@@ -379,7 +379,7 @@ MODEL_CHANGES = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @both_budgets
 @pytest.mark.parametrize("change", MODEL_CHANGES)
 @pytest.mark.parametrize("after", [0, 1], ids=["before the first batch", "after a step"])

@@ -107,6 +107,7 @@ SCHEDULES = {
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch 2.6's own, of SequentialLR
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("before", [True, False], ids=["before prepare", "after prepare"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_learning_rate_schedules(name, before):
@@ -296,6 +297,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sample(2)
 @both_budgets
 @pytest.mark.parametrize("name", CHANGES)
 def test_gradients_and_weights_may_be_changed_before_the_step(name, budget):
@@ -344,6 +346,7 @@ USES_OF_GRADIENTS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("use", USES_OF_GRADIENTS)
 def test_host_gradients_are_not_counted_as_the_devices(use):
     """In a runner every operator is seen; of all weights only `scale` is held on the device."""

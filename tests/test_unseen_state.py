@@ -496,6 +496,7 @@ class ThawsLayersOneByOne(Script):
         next(layer for layer in model.layers if not layer.thaws).thaws = True
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
 @pytest.mark.parametrize(
     "script", [HooksInputs, RetainsInputs, ReadsTags, WantsGradientsOfTheBatch, ThawsLayersOneByOne]

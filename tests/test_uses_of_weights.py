@@ -105,6 +105,7 @@ def trained(steps, *, autocast=True, inside=False, second=Block):
     return scenario
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize(
     "steps",

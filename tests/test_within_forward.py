@@ -367,6 +367,7 @@ class MakesAModule(scripts.Layer):
         return super().forward(self.extra(x))
 
 
+@pytest.mark.sample(len(BUDGETS))
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize(
     ("kind", "made"), [(MakesAWeight, "scale"), (ReplacesAWeight, "bias"), (MakesAModule, "extra")]

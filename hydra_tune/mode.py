@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
+from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -33,13 +33,17 @@ from hydra_tune.random_state import (
 
 _aten = torch.ops.aten
 _ASKS_FOR_MODES = {_aten.prod.default, _aten.prod.dim_int, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor}
-_CASTS_WITHIN = {  # whose own operators autocast casts; those that it casts themselves call none
-    _aten.affine_grid_generator, _aten.bilinear, _aten._trilinear, _aten.einsum, _aten.tensordot, _aten.inner,
-    _aten.chain_matmul, _aten.linalg_multi_dot, _aten.matrix_power, _aten.linalg_matrix_power, _aten.cov,
-    _aten.corrcoef,
+_CALLS_OTHERS = {  # though it is a kernel of its own on each device
+    _aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attention,
 }  # fmt: skip
-_NOTES_VIEWS = "ADInplaceOrView"  # dispatch keys, as PyTorch spells them
-_AUTOCASTS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+_COMPOSED = (
+    DispatchKey.CompositeImplicitAutograd,
+    DispatchKey.CompositeExplicitAutograd,
+    DispatchKey.CompositeExplicitAutogradNonFunctional,
+)
+_RESOLVE = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
+_NOTES_VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
+_AUTOCASTS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
 class TrialMode(TorchDispatchMode):
@@ -104,13 +108,11 @@ class TrialMode(TorchDispatchMode):
         inputs: list[torch.Tensor],
     ) -> Any:
         device = meter.device_of(func, inputs) if meter is not None else None
-        if self.random_state is not None and draws(func) and is_default(kwargs.get("generator")):
-            out = self.random_state.draw(func, args, kwargs)
-        elif keys := _keys_of(func):
+        if (keys := _keys_of(func)) is not None:
             with _included(keys):
-                out = func(*args, **kwargs)
+                out = self._called(func, args, kwargs)
         else:
-            out = func(*args, **kwargs)
+            out = self._called(func, args, kwargs)
         if meter is not None and device is not None:
             made, written = _made(func, args, inputs, out)
             if _is_mutable(func):
@@ -120,6 +122,11 @@ class TrialMode(TorchDispatchMode):
             self._made = out
         return out
 
+    def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.random_state is not None and draws(func) and is_default(kwargs.get("generator")):
+            return self.random_state.draw(func, args, kwargs)
+        return func(*args, **kwargs)
+
     def hide_from_backward(self) -> None:
         """Some operators' derivatives are computed otherwise, in the last bit, where a mode is active. The node of such
         an operator is there once autograd has taken its output; the engine puts back modes after each node."""
@@ -128,40 +135,48 @@ class TrialMode(TorchDispatchMode):
             made.grad_fn.register_prehook(_without_modes)
 
 
-def _keys_of(func: Any) -> list[str]:
-    """Dispatch keys that work within an operator outside of modes. One that is run as a whole, in inference mode, may
-    choose kernels by whether a view of a weight requires a gradient; within a mode none does, unless views are noted.
-    And what autocast casts within an operator it would not cast."""
-    keys = [_NOTES_VIEWS] if torch.is_inference_mode_enabled() and _is_whole(func) else []
-    if _casts_within(func):
-        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # outside: within a mode it is off
-            keys += [key for kind, key in _AUTOCASTS.items() if torch.is_autocast_enabled(kind)]
+def _keys_of(func: Any) -> DispatchKeySet | None:
+    """Dispatch keys that work within an operator which calls others, outside of modes; within one they are off. They
+    resolve conjugate and negative views, and cast what autocast casts. One that is run as a whole, in inference mode,
+    may choose kernels by whether a view of a weight requires a gradient: none does, unless views are noted."""
+    if not _calls_others(func):
+        return None
+    keys = _RESOLVE
+    if torch.is_inference_mode_enabled() and _is_whole(func):
+        keys |= _NOTES_VIEWS
+    if casts := _casts_within(func):
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # within a mode autocast seems off
+            for kind, key in casts:
+                if torch.is_autocast_enabled(kind):
+                    keys |= key
     return keys
 
 
 @cache
-def _is_whole(func: Any) -> bool:
+def _calls_others(func: Any) -> bool:
+    if not isinstance(func, OpOverload):
+        return False
+    return func.overloadpacket in _CALLS_OTHERS or any(map(func.has_kernel_for_dispatch_key, _COMPOSED))
+
+
+@cache
+def _is_whole(func: OpOverload) -> bool:
     """Whether an operator is composed of others, which autograd would have told apart, and makes what is no view."""
-    if not isinstance(func, OpOverload) or any(made.alias_info for made in func._schema.returns):
+    if any(made.alias_info for made in func._schema.returns):
         return False
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
 @cache
-def _casts_within(func: Any) -> bool:
-    return getattr(func, "overloadpacket", None) in _CASTS_WITHIN
+def _casts_within(func: OpOverload) -> list[tuple[str, DispatchKeySet]]:
+    """By kind of device, where autocast casts what an operator calls: not where it casts the operator itself."""
+    casts_it = func.has_kernel_for_dispatch_key
+    return [(kind, DispatchKeySet(key)) for kind, key in _AUTOCASTS.items() if not casts_it(key)]
 
 
-@contextmanager
-def _included(keys: Sequence[str]) -> Iterator[None]:
-    before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
-    for key in keys:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
-        yield
-    finally:
-        for key, excluded in zip(keys, before, strict=True):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+def _included(keys: DispatchKeySet) -> AbstractContextManager[None]:
+    without = torch._C._dispatch_tls_local_exclude_set() - keys
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), without)
 
 
 class Modes:

@@ -172,12 +172,23 @@ class Transposed(nn.Module):
         return x.transpose(1, 2).transpose(0, 1)
 
 
+class Spectrum(nn.Module):
+    """Composed of operators on conjugate views."""
+
+    def forward(self, x):
+        return torch.fft.hfftn(x, norm="ortho")
+
+
 EVALUATED = {
     "linear": (nn.Linear(6, 18), (2, 10, 6)),
     "of a transposed input": (nn.Sequential(Transposed(), nn.Linear(6, 18)), (2, 6, 10)),
     "attention": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
     "recurrent": (nn.LSTM(6, 8, batch_first=True, bidirectional=True), (2, 5, 6)),
     "convolution": (nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.GroupNorm(2, 6)), (2, 3, 8, 8)),
+    "gates": (nn.GRU(32, 32, batch_first=True), (3, 7, 32)),
+    "a simple recurrence": (nn.RNN(32, 32), (7, 3, 32)),
+    "projected": (nn.LSTM(32, 32, proj_size=8), (7, 3, 32)),
+    "a spectrum": (Spectrum(), (5, 6, 7)),
     "views": (nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Flatten(0, 1), nn.Linear(3, 5)), (4, 6)),
 }
 
@@ -198,7 +209,15 @@ def test_inference_mode_does_not_depend_on_it(kind):
         assert a.is_inference() and b.is_inference()
 
 
+LAYER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)  # one operator
+RECURRENT = {
+    name: getattr(nn, name)(8, 8).requires_grad_(False) for name in ("RNN", "GRU", "LSTM", "GRUCell", "LSTMCell")
+}
 CAST_WITHIN = {
+    "transformer layer": lambda x, w: LAYER(x),
+    "sparse product": lambda x, w: torch.sparse.mm(x[0].relu().to_sparse(), w.detach()),
+    "pinv": lambda x, w: torch.linalg.pinv(x[0]) @ x[0],
+    **{name: lambda x, w, cell=cell: cell(x[0])[0] for name, cell in RECURRENT.items()},
     "affine_grid": lambda x, w: nn.functional.affine_grid(x[:, :2, :3], (2, 1, 4, 4), align_corners=False),
     "bilinear": lambda x, w: nn.functional.bilinear(x, x, w.expand(4, 8, 8)),
     "einsum": lambda x, w: torch.einsum("bti,oi->bto", x, w),

@@ -193,6 +193,7 @@ EVALUATED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # PyTorch's own, of oneDNN
 @pytest.mark.parametrize("kind", EVALUATED)
 def test_inference_mode_does_not_depend_on_it(kind):
     """Operators that it is given whole choose kernels as they do outside of it."""

@@ -36,11 +36,8 @@ _ASKS_FOR_MODES = {_aten.prod.default, _aten.prod.dim_int, _aten.masked_fill.Ten
 _CALLS_OTHERS = {  # though it is a kernel of its own on each device
     _aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attention,
 }  # fmt: skip
-_COMPOSED = (
-    DispatchKey.CompositeImplicitAutograd,
-    DispatchKey.CompositeExplicitAutograd,
-    DispatchKey.CompositeExplicitAutogradNonFunctional,
-)
+_COMPOSED = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
+_OWN = (DispatchKey.CPU, DispatchKey.CUDA)
 _RESOLVE = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
 _NOTES_VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 _AUTOCASTS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
@@ -137,34 +134,39 @@ class TrialMode(TorchDispatchMode):
 
 def _keys_of(func: Any) -> DispatchKeySet | None:
     """Dispatch keys that work within an operator which calls others, outside of modes; within one they are off. They
-    resolve conjugate and negative views, and cast what autocast casts. One that is run as a whole, in inference mode,
-    may choose kernels by whether a view of a weight requires a gradient: none does, unless views are noted."""
+    resolve conjugate views, and cast what autocast casts. One that is run as a whole, in inference mode, may choose
+    kernels by whether a view of a weight requires a gradient: none does, unless views are noted."""
     if not _calls_others(func):
         return None
     keys = _RESOLVE
-    if torch.is_inference_mode_enabled() and _is_whole(func):
-        keys |= _NOTES_VIEWS
+    if torch.is_inference_mode_enabled() and _is_implicit(func) and not _is_view(func):
+        keys = keys | _NOTES_VIEWS
     if casts := _casts_within(func):
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # within a mode autocast seems off
             for kind, key in casts:
                 if torch.is_autocast_enabled(kind):
-                    keys |= key
+                    keys = keys | key
     return keys
 
 
 @cache
 def _calls_others(func: Any) -> bool:
-    if not isinstance(func, OpOverload):
-        return False
-    return func.overloadpacket in _CALLS_OTHERS or any(map(func.has_kernel_for_dispatch_key, _COMPOSED))
+    """Whether an operator is composed of others, and has no kernel of its own on our devices."""
+    if not isinstance(func, OpOverload) or func.overloadpacket in _CALLS_OTHERS:
+        return isinstance(func, OpOverload)
+    has = func.has_kernel_for_dispatch_key
+    return _is_implicit(func) or (any(map(has, _COMPOSED)) and not any(map(has, _OWN)) and not _is_view(func))
 
 
 @cache
-def _is_whole(func: OpOverload) -> bool:
-    """Whether an operator is composed of others, which autograd would have told apart, and makes what is no view."""
-    if any(made.alias_info for made in func._schema.returns):
-        return False
+def _is_implicit(func: OpOverload) -> bool:
+    """Whether autograd, where it is on, tells the operators apart that it is composed of."""
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
+
+
+@cache
+def _is_view(func: OpOverload) -> bool:
+    return any(made.alias_info and not made.alias_info.is_write for made in func._schema.returns)
 
 
 @cache

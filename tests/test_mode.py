@@ -179,6 +179,13 @@ class Spectrum(nn.Module):
         return torch.fft.hfftn(x, norm="ortho")
 
 
+class Inverse(nn.Module):
+    """One operator, also with gradients on, that goes by conjugate views."""
+
+    def forward(self, x):
+        return torch.linalg.pinv(torch.complex(x, x.flip(0)))
+
+
 EVALUATED = {
     "linear": (nn.Linear(6, 18), (2, 10, 6)),
     "of a transposed input": (nn.Sequential(Transposed(), nn.Linear(6, 18)), (2, 6, 10)),
@@ -189,6 +196,7 @@ EVALUATED = {
     "a simple recurrence": (nn.RNN(32, 32), (7, 3, 32)),
     "projected": (nn.LSTM(32, 32, proj_size=8), (7, 3, 32)),
     "a spectrum": (Spectrum(), (5, 6, 7)),
+    "an inverse of complex numbers": (Inverse(), (5, 3)),
     "views": (nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Flatten(0, 1), nn.Linear(3, 5)), (4, 6)),
 }
 

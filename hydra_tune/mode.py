@@ -139,7 +139,7 @@ def _keys_of(func: Any) -> DispatchKeySet | None:
     if not _calls_others(func):
         return None
     keys = _RESOLVE
-    if torch.is_inference_mode_enabled() and _is_implicit(func) and not _is_view(func):
+    if torch.is_inference_mode_enabled() and _is_implicit(func):
         keys = keys | _NOTES_VIEWS
     if casts := _casts_within(func):
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # within a mode autocast seems off
@@ -154,6 +154,8 @@ def _calls_others(func: Any) -> bool:
     """Whether an operator is composed of others, and has no kernel of its own on our devices."""
     if not isinstance(func, OpOverload) or func.overloadpacket in _CALLS_OTHERS:
         return isinstance(func, OpOverload)
+    if not torch._C._dispatch_has_kernel(func.name()):
+        return False  # of TorchScript alone, as a subclass is asked for its layout by
     has = func.has_kernel_for_dispatch_key
     return _is_implicit(func) or (any(map(has, _COMPOSED)) and not any(map(has, _OWN)) and not _is_view(func))
 

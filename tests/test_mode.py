@@ -8,6 +8,7 @@ import optuna
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import hydra_tune
@@ -216,6 +217,30 @@ def test_inference_mode_does_not_depend_on_it(kind):
     for a, b in zip(tensors_in(alone), tensors_in(within), strict=True):
         assert torch.equal(a, b)
         assert a.is_inference() and b.is_inference()
+
+
+def test_views_in_inference_mode_are_views():
+    """Also those of operators that it is given whole: who writes through one spoils what a backward needs."""
+    for view in (torch.reshape, lambda x, shape: x.view(shape), lambda x, shape: x.flatten()):
+        x = torch.ones(2, 2, requires_grad=True) * 1
+        loss = (x * x).sum()
+        with TrialMode(RandomState(0)), torch.inference_mode():
+            made = view(x, (4,))
+            made.mul_(2)
+        assert made._is_view()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_operators_that_no_kernel_is_registered_for():
+    """A subclass is asked for its layout and device by such; one of FakeTensor's that raises ends the process."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)
+    with TrialMode(RandomState(0)), TrialMode(meter=meter):
+        assert torch.relu(nested).layout is torch.jagged
+        assert nested.unflatten(-1, (2, 2)).device.type == "cpu"
+        with FakeTensorMode():
+            assert nn.Linear(4, 4)(torch.randn(4, 4)).shape == (4, 4)
 
 
 LAYER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)  # one operator

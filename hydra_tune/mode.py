@@ -36,6 +36,7 @@ _ASKS_FOR_MODES = {_aten.prod.default, _aten.prod.dim_int, _aten.masked_fill.Ten
 _CALLS_OTHERS = {  # though it is a kernel of its own on each device
     _aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attention,
 }  # fmt: skip
+_OF_CASTED = {_aten._euclidean_dist}  # called by an operator that autocast casts, which the handler can't know
 _COMPOSED = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
 _OWN = (DispatchKey.CPU, DispatchKey.CUDA)
 _RESOLVE = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
@@ -174,6 +175,8 @@ def _is_view(func: OpOverload) -> bool:
 @cache
 def _casts_within(func: OpOverload) -> list[tuple[str, DispatchKeySet]]:
     """By kind of device, where autocast casts what an operator calls: not where it casts the operator itself."""
+    if func.overloadpacket in _OF_CASTED:
+        return []
     casts_it = func.has_kernel_for_dispatch_key
     return [(kind, DispatchKeySet(key)) for kind, key in _AUTOCASTS.items() if not casts_it(key)]
 

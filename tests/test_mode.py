@@ -262,6 +262,7 @@ CAST_WITHIN = {
     "cov": lambda x, w: torch.cov(x[0]),
     "corrcoef": lambda x, w: torch.corrcoef(x[0]),
     "cdist": lambda x, w: torch.cdist(x, w),
+    "cdist of many": lambda x, w: torch.cdist(x[0].repeat(8, 1), w.repeat(5, 1)),
 }
 
 

@@ -36,7 +36,17 @@ _ASKS_FOR_MODES = {_aten.prod.default, _aten.prod.dim_int, _aten.masked_fill.Ten
 _CALLS_OTHERS = {  # though it is a kernel of its own on each device
     _aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attention,
 }  # fmt: skip
-_OF_CASTED = {_aten._euclidean_dist}  # called by an operator that autocast casts, which the handler can't know
+_CASTS_WITHIN = {  # those of PyTorch's own that autograd takes as a whole, by kinds of device: others call none that
+    _aten._native_multi_head_attention: {"cpu", "cuda"},  # autocast casts, or are called only by one that it casts
+    _aten._sparse_addmm: {"cpu", "cuda"},
+    _aten._sparse_sum: {"cuda"},
+    _aten._transformer_encoder_layer_fwd: {"cpu", "cuda"},
+    _aten._trilinear: {"cpu"},
+    _aten.affine_grid_generator: {"cpu", "cuda"},
+    _aten.ldexp: {"cuda"},
+    _aten.linalg_pinv: {"cpu", "cuda"},
+    _aten.mvlgamma: {"cuda"},
+}
 _COMPOSED = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
 _OWN = (DispatchKey.CPU, DispatchKey.CUDA)
 _RESOLVE = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
@@ -175,10 +185,10 @@ def _is_view(func: OpOverload) -> bool:
 @cache
 def _casts_within(func: OpOverload) -> list[tuple[str, DispatchKeySet]]:
     """By kind of device, where autocast casts what an operator calls: not where it casts the operator itself."""
-    if func.overloadpacket in _OF_CASTED:
-        return []
+    whole = func.namespace == "aten" and not _is_implicit(func)
+    kinds = _CASTS_WITHIN.get(func.overloadpacket, ()) if whole else _AUTOCASTS
     casts_it = func.has_kernel_for_dispatch_key
-    return [(kind, DispatchKeySet(key)) for kind, key in _AUTOCASTS.items() if not casts_it(key)]
+    return [(kind, DispatchKeySet(key)) for kind, key in _AUTOCASTS.items() if kind in kinds and not casts_it(key)]
 
 
 def _included(keys: DispatchKeySet) -> AbstractContextManager[None]:

@@ -32,12 +32,18 @@ from hydra_tune.random_state import (
 )
 
 _aten = torch.ops.aten
-_ASKS_FOR_MODES = {_aten.prod.default, _aten.prod.dim_int, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor}
+_ASKS_FOR_MODES = {
+    _aten.prod.default, _aten.prod.dim_int, _aten.cumprod.default, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor,
+    _aten._linalg_det.default, _aten.linalg_matrix_exp.default,
+}  # fmt: skip
 _CALLS_OTHERS = {  # though it is a kernel of its own on each device
     _aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attention,
 }  # fmt: skip
-_CASTS_WITHIN = {  # those of PyTorch's own that autograd takes as a whole, by kinds of device: others call none that
-    _aten._native_multi_head_attention: {"cpu", "cuda"},  # autocast casts, or are called only by one that it casts
+# PyTorch's own explicit composites (autograd does not take them apart before a mode sees them) within which autocast
+# casts, by kinds of device, as measured. Others call none that it casts; or are called by one that it has cast, within
+# which it is off: no mode can tell.
+_CASTS_WITHIN = {
+    _aten._native_multi_head_attention: {"cpu", "cuda"},
     _aten._sparse_addmm: {"cpu", "cuda"},
     _aten._sparse_sum: {"cuda"},
     _aten._transformer_encoder_layer_fwd: {"cpu", "cuda"},
@@ -45,6 +51,7 @@ _CASTS_WITHIN = {  # those of PyTorch's own that autograd takes as a whole, by k
     _aten.affine_grid_generator: {"cpu", "cuda"},
     _aten.ldexp: {"cuda"},
     _aten.linalg_pinv: {"cpu", "cuda"},
+    _aten.mv: {"cpu", "cuda"},
     _aten.mvlgamma: {"cuda"},
 }
 _COMPOSED = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
@@ -127,7 +134,7 @@ class TrialMode(TorchDispatchMode):
                 meter.note_growth(written)
             meter.observe(device, made)
         if func in _ASKS_FOR_MODES and torch.is_grad_enabled():
-            self._made = out
+            self._made = _tensors((out,))[0]
         return out
 
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -150,7 +157,7 @@ def _keys_of(func: Any) -> DispatchKeySet | None:
     if not _calls_others(func):
         return None
     keys = _RESOLVE
-    if torch.is_inference_mode_enabled() and _is_implicit(func):
+    if torch.is_inference_mode_enabled() and _is_implicit(func) and not _notes_views(func):
         keys = keys | _NOTES_VIEWS
     if casts := _casts_within(func):
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # within a mode autocast seems off
@@ -183,12 +190,17 @@ def _is_view(func: OpOverload) -> bool:
 
 
 @cache
+def _notes_views(func: OpOverload) -> bool:
+    """Whether the operator's own view has been noted before the mode sees it; once more would be an error."""
+    return bool(func.has_kernel_for_dispatch_key(DispatchKey.ADInplaceOrView))
+
+
+@cache
 def _casts_within(func: OpOverload) -> list[tuple[str, DispatchKeySet]]:
-    """By kind of device, where autocast casts what an operator calls: not where it casts the operator itself."""
-    whole = func.namespace == "aten" and not _is_implicit(func)
-    kinds = _CASTS_WITHIN.get(func.overloadpacket, ()) if whole else _AUTOCASTS
-    casts_it = func.has_kernel_for_dispatch_key
-    return [(kind, DispatchKeySet(key)) for kind, key in _AUTOCASTS.items() if kind in kinds and not casts_it(key)]
+    """By kind of device, where autocast casts what an operator calls."""
+    listed = func.namespace == "aten" and not _is_implicit(func) and not func._overloadname.endswith("out")
+    kinds = _CASTS_WITHIN.get(func.overloadpacket, set()) if listed else set(_AUTOCASTS)
+    return [(kind, DispatchKeySet(_AUTOCASTS[kind])) for kind in sorted(kinds)]
 
 
 def _included(keys: DispatchKeySet) -> AbstractContextManager[None]:

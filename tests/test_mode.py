@@ -187,7 +187,32 @@ class Inverse(nn.Module):
         return torch.linalg.pinv(torch.complex(x, x.flip(0)))
 
 
+class Chunks(nn.Module):
+    """Views of a weight and of a batch, by operators that note them themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x):
+        one, other = self.weight.chunk(2)
+        return (x @ one.T, x.narrow(0, 0, 1) @ other.T)
+
+
+class Across(nn.Module):
+    """Attention over keys of another width, which takes its projections apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, kdim=4, vdim=4)
+
+    def forward(self, x):
+        return self.attention(x, x[..., :4], x[..., 4:])
+
+
 EVALUATED = {
+    "chunks": (Chunks(), (3, 6)),
+    "attention to another": (Across(), (2, 5, 8)),
     "linear": (nn.Linear(6, 18), (2, 10, 6)),
     "of a transposed input": (nn.Sequential(Transposed(), nn.Linear(6, 18)), (2, 6, 10)),
     "attention": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
@@ -221,7 +246,9 @@ def test_inference_mode_does_not_depend_on_it(kind):
 
 def test_views_in_inference_mode_are_views():
     """Also those of operators that it is given whole: who writes through one spoils what a backward needs."""
-    for view in (torch.reshape, lambda x, shape: x.view(shape), lambda x, shape: x.flatten()):
+    for view in (
+        torch.reshape, lambda x, shape: x.view(shape), lambda x, shape: x.flatten(), lambda x, _: x.chunk(1)[0],
+    ):  # fmt: skip
         x = torch.ones(2, 2, requires_grad=True) * 1
         loss = (x * x).sum()
         with TrialMode(RandomState(0)), torch.inference_mode():
@@ -247,11 +274,21 @@ LAYER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_g
 RECURRENT = {
     name: getattr(nn, name)(8, 8).requires_grad_(False) for name in ("RNN", "GRU", "LSTM", "GRUCell", "LSTMCell")
 }
+
+
+@torch.library.custom_op("tests::product", mutates_args=())
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
 CAST_WITHIN = {
+    "of one's own": lambda x, w: product(x[0], w.detach()),
     "transformer layer": lambda x, w: LAYER(x),
     "sparse product": lambda x, w: torch.sparse.mm(x[0].relu().to_sparse(), w.detach()),
     "pinv": lambda x, w: torch.linalg.pinv(x[0]) @ x[0],
     **{name: lambda x, w, cell=cell: cell(x[0])[0] for name, cell in RECURRENT.items()},
+    "sparse vector product": lambda x, w: torch.mv(x[0].relu().to_sparse(), w[0].detach()),
+    "solved into": lambda x, w: torch.cholesky_solve(x[0, :2, :2].bfloat16(), 2 * torch.eye(2), out=torch.empty(0)),
     "affine_grid": lambda x, w: nn.functional.affine_grid(x[:, :2, :3], (2, 1, 4, 4), align_corners=False),
     "bilinear": lambda x, w: nn.functional.bilinear(x, x, w.expand(4, 8, 8)),
     "einsum": lambda x, w: torch.einsum("bti,oi->bto", x, w),
@@ -284,6 +321,28 @@ def test_what_autocast_casts_within_an_operator_does_not_depend_on_it(kind, with
             within = made()
     for a, b in zip(alone, within, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+FIRST = {
+    "product": lambda x: x.prod(0),
+    "cumulative product": lambda x: x.cumprod(0),
+    "determinant": torch.linalg.det,
+    "complex exponential": lambda x: torch.matrix_exp(torch.complex(x, x)).abs(),
+}
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_derivatives_of_derivatives_do_not_depend_on_it(kind):
+    def derived():
+        torch.manual_seed(0)
+        x = torch.randn(5, 5, requires_grad=True)
+        (first,) = torch.autograd.grad(FIRST[kind](x).square().sum(), x, create_graph=True)
+        return first, *torch.autograd.grad(first.square().sum(), x)
+
+    alone = derived()
+    with TrialMode(RandomState(0)):
+        within = derived()
+    assert all(map(torch.equal, within, alone))
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])

@@ -47,7 +47,7 @@ class Settings:
     seed: int = 0
 
 
-QUICK = Settings(trials=4, steps=8, report_every=4, validation_batches=2)
+QUICK = Settings(trials=4, steps=4, report_every=2, validation_batches=2)
 
 
 @dataclass

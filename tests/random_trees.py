@@ -139,7 +139,7 @@ def convolutions(between, width):
 
 
 class GroupNorm(nn.GroupNorm):
-    """PyTorch ends the process in the backward of channels-last maps in half precision that require no gradient."""
+    """PyTorch ends the process in the backward of channels-last maps that require no gradient."""
 
     def forward(self, x):
         return super().forward(x.contiguous())

@@ -138,13 +138,6 @@ def convolutions(between, width):
     )
 
 
-class GroupNorm(nn.GroupNorm):
-    """PyTorch ends the process in the backward of channels-last maps that require no gradient."""
-
-    def forward(self, x):
-        return super().forward(x.contiguous())
-
-
 @dataclass(frozen=True)
 class Kind:
     """Of tensors, `shape` of one item of a batch; and which parts take them."""
@@ -185,7 +178,7 @@ MAPS = Kind(
         "one channel": partial(convolutions, 1),
         "depthwise": lambda width: nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS),
         "transposed": lambda width: nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, padding=1),
-        "group norm": lambda width: GroupNorm(3, CHANNELS),
+        "group norm": lambda width: nn.GroupNorm(3, CHANNELS),
         "instance norm": lambda width: nn.InstanceNorm2d(CHANNELS, affine=True),
         "batch norm": lambda width: nn.BatchNorm2d(CHANNELS),
         "channels last": lambda width: ChannelsLast(),

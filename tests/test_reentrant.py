@@ -213,6 +213,27 @@ def test_a_weight_that_the_model_uses_beside_a_block_within_one_checkpoint(way, 
     assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
 
 
+class Maps(nn.Sequential):
+    def forward(self, x):
+        for part in self:
+            x = checkpoint(part, x, use_reentrant=True)
+        return x
+
+
+def test_a_norm_of_maps_within_one():
+    """PyTorch's kernel for channels-last maps would end the process, were it not asked for the input's gradient."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        parts = [nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(3, 6)) for _ in range(4)]
+        model = prepare(nn.Sequential(nn.Conv2d(6, 6, 1), Maps(*parts)).to(memory_format=torch.channels_last))
+        for _ in range(2):
+            model(torch.randn(1, 6, 2, 2).to(memory_format=torch.channels_last)).square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert_as_in_plain_pytorch(scenario, num_bytes=10_000)
+
+
 def test_no_bytes_are_left():
     torch.manual_seed(0)
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:

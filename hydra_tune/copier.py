@@ -16,7 +16,7 @@ _Jobs = SimpleQueue[Callable[[], None] | None]
 
 
 class Copier:
-    """Its thread begins with the first job, and ends when it is closed or nobody has it any more."""
+    """Its thread begins with the first job, and ends when nobody has it any more, be its pool closed or not."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._name = name

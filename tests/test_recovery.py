@@ -115,7 +115,7 @@ def steps_lost(folder):
     return lost
 
 
-def kill_often(kind, tmp_path, seed, kills):
+def assert_ends_as_if_not_killed(kind, tmp_path, seed, kills):
     """Searches that are killed several times each, until so many kills have hit one; each ends as if none had."""
     plain = {t.number: t.value for t in finish(kind, tmp_path)}
     assert len(plain) == TRIALS
@@ -138,7 +138,6 @@ def kill_often(kind, tmp_path, seed, kills):
         assert {t.number: t.value for t in trials} == plain
         assert all(steps <= EVERY for steps in steps_lost(folder))
         assert not list(folder.rglob("*.safetensors"))
-    return hit
 
 
 JOURNAL = pytest.mark.skipif(not BREAKS_LOCKS, reason="this Optuna waits for ever for the lock of who was killed")
@@ -149,13 +148,13 @@ SQLITE = pytest.mark.proof if BREAKS_LOCKS else ()  # one of the two runs always
     ("kind", "kills"), [pytest.param("journal", 2, marks=JOURNAL), pytest.param("sqlite", 1, marks=SQLITE)]
 )
 def test_a_search_that_is_killed_goes_on_where_it_was(tmp_path, kind, kills):
-    kill_often(kind, tmp_path, 0, kills)
+    assert_ends_as_if_not_killed(kind, tmp_path, 0, kills)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", [pytest.param("journal", marks=JOURNAL), "sqlite"])
 def test_a_search_that_is_killed_a_hundred_times_goes_on_where_it_was(tmp_path, kind):
-    kill_often(kind, tmp_path, 1, 100)
+    assert_ends_as_if_not_killed(kind, tmp_path, 1, 100)
 
 
 # ---- its parts ---------------------------------------------------------------------------------------

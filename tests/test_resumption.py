@@ -154,7 +154,7 @@ def assert_same(got, plain):
     assert got.losses == plain.losses
 
 
-def compare(tmp_path, budget="spilled", every=1, at=(8,), kind=Training, written=None, **options):
+def assert_same_as_uninterrupted(tmp_path, budget="spilled", every=1, at=(8,), kind=Training, written=None, **options):
     plain, got = kind(**options), None
     search(plain, None if every is None else tmp_path / "plain", budget, every)
     for number, step in enumerate(at):
@@ -180,12 +180,12 @@ OFTEN = ("shuffled",)
 )
 def test_numbers_after_a_resume_are_the_uninterrupted_ones(tmp_path, loader):
     """At a step in an epoch's middle, at its first, and at the training's last."""
-    compare(tmp_path, loader=loader, at=(7, 10, 14))
+    assert_same_as_uninterrupted(tmp_path, loader=loader, at=(7, 10, 14))
 
 
 @pytest.mark.parametrize("loader", ["shuffled", pytest.param(None, marks=pytest.mark.proof)])
 def test_also_of_a_resident_trial_and_between_checkpoints(tmp_path, loader):
-    compare(tmp_path, "resident", every=4, at=(7, 11), loader=loader)
+    assert_same_as_uninterrupted(tmp_path, "resident", every=4, at=(7, 11), loader=loader)
 
 
 OPTIMIZERS = {
@@ -205,7 +205,7 @@ OPTIMIZERS = {
     ],
 )
 def test_optimizers_go_on(tmp_path, optimizer):
-    compare(tmp_path, optimizer=optimizer, loader="shuffled")
+    assert_same_as_uninterrupted(tmp_path, optimizer=optimizer, loader="shuffled")
 
 
 class Accumulating(Training):
@@ -244,7 +244,7 @@ class LowPrecision(Training):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [Accumulating, LowPrecision])
 def test_gradients_and_states_of_other_dtypes_go_on(tmp_path, kind):
-    compare(tmp_path, loader="shuffled", kind=kind, at=(7,))
+    assert_same_as_uninterrupted(tmp_path, loader="shuffled", kind=kind, at=(7,))
 
 
 class Folds(Training):
@@ -392,7 +392,7 @@ class Validating(Training):
 
 
 def test_an_iteration_that_was_left_is_not_gone_on_with(tmp_path):
-    compare(tmp_path, kind=Validating, loader="shuffled", at=(7,))
+    assert_same_as_uninterrupted(tmp_path, kind=Validating, loader="shuffled", at=(7,))
 
 
 class Pairs(Training):
@@ -418,7 +418,7 @@ class Pairs(Training):
 
 
 def test_none_is_written_between_a_forward_and_its_backward(tmp_path):
-    compare(tmp_path, kind=Pairs, at=(7,), written=6, budget="resident")
+    assert_same_as_uninterrupted(tmp_path, kind=Pairs, at=(7,), written=6, budget="resident")
 
 
 class FromAnIterator(Training):
@@ -432,7 +432,7 @@ class FromAnIterator(Training):
 
 
 def test_an_iterator_goes_on(tmp_path):
-    compare(tmp_path, kind=FromAnIterator, at=(3,))
+    assert_same_as_uninterrupted(tmp_path, kind=FromAnIterator, at=(3,))
 
 
 class Ahead(Training):
@@ -598,7 +598,7 @@ def test_a_generator_of_the_objectives_own_goes_on(tmp_path):
             super().update(step, model, optimizer, schedule)
             self.losses[step] += torch.rand((), generator=self.generator).item()
 
-    compare(tmp_path, kind=Drawing, loader="shuffled", at=(7,))
+    assert_same_as_uninterrupted(tmp_path, kind=Drawing, loader="shuffled", at=(7,))
 
 
 def test_batches_drawn_from_a_generator_of_the_objectives_own_go_on(tmp_path):
@@ -613,7 +613,7 @@ def test_batches_drawn_from_a_generator_of_the_objectives_own_go_on(tmp_path):
             for step, (_, y) in super().batches():
                 yield step, (torch.randn(4, WIDTH, generator=self.generator), y)
 
-    compare(tmp_path, kind=DrawingBatches, at=(7,))
+    assert_same_as_uninterrupted(tmp_path, kind=DrawingBatches, at=(7,))
 
 
 @pytest.mark.parametrize("extra", [3, [torch.nn.Linear(1, 1), None]])

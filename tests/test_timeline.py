@@ -10,6 +10,7 @@ import pytest
 
 import hydra_tune
 from hydra_tune.timeline import STREAMS, chrome_trace, figure, save
+from hydra_tune.trace import Trace
 from scripts import BUDGETS, Script
 
 NAMES = ["left", "right"]
@@ -271,3 +272,12 @@ def test_between_trials_a_device_does_not_stall():
     before, after = ([s for s in stalls if (s["end_s"] <= between_s) is ended] for ended in (True, False))
     assert before and after and all(s["start_s"] >= between_s for s in after)
     assert (before[0]["cause"], after[0]["cause"]) == ("no ready task", "no ready task"), "until the first batch"
+
+
+def test_a_trace_forgets_its_oldest_spans_and_keeps_the_totals(monkeypatch):
+    monkeypatch.setattr("hydra_tune.trace.MAX_SPANS", 3)
+    trace = Trace()
+    for start_s in range(5):
+        trace.note_stall(0, start_s, start_s + 1, "memory")
+    assert [span.start_s for span in trace.spans] == [2, 3, 4]
+    assert trace.devices[0].stalled_s == 5

@@ -3,6 +3,7 @@ for all forwards of one autocast context."""
 
 import threading
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 
 import optuna
@@ -352,18 +353,17 @@ def test_a_graph_that_is_kept_makes_later_steps_leave_nothing():
 # ---- weights that change in the context ----
 
 
-def changed_within(change, context, evaluates=False):
+def changed_within(prepare, change, context, evaluates=False):
     torch.manual_seed(0)
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        model, optimizer = made(lambda model, optimizer: hydra_tune.prepare(model, optimizer, pool=pool))
-        with context:
-            with torch.no_grad() if evaluates else nullcontext():
-                loss = loss_on(model, *batch())
-            if not evaluates:
-                loss.backward()
-            change(model, optimizer)
-            with torch.no_grad() if evaluates else nullcontext():
-                return loss_on(model, *batch())
+    model, optimizer = made(prepare)
+    with context:
+        with torch.no_grad() if evaluates else nullcontext():
+            loss = loss_on(model, *batch())
+        if not evaluates:
+            loss.backward()
+        change(model, optimizer)
+        with torch.no_grad() if evaluates else nullcontext():
+            return loss_on(model, *batch()).detach()
 
 
 def step(model, optimizer):
@@ -384,18 +384,21 @@ def shift_norms(model, optimizer):
 @pytest.mark.parametrize(("change", "evaluates"), [(step, False), (load, False), (load, True)])
 def test_weights_that_change_between_two_forwards_are_refused(change, evaluates):
     """Plain PyTorch goes on with the casts of what they were."""
-    with pytest.raises(hydra_tune.PrepareError, match=r"those of trial 0 were changed.*Leave torch\.autocast before"):
-        changed_within(change, torch.autocast("cpu", dtype=torch.bfloat16), evaluates)
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        prepare = partial(hydra_tune.prepare, pool=pool)
+        with pytest.raises(hydra_tune.PrepareError, match=r"trial 0 were changed.*Leave torch\.autocast before"):
+            changed_within(prepare, change, torch.autocast("cpu", dtype=torch.bfloat16), evaluates)
 
 
 @pytest.mark.parametrize("change", [step, load])
 def test_not_without_a_cache(change):
-    changed_within(change, torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False))
-    changed_within(change, nullcontext())
+    for context in (torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False), nullcontext()):
+        assert_as_in_plain_pytorch(partial(changed_within, change=change, context=context))
 
 
 def test_nor_where_they_are_not_cast():
-    changed_within(shift_norms, torch.autocast("cpu", dtype=torch.bfloat16))
+    context = torch.autocast("cpu", dtype=torch.bfloat16)
+    assert_as_in_plain_pytorch(partial(changed_within, change=shift_norms, context=context))
 
 
 def test_a_block_that_evaluation_calls_by_itself_is_refused_too():

@@ -13,9 +13,9 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,7 +23,6 @@ from hydra_tune.config import format_bytes
 from hydra_tune.errors import MixedDevicesError
 from hydra_tune.fork import gate, new_in_child
 from hydra_tune.host_buffer import parts_of
-from hydra_tune.journal import Journal
 
 _COPIES_INTO = (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
 _COPY_TO = torch.ops.aten._to_copy
@@ -34,6 +33,14 @@ _meters_of: dict[int, tuple[Meter, ...]] = {}  # by storage; several where trial
 
 
 os.register_at_fork(after_in_child=_meters_of.clear)  # nothing that the child inherits is on a device
+
+
+class FirstStep(Protocol):
+    """What is told of the operators of a trial's first step."""
+
+    def before_writing(self, tensors: Iterable[torch.Tensor]) -> None: ...
+
+    def outgrow(self) -> bool: ...
 
 
 class DeviceOutOfMemoryError(torch.OutOfMemoryError):
@@ -225,25 +232,23 @@ class TrialMeter:
         self.counting = always
         self._outside_start: int | None = None
         self._outside_peak = 0
-        self._most_outside: float = inf  # until it has outgrown them
-        self._outgrown: weakref.WeakMethod[Callable[[], None]] | None = None  # lest a cycle keeps its trial
         self._is_outside = True  # of visits to shards
         self.watched = False  # a dispatch mode of the trial's own is installed
-        self.journal: Journal | None = None  # a pilot's
+        self.first: FirstStep | None = None  # under way: is told what is written, and makes room
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
     @property
     def is_idle(self) -> bool:
         """Outside of models and pilots, whose work would be counted."""
-        return not (self.inside or self.watched or self.journal)
+        return not (self.inside or self.watched or self.first)
 
     def reset(self) -> None:
         """After an interruption: idle."""
         self.here = self.meter
         self.meter.recount()
         self.limit(None)
-        self._most_outside, self._is_outside = inf, True
-        self.inside, self.watched, self.journal = 0, False, None
+        self._is_outside = True
+        self.inside, self.watched, self.first = 0, False, None
         self.counting, self._outside_start = self.always, None
 
     def device_of(self, operator: Any, inputs: list[torch.Tensor]) -> Meter | None:
@@ -276,12 +281,14 @@ class TrialMeter:
             )
         return self.here
 
-    def note(self, operator: Any, args: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> None:
-        """Tell a pilot's journal of an operator that is to run."""
-        if self.journal is not None:
-            copies = getattr(operator, "overloadpacket", None) in _COPIES_INTO
-            on_device = not copies and any(t.dim() and is_counted(t) for t in inputs)
-            self.journal.note(operator, args, kwargs, inputs, on_device=on_device)
+    def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
+        """An operator is about to change these in place."""
+        if self.first is not None:
+            self.first.before_writing(tensors)
+
+    def outgrow(self) -> bool:
+        """Whether there is more room now for what was to be made."""
+        return self.first is not None and self.first.outgrow()
 
     def note_growth(self, written: Iterable[torch.Tensor]) -> None:
         """Count what an operator has enlarged."""
@@ -293,8 +300,6 @@ class TrialMeter:
     def observe(self, device: Meter | None, outputs: list[torch.Tensor]) -> None:
         """Count what an operator made there."""
         if device is not None:
-            if self._most_outside < inf and self._is_outside:
-                self.check_outside(device.new_bytes(outputs))
             device.add(self.trial, outputs)
 
     @property
@@ -315,12 +320,9 @@ class TrialMeter:
 
     # ---- what a step has outside of its visits to shards ----
 
-    def watch_outside(self, most_bytes: float = inf, outgrown: Callable[[], None] | None = None) -> None:
-        """Start to note the highest bytes beyond those there now, while no block runs. Before they are more than
-        `most_bytes`, the method `outgrown` is called, once."""
+    def watch_outside(self) -> None:
+        """Start to note the highest bytes beyond those there now, while no block runs."""
         self._outside_start = self._outside_peak = self.start_window()
-        self._most_outside = self._outside_start + most_bytes
-        self._outgrown = None if outgrown is None else weakref.WeakMethod(outgrown)
 
     def outside_ends(self) -> None:
         self._is_outside = False
@@ -332,26 +334,11 @@ class TrialMeter:
         if self._outside_start is not None:
             self.start_window()
 
-    def check_outside(self, more_bytes: int = 0) -> None:
-        """See that these fit, too."""
-        if self.trial_bytes + more_bytes > self._most_outside:
-            self.outgrow()
-
-    def outgrow(self) -> bool:
-        """What it has outside of its visits is more than was estimated; whether that is news."""
-        if self._most_outside == inf or not self._is_outside:
-            return False
-        self._most_outside = inf
-        outgrown = None if self._outgrown is None else self._outgrown()
-        if outgrown is not None:
-            outgrown()
-        return True
-
     def outside_peak(self) -> int:
         """The figure since `watch_outside`, which ends here."""
         self.outside_ends()
         start, self._outside_start = self._outside_start, None
-        self._most_outside, self._is_outside = inf, True
+        self._is_outside = True
         assert start is not None
         return self._outside_peak - start
 

@@ -1,85 +1,54 @@
-"""Cuts one trial's model and finds the plan for its inputs: the one there is, another trial's, or a new pilot's.
+"""Cuts one trial's model and finds the plan for a forward: the one there is, what another trial has measured, or a
+first step of its own.
 
-    cut -> pilot -> findings? -> cut anew -> pilot -> ... -> plan, shared by all trials with the same key
-                    too large? -> open that block
-
-A plan holds until the model or its inputs become such as it does not cover.
+A trial's plan is made of what forwards like its own have been measured to need; what its neighbours train never counts.
+Trainings and evaluations share what is held for life, and have steps and shards of their own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import copy_context
-from dataclasses import replace
-from functools import partial
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from hydra_tune.block import Block, gradient_bytes
-from hydra_tune.call import BlockCall, Executor
+from hydra_tune import cut as cuts
+from hydra_tune.blocks.block import Block, gradient_bytes
+from hydra_tune.blocks.call_site import BlockForward
 from hydra_tune.config import format_bytes
-from hydra_tune.cut import blocks_of, cut_at_hooks, open_too_large, recut
 from hydra_tune.device import Device
-from hydra_tune.errors import BlockTooLargeError, BudgetError, PoolClosedError, PrepareError
-from hydra_tune.events import StartPilot
+from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.fingerprint import PlanKey
-from hydra_tune.forward_pass import AbandonedForward, ForwardPass
-from hydra_tune.glance import Glance, Parts, glance_at, parts_of
+from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import TrialMode, drawing_for_nothing
-from hydra_tune.node import BlockForward
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
-from hydra_tune.partition import (
-    covers,
-    gradient_flags,
-    input_signature,
-    make_plan,
-    pack_shards,
-    plan_key,
-    shards_of_one,
-    switches,
-)
-from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains, larger_of
+from hydra_tune.partition import gradient_flags, input_signature, make_plan, plan_key, shards_of_one, switches
+from hydra_tune.planning.first_step import FirstStep
+from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
 from hydra_tune.plan_summary import summary_of
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
-from hydra_tune.random_state import has_own_state
-from hydra_tune.root import (
-    RootForward,
-    refuse_computed_weights,
-    refuse_global_hooks,
-    refuse_own_forward,
-    refuse_unsupported,
-)
+from hydra_tune.residency import Residency
+from hydra_tune.root import refuse_own_forward, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
-from hydra_tune.tree import flatten
-from hydra_tune.unseen_writes import UnseenWrites
 
 logger = logging.getLogger("hydra_tune")
-MOST_MODES = 8  # which modules train, or what is switched on, may be drawn anew in each step
+_MOST_SETTINGS = 8  # which modules train, or what is switched on, may be drawn anew in each step
 
 
-class UnderWay(Protocol):
-    """What a planner needs of its trial's steps."""
-
-    under_way: bool
-
-    def leave(self) -> None: ...
-
-
-class Planned(Executor, Client, Protocol):
+class Planned(Client, Protocol):
     """What a planner needs of the trial it plans for."""
 
     name: str
     pool: ShardPool
     meter: TrialMeter
-    mode: TrialMode | None
+    residency: Residency
     optimizer: torch.optim.Optimizer | None
+    in_runner: bool
 
     @property
     def device(self) -> Device: ...
@@ -87,361 +56,285 @@ class Planned(Executor, Client, Protocol):
     @property
     def model(self) -> nn.Module: ...
 
-    @property
-    def steps(self) -> UnderWay: ...
 
-    def leave_after_error(self) -> None: ...
+@dataclass(frozen=True)
+class Plans:
+    """Of one trial, which hold the same: None for what it has not done yet."""
 
-    def counted(self) -> AbstractContextManager[None]: ...
+    training: TrialPlan | None
+    evaluation: TrialPlan | None
 
-    def one_pass(self) -> AbstractContextManager[ForwardPass]: ...
-
-
-class UnmeasuredBlock(AbandonedForward):
-    """A block is called that no pilot has seen called."""
+    def of(self, kind: Kind) -> TrialPlan | None:
+        return self.training if kind.trains else self.evaluation
 
 
 class Planner:
-    """`blocks` in the order of `plan`, once there is one; `pilot` is the one under way."""
+    """`blocks` in the order of `plan`, once there is one; `first` is the first step under way."""
 
     def __init__(self, trial: Planned) -> None:
         self._trial = trial
         self.blocks: list[Block] = []
         self.plan: TrialPlan | None = None
-        self.pilot: Pilot | None = None
-        self.failed_pilot_bytes: int | None = None  # the most of one that failed and still has its reservation
-        self._shard_of: dict[str, int] = {}
-        self._repacked = False  # this trial alone has smaller shards
-        self._spills = False  # though it might fit
-        self.unmeasured: set[Block] = set()
-        self._known: Any = None  # what this was noted for
+        self.first: FirstStep | None = None
+        self._plans = Plans(None, None)
+        self._measures: list[StepMeasure] = []  # of forwards that this trial has made
         self._key = PlanKey(b"", ())
-        self._kinds: set[type | None] = set()  # kept for as long as plans are looked up by keys that name them
-        self._signature: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
-        self._flags: Hashable = ()
-        self._parameters: tuple[tuple[int, str, int], ...] = ()
-        self._parts = Parts([], [])  # of the model, of which the blocks are
-        self._cut = self._hook_cut = Cut()
-        self._hooked: tuple[int, ...] = ()
-        self.has_pre_hooks = False  # of the user's, on modules, which may write weights before a block's forward
-        self._seen: set[Hashable] = set()  # switches of the model
-        self.unseen_writes = UnseenWrites(trial.meter)
-        self._kind: Hashable = ()  # of the forward that there is a plan for
-        self.settled = True  # neither is a plan being looked for, nor are weights on their way to where it wants them
-        self._last: tuple[TrialPlan, PlanKey, Any, Hashable, Any] | None = None  # settled, and what it covers
-        self._differentiating: dict[str, str] = {}  # blocks that run a backward within a forward, perhaps only in some
-        self._summary: tuple[TrialPlan | None, int, dict[str, Any]] | None = None  # of that plan, in that budget
+        self._kinds: set[type | None] = set()  # kept for as long as measures are looked up by keys that name them
+        self._shard_of: dict[str, int] = {}
+        self._cut = Cut()
+        self._spills = False  # though it might fit
+        self._settings: set[Hashable] = set()
+        self._tied: set[int] = set()  # weights of several blocks, by id
+        self._summary: tuple[TrialPlan | None, int, dict[str, Any]] | None = None
 
     def start(self) -> None:
         """Cut the model for the first time."""
         refuse_unsupported(self._trial.model)
         refuse_own_forward(self._trial.model)
-        self.blocks = blocks_of(self._trial.model, self._limit_bytes, self._cut)
-        self.wrap()
+        self._adopt_cut(self._cut)
 
     def close(self) -> None:
         """Let go of the model and of the trial, so that no cycle keeps either."""
         self.blocks, self._shard_of = [], {}
-        self.unmeasured.clear()
         self._kinds.clear()
         self.__dict__.pop("_trial", None)
 
     def summary(self) -> dict[str, Any]:
         """Plain data on the plan, the same as long as that is."""
         plan, budget_bytes = self.plan, self._trial.device.budget_bytes
-        if self._summary is not None and self._summary[0] is plan and self._summary[1] == budget_bytes:
-            return self._summary[2]
-        self._summary = plan, budget_bytes, summary_of(plan, budget_bytes)
+        if self._summary is None or self._summary[:2] != (plan, budget_bytes):
+            self._summary = plan, budget_bytes, summary_of(plan, budget_bytes)
         return self._summary[2]
-
-    # ---- what a step measures ----
-
-    @property
-    def has_hooks(self) -> bool:
-        """Of the user's, on modules."""
-        return bool(self._hooked)
-
-    @property
-    def step_is_measured(self) -> bool:
-        """Whether the plan's step bytes are those of a whole step of training, not the pilot's estimate."""
-        return self._key in self._trial.pool.measured
-
-    def use_measured_step(self, step_bytes: int) -> None:
-        """Share a plan with these bytes instead of the estimate.
-
-        Raises:
-            BudgetError: they do not fit.
-        """
-        assert self.plan is not None
-        pool = self._trial.pool
-        if self.step_is_measured:  # by another trial meanwhile
-            known = pool.plans[self._key]
-            step_bytes = max(step_bytes, known.step_bytes - known.late_bytes)
-        step_bytes += self.plan.late_bytes
-        room_bytes = pool.budget_bytes - self.plan.held_bytes - step_bytes
-        plan = replace(self.plan, step_bytes=step_bytes, shards=pack_shards(self.plan.blocks, room_bytes))
-        if plan.need_bytes > pool.budget_bytes:
-            raise BudgetError(
-                f"the first step of {self._trial.name} needed {format_bytes(plan.need_bytes)}: "
-                f"{format_bytes(step_bytes)} between its blocks, in its loss and kept by its loop; but the budget is "
-                f"{format_bytes(pool.budget_bytes)}. Raise the pool's memory=, or lower the batch size."
-            ).lacking(plan.need_bytes, pool.budget_bytes)
-        pool.share(self._key, plan)
-        pool.measured.add(self._key)
-
-    @property
-    def known_step_bytes(self) -> int:
-        """Of a step under way: as it was measured, where that is more than the plan that it began with has."""
-        assert self.plan is not None
-        return max(self.plan.step_bytes, self._trial.pool.plans[self._key].step_bytes)
-
-    def shard_of(self, block: Block) -> int:
-        """Where the block is now; a graph may be older than the plan."""
-        if block.name not in self._shard_of:
-            raise PrepareError(
-                f"a backward comes before the model is cut anew, but block {block.name}, whose backward was still to "
-                "come, is cut otherwise now. Call backward before a forward on other inputs, give all forwards of a "
-                "step inputs of one shape, or raise the pool's memory=."
-            )
-        return self._shard_of[block.name]
-
-    def measuring(self, call: BlockCall) -> AbstractContextManager[None]:
-        """Around a call without gradients."""
-        return self.pilot.measuring(call) if self.pilot is not None and self.pilot.forward_only else nullcontext()
-
-    def finds(self, block: Block, error: PrepareError) -> bool:
-        """Note in a pilot that this block can't be cut so; False outside of one."""
-        if self.pilot is not None:
-            self.pilot.findings.uncuttable[block] = str(error)
-        return self.pilot is not None
 
     # ---- the plan for a forward ----
 
-    def cast_weights(self) -> list[torch.Tensor]:
-        """Weights of blocks that autocast casts, where it is on; all that it may, where no training was seen."""
-        knows = self.plan is not None and bool(self.plan.modes)
-        return [
-            p
-            for block in self.blocks
-            for i, p in enumerate(block.parameters)
-            if p.requires_grad and p.dtype is torch.float32 and (not knows or block.edges.of_weight(i).num_casts)
-        ]
+    def kind_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:
+        glance, inputs = glance_at(self._trial.model), (args, kwargs)
+        self._note_hooks(glance)
+        now = glance.training, glance.switches
+        if len(self._settings) < _MOST_SETTINGS:
+            self._settings.add(now)
+        setting = (
+            glance.parameters, glance.needs_gradient, glance.buffers, gradient_flags(inputs), switches(inputs),
+            autocast_mode(), now if now in self._settings else None,
+        )  # fmt: skip
+        return Kind(torch.is_grad_enabled(), setting, input_signature(inputs))
 
-    def probe(self, call: BlockCall) -> bool:
-        """In a pilot, measure this call first; False if it can't be cut so and is to run as it is.
+    def knows(self, kind: Kind) -> bool:
+        return any(measure.kind.covers(kind) for measure in self._measures)
 
-        Raises:
-            UnmeasuredBlock: no pilot has measured this block; the forward is to be started anew after one.
-        """
-        if self.pilot is not None:
-            self._trial.pool.check_open(self._trial)
-            return self.pilot.measure(call)
-        if call.block in self.unmeasured:
-            raise UnmeasuredBlock
+    def learn(self, kind: Kind) -> bool:
+        """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it."""
+        trial = self._trial
+        key = plan_key(trial.model, trial.optimizer, ())
+        if key != self._key:  # it has changed: what was measured of it holds no more
+            self._key, self._measures = key, []
+            self._kinds.update(kind() for kind in key.kinds)
+        shared = trial.pool.measures.get(key, [])
+        found = [m for m in shared if _comparable(m.kind).covers(_comparable(kind))]
+        if not found:
+            return False
+        self._count(replace(found[0], kind=kind))
         return True
 
-    def plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
-        """The plan for these inputs, from a pilot in this training mode and autocast if gradients may follow."""
-        glance = glance_at(self._trial.model)
-        self.has_pre_hooks = glance.pre_hooked
-        plan, mode = self._plan_for_inputs(root, args, kwargs, glance), (glance.training, autocast_mode())
-        while torch.is_grad_enabled() and mode not in plan.modes:
-            casts_alike = any(casts == mode[1] for _, casts in plan.modes)
-            if casts_alike and len(plan.modes) >= MOST_MODES:
-                break
-            if self._trial.steps.under_way and plan.resident:
-                break  # its weights are not to be moved while a graph may refer to them
-            if self._trial.steps.under_way:
-                self._trial.steps.leave()
-            plan = self.extend_plan(root, args, kwargs)
-        self._note_unmeasured(mode)
-        gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._kind = plan.cut, self._flags, mode, glance.hooks, gradients
-        return plan
+    def _count(self, measure: StepMeasure) -> None:
+        self._measures = [m for m in self._measures if not measure.kind.covers(m.kind)] + [measure]
+        self._cut = measure.cut
+        self._plans = Plans(None, None)
 
-    def looking_for_unseen_writes(self) -> AbstractContextManager[None]:
-        """Around a forward of a plan that spills."""
-        return self.unseen_writes.looking(self._kind, self.blocks)
-
-    def weights_written_unseen(self) -> list[nn.Parameter]:
-        """By a forward that may have to begin anew; also those that a hook may write, for all that is known."""
-        hooked = self.unmeasured if self.has_pre_hooks else ()
-        return [p for block in self.blocks if block.rewritten or block in hooked for p in block.slot_parameters]
-
-    def _plan_for_inputs(
-        self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], glance: Glance
-    ) -> TrialPlan:
-        """The one there is, another trial's, or a new pilot's."""
-        signature = input_signature((args, kwargs))
-        trial, pool = self._trial, self._trial.pool
-        flags = (
-            glance.needs_gradient, gradient_flags((args, kwargs)), switches((args, kwargs)), self._switches(glance),
-            self._cut_of_hooks(glance), bool(glance.hooked), glance.buffers,
-        )  # fmt: skip
-        if self.plan is None or not self.plan.resident:
-            refuse_global_hooks()
-        in_step = trial.steps.under_way  # whose backward a plan would have to hold
-        forward_only = not torch.is_grad_enabled() and not in_step
-        known = flags == self._flags and glance.parameters == self._parameters and covers(self._signature, signature)
-        if known and self.plan is not None and not self.plan.resident:
-            known = self._follow(self.plan, in_step=in_step)
-        if self.plan is not None and known and (self.plan.modes or forward_only):
-            shared = pool.plans[self._key]
-            if shared is not self.plan and not in_step and not self._repacked:  # a first step has measured it anew
-                self.settled = False
-                same_held = (shared.resident, shared.cut) == (self.plan.resident, self.plan.cut)
-                if not (same_held and pool.readmit(trial, shared)):
-                    trial.residency.bring_home(trial.optimizer)  # until it is admitted it holds nothing
-                    pool.admit(trial, shared)
-                self._settle(shared)
-            return self.plan
-        refuse_unsupported(trial.model)
-        if any(isinstance(leaf, Iterator) for leaf in flatten((args, kwargs))[0]):
-            raise PrepareError(
-                "a prepared model's first forward runs twice, but an argument of it can be read only once. Give it a "
-                "list instead of an iterator."
-            )
-        key_of = partial(plan_key, trial.model, trial.optimizer, (args, kwargs), flags)
-        key = key_of(trial.residency.spilled, forward_only)
-        self._spills = trial.residency.spilled or key in pool.too_large
-        if self._spills:
-            key = key_of(True, forward_only)
-        if key not in pool.plans or not pool.plans[key].resident:
-            refuse_computed_weights(trial.model)
-        if in_step:
-            trial.steps.leave()
-        former, former_key, self._key = self.plan, self._key, key
-        self.settled = False
-        self._kinds.update(kind() for kind in self._key.kinds)
-        try:
-            if former is not None:
-                trial.residency.bring_home(trial.optimizer)
-            if self._key not in pool.plans:
-                cut = self._hook_cut
-                self._adopt_cut(replace(cut, kept=(*cut.kept, *self._differentiating.items())))
-                self._run_pilot(root, args, kwargs, forward_only)
-            plan = pool.plans[self._key]
-            pool.admit(trial, plan)
-        except BaseException as error:
-            self._key = former_key
-            self._fall_back(former, error)
-            raise
-        self._signature, self._flags, self._parameters = signature, flags, glance.parameters
-        self._settle(plan)
-        logger.info("%s", self._spell_plan(plan))
-        return plan
-
-    def _follow(self, plan: TrialPlan, *, in_step: bool) -> bool:
-        """Make the blocks anew, if modules without weights were replaced since; whether the plan may hold then: others
-        of the same classes do what these did."""
-        now, then = parts_of(self._trial.model), self._parts
-        if now == then:
-            return True
-        if now.classes != then.classes or not self._still_covers(plan):
-            return False
-        if not (in_step and any(module._buffers for module in now.replaced(then))):
-            self._adopt_cut(plan.cut, plan.blocks)
-        return True  # else an earlier call of the step has buffers that new blocks would not know
-
-    def _fall_back(self, former: TrialPlan | None, error: BaseException) -> None:
-        """After a pilot that failed: the script may go on with batches as before, under the plan that it had; the
-        next forward looks for one where the trial cannot be admitted now."""
-        stops = isinstance(error, PoolClosedError) or not isinstance(error, Exception)
-        if former is None or stops or self.failed_pilot_bytes is not None or not self._still_covers(former):
-            self.plan, self.settled = None, True
-            return
-        self._trial.pool.admit(self._trial, former)
-        self._settle(former)
-
-    def _note_unmeasured(self, mode: tuple[Hashable, Hashable]) -> None:
-        """Which blocks this forward must not call before another pilot has. One may have passed them over, or the
-        pilots of this mode have, or they came with a cut that is newer than these."""
-        plan, with_gradients = self.plan, torch.is_grad_enabled()
+    def plan_for(self, kind: Kind) -> TrialPlan:
+        """
+        Raises:
+            BudgetError: there is none.
+        """
+        if self._plans.of(kind) is None:
+            self._plans = self._make_plans()
+        plan = self._plans.of(kind)
         assert plan is not None
-        if self._known == (plan, mode, with_gradients):
-            return
-        self._known = plan, mode, with_gradients
-        if plan.resident:
-            self.unmeasured = set()
-            return
-        like = {mode} if mode in plan.modes else {known for known in plan.modes if known[1] == mode[1]}
-
-        def is_known(profile: BlockProfile) -> bool:
-            return profile.measured and not (with_gradients and profile.modes.isdisjoint(like))
-
-        blocks = zip(self.blocks, plan.blocks, strict=True)
-        self.unmeasured = {block for block, profile in blocks if not is_known(profile)}
-
-    def _switches(self, glance: Glance) -> Hashable:
-        """Of the model; nothing more where they change all the time."""
-        now = glance.switches
-        if len(self._seen) < MOST_MODES:
-            self._seen.add(now)
-        return now if now in self._seen else None
-
-    def _still_covers(self, plan: TrialPlan) -> bool:
-        """Whether the model, which may have grown, still has the plan's blocks."""
-        blocks = blocks_of(self._trial.model, self._limit_bytes, plan.cut)
-        return {block.name for block in blocks} >= {profile.name for profile in plan.blocks}
-
-    def _cut_of_hooks(self, glance: Glance) -> Cut:
-        """Where the model must be cut for the hooks that it has now."""
-        if glance.hooked != self._hooked:
-            self._hooked = glance.hooked
-            self._hook_cut = cut_at_hooks(self._trial.model, self._limit_bytes, Cut())
-        return self._hook_cut
-
-    def extend_plan(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
-        """The same plan with what a pilot of this forward, which calls other blocks or in another mode, adds to it."""
-        assert self.plan is not None
-        trial, pool, former = self._trial, self._trial.pool, self.plan
-        self.settled = False
-        trial.residency.bring_home(trial.optimizer)
-        try:
-            self._adopt_cut(former.cut)
-            forward_only = not former.modes and not torch.is_grad_enabled()
-            self._run_pilot(root, args, kwargs, forward_only, former)
-            plan = pool.plans[self._key]
-            pool.admit(trial, plan)
-        except BaseException as error:
-            self._fall_back(former, error)
-            raise
-        self._settle(plan)
-        self._note_unmeasured((glance_at(trial.model).training, autocast_mode()))
         return plan
 
-    def _spell_plan(self, plan: TrialPlan) -> str:
-        weights = format_bytes(sum(block.weight_bytes for block in plan.blocks))
-        how = "resident" if plan.resident else f"spilled, in {len(plan.shards)} shards"
-        device = self._trial.device
-        need = f"needs {format_bytes(plan.need_bytes)} of {format_bytes(device.budget_bytes)}"
-        return f"{self._trial.name}: {weights} of weights, {how}, {need} on {device.name}"
+    # ---- a first step ----
 
-    def _settle(self, plan: TrialPlan) -> None:
-        """Put every weight where the plan wants it."""
-        self.plan, self._repacked = plan, False
-        self._adopt_cut(plan.cut, plan.blocks)
+    def begin(self, kind: Kind) -> FirstStep:
+        """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
+        trial, pool = self._trial, self._trial.pool
+        self._leave_plan()
+        trial.residency.bring_home(trial.optimizer)
+        least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
+        least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
+        room = pool.start_pilot(trial, empty=False, least_bytes=least if trial.in_runner else None)
+        self._adopt_cut(self._cut)
+        self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)  # type: ignore[arg-type]
+        trial.residency.hold(trial.model, self.blocks, trial.optimizer)
+        return self.first
+
+    def end_first(self, step_bytes: int) -> None:
+        """It has come to its end, with so many bytes outside of its visits to blocks; others may know what it showed."""
+        first, trial = self.first, self._trial
+        assert first is not None
+        self.first = None
+        first.end()
+        trial.pool.end_pilot(trial, first.peak_bytes)
+        trial.residency.bring_home(trial.optimizer)
+        measure = StepMeasure(
+            first.kind, self._cut, first.profiles, step_bytes, first.kept_bytes, first.peak_bytes, tuple(first.profiles)
+        )
+        self._count(measure)
+        trial.pool.share(self._key, replace(measure, kind=_comparable(measure.kind)))
+
+    def give_up_first(self) -> None:
+        """It was ended by an exception."""
+        first, trial = self.first, self._trial
+        if first is not None:
+            self.first = None
+            first.end()
+            trial.pool.end_pilot(trial, first.peak_bytes)
+            trial.residency.bring_home(trial.optimizer)
+
+    def open_block(self, block: Block, reason: str) -> None:
+        """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
+        opened = cuts.opened(self._cut, block, reason)
+        if opened is None and reason.startswith("it does not fit"):
+            budget = self._trial.device.budget_bytes
+            raise BlockTooLargeError(
+                block.name,
+                f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights and does not fit beside what "
+                f"its step holds: {reason}. Raise the pool's memory=, lower the batch size, or split the module into "
+                f"smaller children.{self._cut.spell_kept()}",
+            ).lacking(budget + 1, budget)
+        self._adopt_cut(opened or cuts.kept(self._cut, block, reason))
+        self._hold()
+
+    def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
+        """Within a first step: it is on the device from here on."""
+        name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
+        self._adopt_cut(cuts.held(self._cut, name, reason))
+        self._hold()
+
+    # ---- plans ----
+
+    def _make_plans(self) -> Plans:
+        trainings = [m for m in self._measures if m.kind.trains]
+        evaluations = [m for m in self._measures if not m.kind.trains]
+        may_be_resident = not (self._spills or self._trial.residency.spilled)
+        for resident in [True, False][not may_be_resident :]:
+            made = Plans(self._make(trainings, resident), self._make(evaluations, resident))
+            both = [p for p in (made.training, made.evaluation) if p is not None]
+            if all(p.resident == resident for p in both):
+                held = max(p.held_bytes for p in both)
+                return Plans(*(None if p is None else replace(p, held_bytes=held) for p in vars(made).values()))
+        raise AssertionError("a plan that may not be resident is spilled")
+
+    def _make(self, measures: Sequence[StepMeasure], resident: bool) -> TrialPlan | None:
+        if not measures:
+            return None
+        trial = self._trial
+        profiles: dict[str, BlockProfile] = {}
+        for measure in measures:
+            for name, profile in measure.blocks.items():
+                profiles[name] = larger_of(profiles[name], profile) if name in profiles else profile
+        known = [profiles[b.name] for b in self._in_order(list(profiles)) if b.name in profiles]
+        uncalled = [BlockProfile(b.name, b.weight_bytes, measured=False, visits=0) for b in self.blocks if b.name not in profiles]
+        buffers = sum(storage_bytes(b) for b in trial.model.buffers())
+        kept = max(m.kept_bytes for m in measures)
+        trains = any(m.kind.trains for m in self._measures)
+        return make_plan(
+            [*uncalled, *known],
+            budget_bytes=trial.pool.budget_bytes,
+            loose_bytes=self._held_bytes(self._loose, trains) + buffers + kept,
+            resident_bytes=self._held_bytes(list(trial.model.parameters()), trains) + buffers + kept,
+            step_bytes=max(m.step_bytes for m in measures),
+            late_bytes=self._late_bytes if trains else 0,
+            may_be_resident=resident,
+            cut=self._cut,
+        )
+
+    def _in_order(self, names: Sequence[str]) -> list[Block]:
+        places = {name: i for i, name in enumerate(names)}
+        return sorted(self.blocks, key=lambda block: places.get(block.name, -1))
+
+    @property
+    def _loose(self) -> list[nn.Parameter]:
+        """Weights that are in no slot."""
+        in_slots = {id(p) for block in self.blocks for p in block.slot_parameters}
+        return [p for p in self._trial.model.parameters() if id(p) not in in_slots]
+
+    @property
+    def _late_bytes(self) -> int:
+        """Gradients of one block that are on their way to the host while the next one computes."""
+        if not self._trial.pool.spills_behind:
+            return 0
+        trained = ([p for p in block.slot_parameters if p.requires_grad] for block in self.blocks)
+        return max((sum(map(storage_bytes, parameters)) for parameters in trained), default=0)
+
+    def _held_bytes(self, parameters: Sequence[nn.Parameter], trains: bool) -> int:
+        """Weights, and in training gradients, optimizer state, and what a step of the optimizer takes beside them."""
+        weights = sum(map(storage_bytes, parameters))
+        if not trains:
+            return weights
+        optimizer, foreach = self._trial.optimizer, self._trial.device.foreach_by_default
+        gradients = sum(gradient_bytes(p) for p in parameters if p.requires_grad)
+        state = optimizer_state_bytes(optimizer, parameters)
+        return weights + gradients + state + step_scratch_bytes(optimizer, parameters, foreach_by_default=foreach)
+
+    # ---- weights where the plan wants them ----
+
+    def settle(self, plan: TrialPlan) -> None:
+        """Be admitted under this plan, and put every weight where it wants it."""
+        trial, pool = self._trial, self._trial.pool
+        if plan is self.plan:
+            return
+        before = self.plan
+        alike = before is not None and (before.resident, before.cut, before.held_bytes) == (
+            plan.resident, plan.cut, plan.held_bytes,
+        )  # fmt: skip
+        if not (alike and pool.readmit(trial, plan)):
+            self.plan = None
+            trial.residency.bring_home(trial.optimizer)  # until it is admitted it holds nothing
+            pool.admit(trial, plan)
+        if before is None or not alike:
+            self._adopt_cut(plan.cut, plan.blocks)
+        self.plan = plan
+        names = {b.name: b for b in self.blocks}
+        self.blocks = [names[p.name] for p in plan.blocks]
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         if plan.resident:
             self.unwrap()
-            self._hold([])
+            trial.residency.hold(trial.model, [], trial.optimizer)
         else:
-            self._hold(self.blocks)
-            self._trial.residency.spill(self.blocks)
-        self._last = plan, self._key, self._signature, self._flags, self._parameters
-        self.settled = True
+            self.wrap()
+            self._hold()
+            trial.residency.spill(self.blocks)
 
-    def settle_again(self) -> None:
-        """After an interruption: give everything back, and ask for it anew under the last plan, if there was one."""
-        trial, self.plan = self._trial, None
-        self.pilot = self.failed_pilot_bytes = None
-        trial.residency.bring_home(trial.optimizer)
-        trial.pool.interrupt(trial)
-        if self._last is not None and self._still_covers(self._last[0]):
-            plan, self._key, self._signature, self._flags, self._parameters = self._last
-            trial.pool.admit(trial, plan)
-            self._settle(plan)
-        self.settled = True
+    def settle_last(self) -> None:
+        """By what was measured last, if anything was."""
+        if self._measures:
+            self.settle(self.plan_for(self._measures[-1].kind))
+
+    def _leave_plan(self) -> None:
+        self.plan = None
+
+    def shard_of(self, block: Block) -> int:
+        if block.name not in self._shard_of:
+            raise PrepareError(
+                f"a backward comes before the model is cut anew, but block {block.name}, whose backward was still to "
+                "come, is cut otherwise now. Call backward before a forward on other inputs, or raise the pool's "
+                "memory=."
+            )
+        return self._shard_of[block.name]
+
+    def is_tied(self, parameter: nn.Parameter) -> bool:
+        """Whether several blocks have this weight."""
+        return id(parameter) in self._tied
+
+    def refuse_before_first_batch(self, block: Block, given: Sequence[torch.Tensor]) -> None:
+        """On a device that is none of host memory's, where its weights are until then."""
+        for device in {tensor.device for tensor in given if tensor.device.type != "cpu"}:
+            raise PrepareError(
+                f"a prepared model's weights are in host memory until its first batch, but block {block.name} was "
+                f"called before, on {device}. Call the model itself first, under torch.no_grad() if that is to train "
+                "nothing."
+            )
 
     def note_out_of_memory(self) -> None:
         """Where all of it was on the device, trials like it are spilled from here on."""
@@ -452,198 +345,59 @@ class Planner:
         """Within a step, between tasks: each block in a shard of its own, until this trial is settled anew."""
         assert self.plan is not None
         self.plan = replace(self.plan, shards=shards_of_one(self.plan.blocks))
-        self._repacked = True
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(self.plan.shards) for i in shard.blocks}
         self._trial.pool.repack(self._trial, self.plan)
 
-    def _hold(self, except_blocks: Sequence[Block]) -> None:
-        self._trial.residency.hold(self._trial.model, except_blocks, self._trial.optimizer)
+    def _hold(self) -> None:
+        trial = self._trial
+        trial.residency.hold(trial.model, self.blocks, trial.optimizer)
 
     def _adopt_cut(self, cut: Cut, profiles: Sequence[BlockProfile] = ()) -> None:
+        """Blocks that are cut as before stay who they are: a graph may refer to them."""
+        before = {b.name: b for b in self.blocks}
         self.unwrap()
-        self._cut, self._known = cut, None
-        self.blocks = blocks_of(self._trial.model, self._limit_bytes, cut, profiles)
-        self.unseen_writes.tell(self.blocks)
+        self._cut = cut
+        self.blocks = cuts.blocks_of(self._trial.model, self._trial.pool.budget_bytes, cut, profiles)
+        for i, block in enumerate(self.blocks):
+            old = before.get(block.name)
+            if old is not None and old.module is block.module and old.slot_parameters == block.slot_parameters:
+                old.keeps, old.clones = block.keeps or old.keeps, block.clones or old.clones
+                old.writes_buffers, old.is_current = block.writes_buffers, True
+                self.blocks[i] = old
+        owners: dict[int, int] = {}
+        for block in self.blocks:
+            for p in block.slot_parameters:
+                owners[id(p)] = owners.get(id(p), 0) + 1
+        self._tied = {i for i, count in owners.items() if count > 1}
         self.wrap()
+
+    def _note_hooks(self, glance: Glance) -> None:
+        """A hook within a block would fire again when it is repeated."""
+        hooked = set(glance.hooked)
+        for block in self.blocks if hooked else ():
+            inside = [m for m in block.modules if m is not block.module and id(m) in hooked]
+            if inside and not block.keeps:
+                block.keeps = "it has a hook within"
 
     def wrap(self) -> None:
         """From here on blocks run in visits."""
         for block in self.blocks:
-            block.module.forward = BlockForward(block, self._trial)
-        self._parts = parts_of(self._trial.model)
+            block.is_current = True
+            if not isinstance(block.module.__dict__.get("forward"), BlockForward):
+                block.module.forward = BlockForward(block, self._trial)  # type: ignore[arg-type]
 
     def unwrap(self) -> None:
         for block in self.blocks:
-            block.is_current = False
             ours = block.module.__dict__.get("forward")
+            block.is_current = False
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
                 if ours.block.own_forward is not None:
                     block.module.forward = ours.block.own_forward
                 else:
                     del block.module.__dict__["forward"]
 
-    @property
-    def _limit_bytes(self) -> int:
-        return self._trial.pool.budget_bytes
 
-    def _run_pilot(
-        self,
-        root: RootForward,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        forward_only: bool,
-        former: TrialPlan | None = None,
-    ) -> None:
-        """Make the plan that all trials with this key share; one that covers `former` too."""
-        trial, pool = self._trial, self._trial.pool
-        empty, first_lack, least_bytes = False, None, self._least_pilot_bytes
-        mode = glance_at(trial.model).training, autocast_mode()  # before the forward, which may change either
-        while True:
-            room = pool.start_pilot(trial, empty=empty, least_bytes=least_bytes)
-            if pool.plans.get(self._key) is not former:  # another trial's pilot came first
-                pool.end_pilot(trial, 0)
-                return
-            try:
-                pilot = self._try_pilot(room, root, args, kwargs, forward_only)
-                pool.share(self._key, self._make_plan(pilot, former, mode))
-                return
-            except BudgetError as error:
-                if room.beside:
-                    least_bytes = None
-                    continue
-                if not isinstance(error, BlockTooLargeError):
-                    raise
-                if room.free_bytes < trial.device.budget_bytes and not empty:
-                    empty = True  # what fits depends on the budget, not on the neighbours
-                    continue
-                first_lack = first_lack or error
-                opened = open_too_large(trial.model, self._cut, error.block)
-                if opened is None:
-                    raise first_lack from None
-                self._adopt_cut(opened)
-
-    @property
-    def _least_pilot_bytes(self) -> int | None:
-        """Fewer will not do: for what stays on the device, and a block with its gradients. None, where nobody could
-        tell whether the pilot keeps to its bytes."""
-        trial = self._trial
-        if trial.mode is None:
-            return None
-        largest = max((block.weight_bytes for block in self.blocks), default=0)
-        return 2 * largest + sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
-
-    @property
-    def _loose(self) -> list[nn.Parameter]:
-        """Weights that are in no slot."""
-        in_slots = {id(p) for block in self.blocks for p in block.slot_parameters}
-        return [p for p in self._trial.model.parameters() if id(p) not in in_slots]
-
-    def _make_plan(self, pilot: Pilot, former: TrialPlan | None, mode: tuple[Hashable, Hashable]) -> TrialPlan:
-        trial = self._trial
-        every = list(trial.model.parameters())
-        buffers = sum(storage_bytes(b) for b in trial.model.buffers())
-        in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
-        profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
-        if trial.mode is not None:  # the first step is measured, and looked at once a visit
-            step_bytes += max((p.boundary_bytes for p in profiles), default=0)
-        modes = frozenset() if pilot.forward_only else frozenset({mode})
-        profiles = [replace(p, modes=modes) if p.measured else p for p in profiles]
-        if former is not None:
-            known = {p.name: p for p in former.blocks if p.visits}
-            both = [larger_of(p, known[p.name]) if p.measured and p.name in known else p for p in profiles]
-            profiles = [p if p.measured else known.get(p.name, p) for p in both]
-            step_bytes = max(step_bytes, former.step_bytes - former.late_bytes)
-        plan = make_plan(
-            profiles,
-            budget_bytes=trial.pool.budget_bytes,
-            loose_bytes=self._training_bytes(self._loose) + buffers - in_blocks + pilot.kept_bytes,
-            resident_bytes=self._training_bytes(every) + buffers + pilot.kept_bytes,
-            step_bytes=step_bytes,
-            late_bytes=self._late_bytes,
-            may_be_resident=not (self._spills or trial.residency.spilled),
-            cut=self._cut,
-        )
-        in_forward = set(map(id, pilot.written))
-        written = {name for name, p in trial.model.named_parameters() if id(p) in in_forward}
-        return replace(
-            plan,
-            modes=modes.union(former.modes if former else ()),
-            written=(former.written if former else frozenset()).union(written),
-        )
-
-    @property
-    def _late_bytes(self) -> int:
-        """Gradients of one block that are on their way to the host while the next one computes."""
-        if not self._trial.pool.spills_behind:
-            return 0
-        trained = ([p for p in block.slot_parameters if p.requires_grad] for block in self.blocks)
-        return max((sum(map(storage_bytes, parameters)) for parameters in trained), default=0)
-
-    def _training_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Weights, gradients and optimizer state, and what a step of the optimizer takes beside them."""
-        optimizer, foreach = self._trial.optimizer, self._trial.device.foreach_by_default
-        gradients = sum(gradient_bytes(p) for p in parameters if p.requires_grad)
-        state = optimizer_state_bytes(optimizer, parameters)
-        scratch = step_scratch_bytes(optimizer, parameters, foreach_by_default=foreach)
-        return sum(map(storage_bytes, parameters)) + gradients + state + scratch
-
-    def _try_pilot(
-        self, room: StartPilot, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any], forward_only: bool
-    ) -> Pilot:
-        """Pilots of ever better cuts, until nothing is found.
-
-        Raises:
-            BudgetError: there is no room; a `BlockTooLargeError` if it is a block that lacks it.
-        """
-        trial, peak_bytes = self._trial, 0
-        try:
-            while True:
-                pilot = Pilot(trial.model, self.blocks, trial.residency, room.free_bytes, room.beside, forward_only)
-                error = copy_context().run(self._fly, pilot, root, args, kwargs)
-                peak_bytes = max(peak_bytes, pilot.peak_bytes)
-                if not pilot.findings:
-                    break
-                found = pilot.findings.uncuttable
-                self._differentiating |= {b.name: reason for b, reason in found.items() if b.differentiates}
-                self._adopt_cut(recut(trial.model, self._cut, pilot.findings))
-        except BaseException:
-            self.failed_pilot_bytes = peak_bytes
-            trial.leave_after_error()
-            raise
-        trial.pool.end_pilot(trial, peak_bytes)
-        if error is not None:
-            raise error
-        return pilot
-
-    def _fly(self, pilot: Pilot, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError | None:
-        """Run one pilot; why it could not come to its end, if it lacked room."""
-        self.pilot, trial = pilot, self._trial
-        counting, trial.meter.counting = trial.meter.counting, True
-        before = trial.meter.trial_bytes
-        error: BudgetError | None = None
-        try:
-            apart = nullcontext() if has_own_state() else drawing_for_nothing()
-            with trial.counted(), apart, trial.one_pass() as forward_pass, pilot.limited():
-                self._hold(self.blocks)
-                try:
-                    pilot.run(root.original, args, kwargs)
-                finally:
-                    forward_pass.undone = pilot.undone
-        except DoesNotFitError as lack:
-            error = BlockTooLargeError(
-                lack.block.name,
-                f"{lack}, but the budget of {trial.device.name} is {format_bytes(trial.device.budget_bytes)}. "
-                f"Raise the pool's memory=, lower the batch size, or split the module into smaller children."
-                f"{self._cut.spell_kept()}",
-            ).lacking(trial.device.budget_bytes - pilot.free_bytes + lack.need_bytes, trial.device.budget_bytes)
-        except torch.OutOfMemoryError as lack:
-            error = BudgetError(f"{trial.name} does not fit even one block at a time: {lack}{self._cut.spell_kept()}")
-        except Exception:
-            if not pilot.findings:  # cut anew, it may not come to this
-                raise
-        finally:
-            trial.meter.counting = counting
-            self.pilot = None
-            trial.residency.bring_home(trial.optimizer)  # until it is admitted it holds nothing
-        free_remains(trial.meter, before)
-        return error
+def _comparable(kind: Kind) -> Kind:
+    """Without what only one model has: the identities of its parameters."""
+    parameters, *setting = kind.setting  # type: ignore[misc]
+    return replace(kind, setting=(tuple((place, name) for place, name, *_ in parameters), *setting))

@@ -31,8 +31,8 @@ from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialSt
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.fork import gate, new_in_child
 from hydra_tune.garbage import collect_beside
-from hydra_tune.mode import TrialMode
 from hydra_tune.patience import Wait
+from hydra_tune.planning.kind import StepMeasure
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.pool_device import PoolDevice
 from hydra_tune.random_state import RandomState
@@ -57,7 +57,7 @@ class Client(Protocol):
 
     id: int
     stop: Stop
-    mode: TrialMode | None
+    in_runner: bool
     ended: bool
 
     def promote_shard(
@@ -114,8 +114,7 @@ class ShardPool:
         self._devices = open_devices(devices, memory)
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
-        self.plans: dict[PlanKey, TrialPlan] = {}  # by `partition.plan_key`
-        self.measured: set[PlanKey] = set()  # keys of plans whose step bytes a first step has measured
+        self.measures: dict[PlanKey, list[StepMeasure]] = {}  # by `partition.plan_key`
         self.too_large: set[PlanKey] = set()  # keys of resident plans under which a trial ran out of memory
         self._machine = Machine(
             [device.budget_bytes for device in self._devices],
@@ -335,14 +334,21 @@ class ShardPool:
     def end_pilot(self, trial: Client, peak_bytes: int) -> None:
         self._tell(e.PilotDone(trial.id, peak_bytes))
 
-    def share(self, key: PlanKey, plan: TrialPlan) -> None:
-        """Keep a plan for the trials to come; let go of those that none can have, for a class of theirs is gone."""
+    def share(self, key: PlanKey, measure: StepMeasure) -> None:
+        """Keep what a first step has shown for the trials to come; let go of what none can need, for a class of its
+        model is gone."""
         with self._lock:
-            for gone in [other for other in self.plans if not other.can_be_met]:
-                del self.plans[gone]
-                self.measured.discard(gone)
+            for gone in [other for other in self.measures if not other.can_be_met]:
+                del self.measures[gone]
                 self.too_large.discard(gone)
-            self.plans[key] = plan
+            known = self.measures.get(key, [])
+            self.measures[key] = [*(m for m in known if not measure.kind.covers(m.kind)), measure]
+
+    def free_bytes_of(self, trial: Client) -> int:
+        """Of its home, where it has that to itself: all that no other trial holds for life."""
+        with self._lock:
+            ledger = self._machine.devices[self._machine.trials[trial.id].home].ledger
+            return ledger.budget_bytes - ledger.held_bytes
 
     def admit(self, trial: Client, plan: TrialPlan) -> None:
         self._ask(e.PlanReady(trial.id, plan), e.Admit)
@@ -514,7 +520,7 @@ class ShardPool:
     def check_open(self, trial: Client) -> None:
         """The task boundary at which a trial stops that is to, or whose pool is closed."""
         trial.stop.check()
-        if self._closed and trial.mode is not None:
+        if self._closed and trial.in_runner:
             raise TrialStopped("the pool was closed")
         if self._closed:
             raise PoolClosedError(
@@ -615,7 +621,7 @@ class ShardPool:
     def _wait(self, trial: int, wait: Wait) -> None:
         """Until it is told something, for a while. A plain script's trial, which nobody ends, ends as garbage."""
         self._wake[trial].wait(_LOOK_AROUND_S)
-        if wait.shall_collect() and any(t.mode is None and t.id != trial for t in self._trials.values()):
+        if wait.shall_collect() and any(not t.in_runner and t.id != trial for t in self._trials.values()):
             collect_beside()
         self._end_abandoned()
         if wait.shall_warn(self._machine.tasks_begun) and not self._granted[trial]:

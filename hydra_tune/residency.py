@@ -6,22 +6,20 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 from torch import nn
 
-from hydra_tune.block import Block
+from hydra_tune.blocks.block import Block
+from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.copier import copying
 from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import tensor_bytes
-from hydra_tune.late_gradients import Gate
 from hydra_tune.meter import TrialMeter
-from hydra_tune.moment import FoundBuffers
-from hydra_tune.spill import DeviceCopy, HostWeights
+from hydra_tune.host_weights import HostWeights
 from hydra_tune.trace import During
 from hydra_tune.tree import flatten, tensors_in, unflatten
-from hydra_tune.visit import Visit
 
 MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
@@ -55,10 +53,7 @@ class Residency:
         self._weights: HostWeights | None = None
         self._held: list[_Held] = []
         self._log = log
-        self.visit: Visit | None = None  # the one under way
         self._arrival: Arrival | None = None  # of gradients on their way to the host
-        self.late_bytes = 0  # of these, on the device
-        self.found_buffers: FoundBuffers = WeakValueDictionary()
 
     def move_home(self, to: Device) -> None:
         """Between two steps. On virtual devices, bytes move by being counted elsewhere."""
@@ -69,33 +64,13 @@ class Residency:
     def spilled(self) -> bool:
         return self._weights is not None
 
-    @property
-    def in_visit(self) -> bool:
-        return self.visit is not None
-
     # ---- slots ----
-
-    def close_visits(self) -> None:
-        """After an interruption: modules have their own weights again."""
-        while self.visit is not None:
-            self.visit.__exit__()
-
-    def forget_copies(self) -> None:
-        """After an interruption, perhaps of their making."""
-        for copy in (*self.copies.values(), *self._former.values()):
-            copy.device.meter.remove(copy.slot)
-        self._retire_copies()
-        self._former.clear()
 
     def _retire_copies(self) -> None:
         for copy in list(self.copies.values()):  # another trial may drop an idle one
             copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
             copy.retire()
         self.copies.clear()
-
-    def inside(self, block: Block, copy: DeviceCopy) -> Visit:
-        """The block's module reaches its device copies."""
-        return Visit(self, block, copy)
 
     def promote(self, block: Block) -> DeviceCopy:
         """For a pilot, at home, in the trial's thread."""
@@ -137,7 +112,7 @@ class Residency:
         if counting:
             copy.device.meter.add(SLOT_OWNER, [copy.slot])
         copy.fill()
-        self._log.count("promoted_bytes", copy.device, copy.num_bytes)
+        self._log.count("promoted_bytes", copy.device, copy.copied_bytes)
 
     def drop_shard(self, device: Device, shard: int) -> None:
         copy = self.copies.pop((device.number, shard), None)
@@ -147,68 +122,41 @@ class Residency:
         if copy.counted:
             copy.device.meter.remove(copy.slot)
 
-    def refresh(self, copy: DeviceCopy, block: Block, *, again: bool) -> None:
-        """Copy anew what has changed on the host since it was copied; or `again` all weights, as something may write
-        them without raising a version."""
-        with self.meter.paused() if block.buffer_sites else nullcontext():
-            stale = copy.stale(block, again=again)
+    def refresh(self, copy: DeviceCopy, block: Block) -> None:
+        """Copy anew what has changed on the host since it was copied."""
+        stale = copy.stale(block.slot_parameters)
         if stale:
             with self.meter.paused():
                 copy.device.refresh(stale)
 
-    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies there of another device's tensors."""
-        with self.meter.paused():
-            copies = device.receive(tensors)
-        if self.meter.counting:
-            device.meter.add(self.meter.trial, copies)
-        return copies
-
-    def write_back(self, device: Device, slots: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
-        """Copy buffers that a forward there has changed to the host."""
-        start_s = self._log.now_s()
-        with self.meter.paused():
-            for slot, master in zip(slots, masters, strict=True):
-                master.copy_(slot)
-        self._log.count("spilled_bytes", device, sum(map(tensor_bytes, masters)), start_s)
-
     def spill_gradients(
         self,
         device: Device,
-        block: Block,
         masters: Sequence[nn.Parameter],
-        grads: Sequence[Sequence[torch.Tensor | None]],
-        gate: Gate | None,
-    ) -> list[list[torch.Tensor | None]]:
-        """Fresh host tensors, laid out as their master, so that autograd can take them for `.grad` as they are.
-        Complete once the gate has passed them, if there is one.
-
-        Each master has a list of gradients, one an edge. Those of parameters that are held stay where they are.
-        """
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        late: bool,
+    ) -> list[torch.Tensor | None]:
+        """Fresh host tensors, laid out as their master, so that autograd can take them for `.grad` as they are. With
+        `late` nobody reads them before `await_gradients`."""
         self.await_gradients()  # a plan has room for those of one block beside the next one's
-        rows = [(row, p) for row, p in zip(grads, masters, strict=True) if id(p) in block.in_slot]
-        given = [g for row, _ in rows for g in row if g is not None]
-        like = [p for row, p in rows for g in row if g is not None]
-        num_bytes, start_s = sum(map(tensor_bytes, given)), self._log.now_s()
+        given = [(g, p) for g, p in zip(gradients, masters, strict=True) if g is not None]
+        num_bytes, start_s = sum(tensor_bytes(g) for g, _ in given), self._log.now_s()
         with self.meter.paused():
-            spilled, arrival = device.spill(given, like)
-            hosts = iter(spilled)
-            if gate is None or torch.is_anomaly_enabled():  # that reads what a node returns
-                arrival.wait()
+            spilled, arrival = device.spill([g for g, _ in given], [p for _, p in given])
+            if late and not torch.is_anomaly_enabled():  # that reads what a node returns
+                self._arrival = arrival
             else:
-                gate.arrival = self._arrival = arrival
-                self.late_bytes = num_bytes
+                arrival.wait()
         self._log.count("spilled_bytes", device, num_bytes, arrival.marks or start_s)
-        return [
-            [None if g is None else next(hosts) for g in row] if id(p) in block.in_slot else list(row)
-            for p, row in zip(masters, grads, strict=True)
-        ]
+        hosts = iter(spilled)
+        return [None if g is None else next(hosts) for g in gradients]
 
     def await_gradients(self) -> None:
         """Those of the last backward that have not reached the host yet."""
         if self._arrival is not None:
             self._arrival.wait()
-            self._arrival, self.late_bytes = None, 0
+            self._arrival = None
 
     # ---- for the trial's life ----
 

@@ -8,14 +8,12 @@ plan    how one architecture is cut, and what that costs, for one budget
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from hydra_tune.edges import Edges
 
 
 class ShardState(Enum):
@@ -53,15 +51,13 @@ class Cut:
     """Where a model is cut otherwise than by size, by names, each with the reason.
 
     `opened`    modules whose children are blocks
-    `kept`      modules that stay on the device and run with their own graph, as in plain PyTorch
+    `kept`      modules that stay on the device as a whole
     `held`      parameters that stay on the device while the rest of their block is spilled
-    `borrowed`  for a block, parameters of others that its forward reaches; they are held
     """
 
     opened: tuple[tuple[str, str], ...] = ()
     kept: tuple[tuple[str, str], ...] = ()
     held: tuple[tuple[str, str], ...] = ()
-    borrowed: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def spell_kept(self) -> str:
         """For an error about lack of room: what takes it."""
@@ -84,8 +80,8 @@ class BlockProfile:
     autograd keeps of it between forward and backward; the work bytes are scratch beyond slot and inputs.
     `carried_bytes` is the larger of what it takes and what it gives, copied to another device; `at_home` says that
     it can be visited nowhere else, for it needs what its trial has there.
-    `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called. `modes` as
-    those of its plan: in which of them this block was measured.
+    `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called. `keeps`,
+    `clones` and `writes_buffers` as in `Block`.
     """
 
     name: str
@@ -100,13 +96,9 @@ class BlockProfile:
     backward_s: float = 0.0
     visits: int = 2
     measured: bool = True
-    modes: frozenset[tuple[Hashable, Hashable]] = frozenset()
-    edges: Edges = field(default_factory=Edges)
-    keeps_clones: bool = False
-    reentrant: bool = False
-    rewritten: bool = False
-    draws: bool = False
-    shares_memory: bool = False
+    keeps: str = ""
+    clones: bool = False
+    writes_buffers: bool = True
 
     @property
     def work_bytes(self) -> int:
@@ -138,9 +130,6 @@ class TrialPlan:
                   between blocks, the loss
     `late_bytes`  of these: gradients of one block on their way to the host while the next one computes
     `cut`         where the model is cut otherwise than by size
-    `modes`       which modules were in training mode, and what autocast cast to, in the pilots with gradients that it
-                  comes from
-    `written`     names of the weights that the forward itself writes into
     A resident plan has one shard without a slot: the root module, whose weights are all held.
     """
 
@@ -151,8 +140,6 @@ class TrialPlan:
     step_bytes: int
     cut: Cut = Cut()
     late_bytes: int = 0
-    modes: frozenset[tuple[Hashable, Hashable]] = frozenset()
-    written: frozenset[str] = frozenset()
 
     @cached_property
     def task_bytes(self) -> int:

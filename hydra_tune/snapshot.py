@@ -49,6 +49,7 @@ class Snapshot:
         self._ids = set(map(id, model.modules() if model is not None else ()))  # of what is found, or not followed
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # of modules that the model does not know
         self._saved: list[tuple[str, Any, Any]] = []  # name, object, what it held
+        self._buffer_dicts: list[dict[str, Any]] = []
         self._follow(values)
 
     def _follow(self, values: Mapping[str, Any]) -> None:
@@ -81,6 +82,7 @@ class Snapshot:
             found._saved.append((prefix, _Attributes(module), own))
             buffers = own.pop("_buffers")
             found._saved.append((prefix, module._buffers, dict(buffers)))
+            found._buffer_dicts.append(module._buffers)
             found._follow({f"{prefix}.{name}".lstrip("."): value for name, value in own.items()})
         return found
 
@@ -107,6 +109,15 @@ class Snapshot:
             and value.layout is torch.strided
             and value.untyped_storage()._cdata in found
         ]
+
+    def changes_in_place(self) -> Iterator[str]:
+        """Names of the objects and containers that hold other values now, not of attributes that were set anew."""
+        for name, value, held in self._saved:
+            of_modules = isinstance(value, _Attributes) or any(value is m for m in self._buffer_dicts)
+            if of_modules or _is_same(value, held):
+                continue
+            if isinstance(value, torch.Tensor) or not equal(held, _held_by(value)):
+                yield name
 
     def changes(self) -> Iterator[str]:
         """Names of what holds other values now; equal ones in new objects are no change."""

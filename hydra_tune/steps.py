@@ -10,16 +10,11 @@ import logging
 import weakref
 from typing import Protocol
 
-import torch
-
-from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
-from hydra_tune.meter import TrialMeter
 from hydra_tune.planner import Planner
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
-from hydra_tune.shard import Direction, TrialPlan
 
 logger = logging.getLogger("hydra_tune")
 _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
@@ -30,25 +25,20 @@ class Stepping(Client, Protocol):
 
     name: str
     pool: ShardPool
-    meter: TrialMeter
     planner: Planner
     residency: Residency
     resumption: Resumption | None
 
-    def leave(self) -> None: ...
-
 
 class Steps:
-    """`under_way` is the step of that `number`; `measures`, that its bytes are an estimate, and `alone`, that they were
-    too few: the device is its own."""
+    """`under_way` is the step of that `number`; the `first` of a kind has what its trial's first step has reserved."""
 
     def __init__(self, trial: Stepping) -> None:
         self._trial = trial
         self.number = 0
         self.under_way = False
-        self.measures = False
-        self.alone = False
         self.trains = False  # it has seen a backward
+        self._is_first = False
         self._num_backwards = 0
         self._forwards: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._keeps = False  # an activation, of which the script was told
@@ -57,31 +47,34 @@ class Steps:
         """Let go of the trial, so that no cycle keeps it."""
         self.__dict__.pop("_trial", None)
 
-    def open(self, plan: TrialPlan) -> None:
+    def check_between(self) -> None:
+        """Between two steps a trial may be paused, or asked to do something."""
+        self._trial.stop.check_between_steps()
+
+    def open(self) -> None:
         """Wait until the step fits. One that is under way goes on, but not for ever."""
         if self.under_way:
-            if self._num_backwards >= _MOST_BACKWARDS:
+            if self._num_backwards >= _MOST_BACKWARDS and not self._is_first:
                 self._leave_endless()
             return
-        trial = self._trial
-        trial.stop.check_between_steps()
-        self.measures = self._may_measure(plan)
         self.trains, self._num_backwards = False, 0
-        trial.pool.enter_step(trial, estimated=self.measures)
+        self._trial.pool.enter_step(self._trial, estimated=False)
         self.under_way = True
-        if self.measures:
-            trial.meter.counting = True
-            trial.meter.watch_outside(plan.step_bytes, self._outgrow)
+
+    def open_first(self) -> None:
+        self.trains, self._num_backwards = False, 0
+        self.under_way = self._is_first = True
 
     def leave(self) -> None:
         trial = self._trial
         self.under_way = False
         trial.residency.await_gradients()
-        trial.pool.leave_step(trial, trained=self.trains)
+        if self._is_first:
+            self._is_first = False
+        else:
+            trial.pool.leave_step(trial, trained=self.trains)
         if self.trains and trial.resumption is not None:
             trial.resumption.has_trained()
-        self.alone = False
-        self._end_measuring()
 
     def leave_if_done(self) -> bool:
         """Whether no backward may come: then no step is under way."""
@@ -94,7 +87,7 @@ class Steps:
 
     def forget(self) -> None:
         """The one that was under way, interrupted, had not begun."""
-        self.under_way = self.measures = self.alone = False
+        self.under_way = self._is_first = False
 
     # ---- its forwards and backwards ----
 
@@ -103,44 +96,6 @@ class Steps:
 
     def add_backward(self) -> None:
         self._num_backwards += 1
-
-    # ---- its bytes ----
-
-    def check_room(self, direction: Direction) -> None:
-        """See that what a visit may leave fits, too: before it, for after it others may have the bytes."""
-        plan, residency = self._trial.planner.plan, self._trial.residency
-        assert plan is not None
-        made = max((block.boundary_bytes for block in plan.blocks), default=0)
-        late = plan.late_bytes - residency.late_bytes if direction is Direction.BACKWARD else 0
-        self._trial.meter.check_outside(made + late)
-
-    def leave_unmeasured(self) -> bool:
-        """One that has only just begun, if another trial has made such a step while this one waited to."""
-        if not self.measures or self._forwards or not self._trial.planner.step_is_measured:
-            return False
-        self.measures = False
-        self._trial.meter.counting = self._trial.meter.always
-        self._trial.meter.outside_peak()
-        self.leave()
-        return True
-
-    def _may_measure(self, plan: TrialPlan) -> bool:
-        """Only a runner's mode sees the operators of user code, and only a step of training has them all."""
-        return (
-            not plan.resident
-            and not self._trial.planner.step_is_measured
-            and self._trial.mode is not None
-            and torch.is_grad_enabled()
-        )
-
-    def _outgrow(self) -> None:
-        """The step needs more than was estimated: the others make way until it is done."""
-        trial = self._trial
-        with gate.stepped_out():
-            trial.leave()
-            trial.pool.have_alone(trial)
-            trial.residency.device.free_cache()
-        self.alone = True
 
     def _leave_endless(self) -> None:
         """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes
@@ -156,14 +111,5 @@ class Steps:
             )
         trial.residency.await_gradients()
         self._num_backwards -= 1  # the next one ends a step, too
-        self._end_measuring()
-        self.alone = trial.pool.keep_step(trial, trial.planner.known_step_bytes)
-
-    def _end_measuring(self) -> None:
-        if self.measures:
-            meter = self._trial.meter
-            self.measures = False
-            meter.counting = meter.always
-            step_bytes = meter.outside_peak()
-            if self.trains:
-                self._trial.planner.use_measured_step(step_bytes)
+        assert trial.planner.plan is not None
+        trial.pool.keep_step(trial, trial.planner.plan.step_bytes)

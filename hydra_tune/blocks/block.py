@@ -1,0 +1,151 @@
+"""One block: the smallest module that is promoted as a whole, and every place that names one of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_tune.errors import UncuttableError
+from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.module_states import ModuleStates
+
+_HAVE_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
+    """A parameter over `data` with the attributes that the user has put on `parameter`."""
+    leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    if parameter.__dict__:
+        leaf.__dict__.update(parameter.__dict__)
+    return leaf
+
+
+def gradient_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of its `.grad`, if it gets one. Before torch 2.10 a gradient always has its parameter's dtype."""
+    dtype = (parameter.grad_dtype if _HAVE_GRAD_DTYPE else None) or parameter.dtype
+    return storage_bytes(parameter) * dtype.itemsize // parameter.dtype.itemsize
+
+
+def are_trained(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of them require a gradient."""
+    return list(map(_REQUIRES_GRAD, parameters))
+
+
+@dataclass(eq=False)
+class Block:
+    """A module under its name in the model.
+
+    held    its parameters that live on the device for the trial's life, as all buffers do
+    keeps   why its activations are kept from forward to backward; empty where the forward is repeated
+    clones  its inputs are changed in place, by itself or by what comes after it
+    """
+
+    name: str
+    module: nn.Module
+    held: Collection[nn.Parameter] = ()
+    keeps: str = ""
+    clones: bool = False
+    writes_buffers: bool = True  # its forward does, for all that is known
+    is_checked: bool = False  # a repetition has made what the forward made
+    is_current: bool = True  # of the cut that the model has
+
+    modules: list[nn.Module] = field(init=False)
+    parameters: list[nn.Parameter] = field(init=False)  # each once, in order of registration
+    slot_parameters: list[nn.Parameter] = field(init=False)  # those that are promoted
+    sites: list[tuple[nn.Module, str, int]] = field(init=False)  # where modules have them, by their number
+    module_states: ModuleStates = field(init=False)
+    own_forward: Callable[..., Any] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.modules = list(self.module.modules())
+        self.parameters = list(self.module.parameters())
+        held = set(map(id, self.held))
+        self.slot_parameters = [p for p in self.parameters if id(p) not in held]
+        numbers = {id(p): i for i, p in enumerate(self.slot_parameters)}
+        self.sites = [
+            (m, name, numbers[id(p)])
+            for m in self.modules
+            for name, p in m._parameters.items()
+            if p is not None and id(p) in numbers
+        ]
+        self._buffers = [(m._buffers, name) for m in self.modules for name, b in m._buffers.items() if b is not None]
+        self._recurrent = [m for m in self.modules if isinstance(m, nn.RNNBase)]
+        self.module_states = ModuleStates(self.modules)
+        self.own_forward = self.module.__dict__.get("forward")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its slot: the promoted parameters, each once."""
+        return sum(map(storage_bytes, self.slot_parameters))
+
+    @property
+    def names_device(self) -> bool:
+        """Whether an attribute of its modules says where to make tensors, by a device's number."""
+        return any(_is_numbered_device(value) for module in self.modules for value in vars(module).values())
+
+    def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The module's own forward, whatever stands in its place; one set on the instance goes before its class's."""
+        if self.own_forward is not None:
+            return self.own_forward(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @contextmanager
+    def given(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, its modules have these in the places of their parameters."""
+        try:
+            for module, name, i in self.sites:
+                if module._parameters.get(name) is not self.slot_parameters[i]:
+                    raise UncuttableError(
+                        f"a prepared model keeps its Parameter objects, but one of {self.name} was replaced since, "
+                        "perhaps by torch.func.functional_call. Call hydra_tune.release(model), replace it, and "
+                        "prepare the model again."
+                    )
+                module._parameters[name] = weights[i]  # type: ignore[assignment]
+            self._refresh_flat_weights()
+            yield
+        finally:
+            for module, name, i in self.sites:
+                if module._parameters.get(name) is weights[i]:
+                    module._parameters[name] = self.slot_parameters[i]
+            self._refresh_flat_weights()
+
+    def _refresh_flat_weights(self) -> None:
+        for rnn in self._recurrent:  # these keep a list of their own beside `_parameters`
+            rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+    # ---- buffers, which a repetition must find as the first run did, and leave as they are now ----
+
+    def buffers_now(self) -> list[torch.Tensor | None]:
+        """The values that a forward finds: copies, for it may write them, by operators that raise no version too."""
+        if not (self._buffers and self.writes_buffers):
+            return []
+        with torch.no_grad():
+            return [None if b is None else b.clone() for b in (d.get(name) for d, name in self._buffers)]
+
+    @contextmanager
+    def buffers_as(self, then: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """Inside, its modules have copies of what `buffers_now` has told; afterwards those of before."""
+        if not then:
+            yield
+            return
+        now = [d.get(name) for d, name in self._buffers]
+        try:
+            for (d, name), value in zip(self._buffers, then, strict=True):
+                d[name] = None if value is None else value.clone()
+            yield
+        finally:
+            for (d, name), value in zip(self._buffers, now, strict=True):
+                d[name] = value
+
+
+def _is_numbered_device(value: object) -> bool:
+    if isinstance(value, torch.device):
+        return value.index is not None
+    return isinstance(value, str) and value.startswith("cuda:")

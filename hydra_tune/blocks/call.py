@@ -1,0 +1,374 @@
+"""One call of a block with gradients: what autograd saves of it, and how that comes back in the backward.
+
+    repeat   everything saved is dropped; the first to be asked for promotes the weights again, and runs the forward
+             once more with the random state, buffers and attributes of the first time (Chen et al., "Training Deep
+             Nets with Sublinear Memory Cost", arXiv 1604.06174)
+    keep     activations stay on the device; only weights are dropped, and promoted again
+
+Either way the operators are nodes of the user's own graph, and a saved weight is noted as a place in its parameter:
+the memory that it was in is another shard's by then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from hydra_tune.blocks.block import Block, are_trained
+from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.promote import promote
+from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.host_buffer import digest, version_of, versions_of
+from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws
+from hydra_tune.surroundings import Surroundings
+from hydra_tune.tree import flatten_call, map_tensors, unflatten
+
+ResultT = TypeVar("ResultT")
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class Executor(Protocol):
+    """What a call needs of the trial that it runs for."""
+
+    @property
+    def is_alone(self) -> bool: ...
+
+    def visit_forward(self, block: Block) -> AbstractContextManager[DeviceCopy]: ...
+
+    def visit_backward(self, call: Call) -> DeviceCopy:
+        """Have the block's shard on the device, from here until the next visit; its copy there."""
+
+    def repeating(self, call: Call) -> AbstractContextManager[DeviceCopy]: ...
+
+    def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT: ...
+
+    def send_home(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]: ...
+
+
+class WeightView(NamedTuple):
+    """A saved tensor that is a weight, or a view of one."""
+
+    parameter: nn.Parameter
+    offset: int  # in elements of `dtype`, from where the weight begins
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Versioned(NamedTuple):
+    """A saved tensor that stays, and how often it had been written then: autograd does not look where there are hooks."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def read(self) -> torch.Tensor:
+        if version_of(self.tensor) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.dtype} {list(self.tensor.shape)}] is at version {version_of(self.tensor)}; expected "
+                f"version {self.version} instead."
+            )
+        return self.tensor
+
+
+class Saved:
+    """What autograd has instead of a tensor that it saved; lives as long as that would."""
+
+    __slots__ = ("__weakref__", "value")
+    value: WeightView | Versioned | torch.Tensor | None
+
+    def __init__(self, value: WeightView | Versioned | None) -> None:
+        self.value = value
+
+
+class _EnoughError(BaseException):
+    """Ends a repetition: all that was saved is there. No model catches it."""
+
+
+class Call:
+    """The part that repeating and keeping share. Lives as long as the graph of the call."""
+
+    def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
+        self.block = block
+        self.trial = trial
+        self.forward_pass = forward_pass
+        self._versions: Sequence[int] = ()  # of the weights in host memory
+
+    # ---- forward ----
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The block's forward in the user's graph, in a visit."""
+        block = self.block
+        with self.trial.visit_forward(block) as copy:
+            self._copy, self._start = copy, copy.start
+            self._end = self._start + copy.num_bytes
+            self._versions = versions_of(block.slot_parameters)
+            weights = self._promoted(copy)
+            _push_hooks(self._pack, self._unpack)
+            try:
+                with block.given(weights):
+                    outputs = block.forward(args, kwargs)
+            finally:
+                _pop_hooks()
+                del self._copy
+            return map_tensors(_apart_from(copy), outputs) if copy.num_bytes else outputs
+
+    def _promoted(self, copy: DeviceCopy) -> list[torch.Tensor]:
+        """The block's weights as its operators are to see them: outputs of `Promote`, where they are trained."""
+        parameters = self.block.slot_parameters
+        weights = copy.aliases(parameters)
+        trained = [i for i, flag in enumerate(are_trained(parameters)) if flag]
+        if trained:
+            given = promote(self, [weights[i] for i in trained], *[parameters[i] for i in trained])
+            for i, weight in zip(trained, given, strict=True):
+                weights[i] = weight
+        for weight, p in zip(weights, parameters, strict=True):
+            if p.__dict__:
+                weight.__dict__.update(p.__dict__)
+        return weights
+
+    def _weight_view(self, tensor: torch.Tensor) -> WeightView | None:
+        """None of what is no weight."""
+        try:
+            place = tensor.data_ptr()
+        except RuntimeError:  # it is sparse
+            return None
+        if not (self._start <= place < self._end) or tensor.numel() == 0:
+            return None
+        parameter, start = self._copy.parameter_at(place)
+        return WeightView(parameter, (place - start) // tensor.element_size(), tensor.size(), tensor.stride(), tensor.dtype)
+
+    # ---- backward ----
+
+    def weight(self, view: WeightView) -> torch.Tensor:
+        """Where it is now; of its own where a graph of gradients may save it once more."""
+        if self._versions != versions_of(self.block.slot_parameters):
+            raise self._changed_weight()
+        weight = self.trial.visit_backward(self).weight(view.parameter)
+        weight = weight.view(view.dtype) if weight.dtype is not view.dtype else weight
+        found = weight.as_strided(view.size, view.stride, weight.storage_offset() + view.offset)
+        return found.clone() if torch.is_grad_enabled() else found
+
+    def _changed_weight(self) -> RuntimeError:
+        return RuntimeError(
+            f"a weight of block {self.block.name} was changed in place between forward and backward. Call backward "
+            "before optimizer.step(), or repeat the forward."
+        )
+
+    def sent_home(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        return self.trial.send_home(self, gradients)
+
+    def forget(self) -> None:
+        """What a repetition has made and nobody has asked for; another backward repeats it."""
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class KeptCall(Call):
+    def _pack(self, tensor: torch.Tensor) -> WeightView | Versioned:
+        return self._weight_view(tensor) or Versioned(tensor, version_of(tensor))
+
+    def _unpack(self, packed: WeightView | Versioned) -> torch.Tensor:
+        return packed.read() if type(packed) is Versioned else self.weight(packed)  # type: ignore[arg-type]
+
+
+class RepeatedCall(Call):
+    """`_saved` are all that autograd has saved, in order, as long as it has them. What is a weight, or lies in the
+    memory of an input, is there without a repetition."""
+
+    def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
+        super().__init__(block, trial, forward_pass)
+        self._saved: list[weakref.ref[Saved]] = []
+        self._looks: list[Any] = []  # at what was saved, until a repetition was seen to make the same
+        self._next = 0  # to be made by the repetition under way
+        self._inputs: list[tuple[int, int]] = []  # where their memory is
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        block = self.block
+        self._leaves, self._structure = flatten_call(args, kwargs)
+        tensors = [x for x in self._leaves if isinstance(x, torch.Tensor)]
+        self._inputs = list(map(_memory_of, tensors))
+        self._input_versions = versions_of(tensors)
+        if block.clones:
+            self.keep_clones()
+        self._surroundings = Surroundings(block.module_states)
+        self._buffers = block.buffers_now()
+        self._draws = DrawRecord()
+        with noting_draws(self._draws):
+            outputs = super().run(args, kwargs)
+        del self._inputs
+        return outputs
+
+    def rewind(self) -> None:
+        """As if it had not run, for it had no room."""
+        self._saved, self._looks = [], []
+        self._draws.rewind()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What it was given, for the repetition."""
+        return [x for x in self._leaves if isinstance(x, torch.Tensor)]
+
+    def keep_clones(self) -> None:
+        """Of the inputs, which are about to be changed in place."""
+        with torch.no_grad():
+            self._leaves = [_clone_of(x) if isinstance(x, torch.Tensor) else x for x in self._leaves]
+        self._input_versions = versions_of(self.tensors)
+
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        value: WeightView | Versioned | None = self._weight_view(tensor)
+        if value is None and self._is_input(tensor):
+            value = Versioned(tensor, version_of(tensor))
+        saved = Saved(value)
+        self._saved.append(weakref.ref(saved))
+        if not self.block.is_checked:
+            self._looks.append(_look_at(tensor))
+        return saved
+
+    def _is_input(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
+        place = tensor.data_ptr()
+        return any(start <= place < end for start, end in self._inputs)
+
+    def _unpack(self, saved: Saved) -> torch.Tensor:
+        if saved.value is None:
+            self.trial.with_room(self.block, self._repeat, self._rewound)
+        value = saved.value
+        if type(value) is WeightView:
+            return self.weight(value)
+        if type(value) is Versioned:
+            return value.read()
+        if value is None:
+            raise self._made_other("fewer tensors")
+        return value  # type: ignore[return-value]
+
+    def _rewound(self) -> bool:
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        for reference in self._saved:
+            saved = reference()
+            if saved is not None and isinstance(saved.value, torch.Tensor):
+                saved.value = None
+
+    # ---- the repetition ----
+
+    def _repeat(self) -> None:
+        block, trial = self.block, self.trial
+        if self._versions != versions_of(block.slot_parameters):
+            raise self._changed_weight()
+        if self._input_versions != versions_of(self.tensors):
+            raise RuntimeError(
+                f"a block's inputs stay as they are from its forward to its backward, which repeats the forward, but "
+                f"one of block {block.name} was changed in place in between. Give the model a copy of it."
+            )
+        with trial.repeating(self) as copy:
+            self._copy, self._start = copy, copy.start
+            self._end = self._start + copy.num_bytes
+            self._next = 0
+            with (
+                self._surroundings.restored(block.name, alone=trial.is_alone),
+                block.buffers_as(self._buffers),
+                drawing_again(self._draws),
+                torch.enable_grad(),
+                self._packing_again(),
+                block.given(copy.leaves(block.slot_parameters)),
+            ):
+                args, kwargs = self._arguments()
+                try:
+                    block.forward(args, kwargs)
+                except _EnoughError:
+                    pass
+                except Exception as error:
+                    _explain(error, block.name)
+                    raise
+        if self._next < len(self._saved):
+            raise self._made_other("fewer tensors")
+        block.is_checked = True
+        self._looks = []
+
+    def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        leaves = self._leaves
+        if self.block.clones:  # no leaves, which may not be changed in place
+            leaves = [_clone_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        args, kwargs = unflatten(leaves, self._structure)
+        return args, kwargs
+
+    @contextmanager
+    def _packing_again(self) -> Iterator[None]:
+        _push_hooks(self._pack_again, _is_never_unpacked)
+        try:
+            yield
+        finally:
+            _pop_hooks()
+            self.__dict__.pop("_copy", None)
+
+    def _pack_again(self, tensor: torch.Tensor) -> None:
+        if self._next >= len(self._saved):
+            raise self._made_other("more tensors")
+        if self._looks and not _look_alike(self._looks[self._next], _look_at(tensor)):
+            raise self._made_other("other values")
+        saved = self._saved[self._next]()
+        self._next += 1
+        if saved is not None and saved.value is None:
+            saved.value = tensor
+        if self._next == len(self._saved):
+            raise _EnoughError
+
+    def _made_other(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"a block's forward may be repeated, but block {self.block.name} made {what} when it was: it depends on "
+            "something that has changed since, as a global, or an object, list or dict that the model changes for each "
+            "layer, or on random numbers other than torch's. Give it what it depends on as an argument, or draw from "
+            "torch's."
+        )
+
+
+def _is_never_unpacked(_: Any) -> torch.Tensor:
+    raise AssertionError("a repetition's own graph has no backward")
+
+
+def _apart_from(copy: DeviceCopy) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Outputs that are weights, or views of them, are copies: the slot will be another shard's."""
+    return lambda tensor: tensor.clone() if copy.has(tensor) else tensor
+
+
+def _clone_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.layout is not torch.strided:
+        return 0, 0
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _look_at(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, float | None]:
+    return tensor.shape, tensor.dtype, digest(tensor.detach())
+
+
+def _look_alike(a: Any, b: Any) -> bool:
+    return bool(a[:2] == b[:2] and (a[2] == b[2] or a[2] != a[2] or b[2] is None))
+
+
+def _explain(error: Exception, block: str) -> None:
+    add_note = getattr(error, "add_note", None)  # Python 3.10 has none
+    if add_note is not None and not isinstance(error, torch.OutOfMemoryError):
+        add_note(
+            f"Block {block} raised this where its forward is repeated, in backward, and not at first: it may depend on "
+            "something that has changed since, as a global, or an object, list or dict that the model changes for each "
+            "layer. Give it what it depends on as an argument."
+        )

@@ -1,0 +1,43 @@
+"""What stands in a block's `forward`, and leads each call of it to the trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hydra_tune.blocks.block import Block
+
+
+class Executor(Protocol):
+    """What a block needs of the trial that it runs for."""
+
+    @property
+    def has_model(self) -> bool: ...
+
+    @property
+    def in_visit(self) -> bool: ...
+
+    def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
+
+    def end(self) -> None: ...
+
+
+class BlockForward:
+    """Stands in a prepared block's instance attribute `forward`. A copy of the module gets its own forward."""
+
+    def __init__(self, block: Block, trial: Executor) -> None:
+        self.block = block
+        self.trial = trial
+        self.__wrapped__ = block.own_forward or type(block.module).forward.__get__(block.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block, trial = self.block, self.trial
+        if trial.in_visit or not block.is_current:  # a block within a block; a user's wrapper of one that was cut anew
+            return block.forward(args, kwargs)
+        if not trial.has_model:
+            trial.end()
+            return block.forward(args, kwargs)
+        return trial.run_block(block, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (self.block.module, "forward")

@@ -1,0 +1,138 @@
+"""The weights of some blocks in one slot on the device.
+
+    host buffer   | block 0 | block 1 | block 2 | ...       parameters, in the order in which blocks run
+                            \\_________/
+    slot                    | block 1 | tied |              one copy for the run, one for each of the rest
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_tune.blocks.block import Block, are_trained, leaf_like
+from hydra_tune.device import Device
+from hydra_tune.host_buffer import places_of, storage_bytes, tensor_bytes, versions_of
+from hydra_tune.host_weights import HostWeights
+
+
+class DeviceCopy:
+    """`fill` copies the values that the host has then."""
+
+    def __init__(self, device: Device, slot: torch.Tensor, blocks: Sequence[Block], host: HostWeights | None) -> None:
+        self.device = device
+        self.slot = slot
+        self.blocks = blocks
+        self.start = slot.data_ptr()
+        self.num_bytes = 0
+        self.counted = False  # by the device's meter
+        self.used: Any = None  # the last moment of computing that needs the slot, as `Device.mark` tells it
+        self._parameters = list({id(p): p for block in blocks for p in block.slot_parameters}.values())
+        self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
+        self._data = [p.data for p in self._parameters]  # asked once: a forward may lend modules others meanwhile
+        self._views: list[torch.Tensor] = []
+        self._starts: list[int] = []  # of each weight in the slot, in bytes
+        self._leaves: dict[int, nn.Parameter] = {}
+        self._versions: list[int] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
+        runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
+        for p, data in zip(self._parameters, self._data, strict=True):
+            place = host.offset(p, data) if host is not None and host.has(p) else None
+            view = self._view(data)
+            if place is None:
+                self._copies.append((view, data))
+            elif runs and runs[-1][0] + runs[-1][2] == place and runs[-1][1] + runs[-1][2] == self.num_bytes:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + storage_bytes(data))
+            else:
+                runs.append((place, self.num_bytes, storage_bytes(data)))
+            self._starts.append(self.num_bytes)
+            self._views.append(view)
+            self.num_bytes += storage_bytes(data)
+        if host is not None:
+            self._copies += [(slot[to : to + size], host.piece(place, size)) for place, to, size in runs]
+        self._sources = places_of(self._data)
+        self.copied_bytes = sum(tensor_bytes(to) for to, _ in self._copies)
+
+    @classmethod
+    def of_none(cls, device: Device) -> DeviceCopy:
+        """Where all weights live on the device."""
+        return cls(device, torch.empty(0, dtype=torch.uint8, device=device.torch_device), [], None)
+
+    def _view(self, like: torch.Tensor) -> torch.Tensor:
+        """The slot's end with the dtype, shape and strides of `like`, and a version counter of its own."""
+        typed = self.slot.view(like.dtype)
+        return typed.as_strided(like.size(), like.stride(), self.num_bytes // like.element_size()).data
+
+    # ---- host to device ----
+
+    def fill(self) -> None:
+        """What is written on the host meanwhile will prove stale."""
+        self._versions = versions_of(self._parameters)
+        self.device.promote(self._copies)
+
+    def stale(self, parameters: Sequence[nn.Parameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(device, host) of those of these that were written on the host since, and are to be copied anew."""
+        parameters = [p for p in parameters if id(p) in self._numbers]  # others live on the device
+        numbers = [self._numbers[id(p)] for p in parameters]
+        versions, sources = versions_of(parameters), places_of(parameters)
+        if versions == [self._versions[i] for i in numbers] and sources == [self._sources[i] for i in numbers]:
+            return []
+        pairs = []
+        for i, p, version, source in zip(numbers, parameters, versions, sources, strict=True):
+            if (version, source) != (self._versions[i], self._sources[i]):
+                pairs.append((self._views[i], p.data))
+            self._versions[i], self._sources[i] = version, source
+        return pairs
+
+    def is_of(self, blocks: Sequence[Block]) -> bool:
+        """Whether it may be filled again for these: the weights are where and what they were."""
+        if list(self.blocks) != list(blocks):
+            return False
+        data = [p.data for p in self._parameters]
+        return places_of(data) == self._sources and all(
+            (a.dtype, a.size(), a.stride()) == (b.dtype, b.size(), b.stride())
+            for a, b in zip(data, self._data, strict=True)
+        )
+
+    def retire(self) -> None:
+        """The slot's memory will be another copy's."""
+        self.device.retire(self.slot, self.used)
+
+    # ---- for a visit ----
+
+    def weight(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Its values here; where it lives on the device for its trial's life, it itself."""
+        i = self._numbers.get(id(parameter))
+        return parameter.data if i is None else self._views[i]
+
+    def aliases(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Fresh tensors over the weights' values, without a history."""
+        return [self.weight(p).data for p in parameters]
+
+    def leaves(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Parameters over the weights' values, for a forward whose graph is nobody's."""
+        found = []
+        for p, flag in zip(parameters, are_trained(parameters), strict=True):
+            leaf = self._leaves.get(id(p))
+            if leaf is None:
+                with torch.inference_mode(False):
+                    leaf = self._leaves[id(p)] = leaf_like(p, self.weight(p).data)
+            if leaf.requires_grad != flag:
+                leaf.requires_grad_(flag)
+            found.append(leaf)
+        return found
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in the slot, which will be another shard's."""
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            return False
+        return self.start <= tensor.data_ptr() < self.start + self.num_bytes
+
+    def parameter_at(self, place: int) -> tuple[nn.Parameter, int]:
+        """Whose values are at an address in the slot, and where these begin."""
+        i = bisect_right(self._starts, place - self.start) - 1
+        return self._parameters[i], self.start + self._starts[i]

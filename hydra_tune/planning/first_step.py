@@ -1,0 +1,194 @@
+"""The first step of a kind: a real one, in which each block is measured before it runs.
+
+    room     what other trials can spare, or the whole device; where the first is too little, the step waits for the
+             second and goes on
+    blocks   one at a time on the device; equal ones with equal inputs are measured once
+    weights  that are used without calling their module are held on the device from then on
+
+Nothing of it is undone: what the step computes is the trial's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hydra_tune.blocks.block import Block
+from hydra_tune.blocks.call import RepeatedCall
+from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.config import format_bytes
+from hydra_tune.errors import BlockTooLargeError, clear_frames
+from hydra_tune.fingerprint import Fingerprint
+from hydra_tune.meter import TrialMeter, storages_of
+from hydra_tune.planning.kind import Kind, larger_of
+from hydra_tune.planning.measure import BlockMeasure, Measurement
+from hydra_tune.residency import Residency
+from hydra_tune.shard import BlockProfile
+from hydra_tune.tree import flatten_call
+
+
+class Measured(Protocol):
+    """What a first step needs of the trial it is of."""
+
+    meter: TrialMeter
+    residency: Residency
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def have_alone(self) -> int:
+        """Wait until the other trials' steps have ended; the bytes that there are then."""
+
+    def open_block(self, block: Block, reason: str) -> None: ...
+
+    def hold_weight(self, weight: nn.Parameter, reason: str) -> None: ...
+
+
+class FirstStep:
+    """`profiles` by the names of blocks, in the order in which they ran."""
+
+    def __init__(self, trial: Measured, kind: Kind, free_bytes: int, *, beside: bool) -> None:
+        self.kind = kind
+        self.free_bytes = free_bytes
+        self.profiles: dict[str, BlockProfile] = {}
+        self.kept_bytes = 0
+        self.peak_bytes = 0
+        self._trial = trial
+        self._beside = beside
+        self._copy: tuple[Block, DeviceCopy] | None = None
+        self._known: dict[Any, BlockMeasure] = {}
+        self._start_bytes = trial.meter.trial_bytes
+        self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
+        trial.meter.first = self
+        self._limit()
+
+    # ---- room ----
+
+    def _limit(self) -> None:
+        """What it needs more of, others may have."""
+        if self._beside:
+            slot_bytes = self._copy[0].weight_bytes if self._copy else 0
+            self._trial.meter.limit(self._start_bytes + self.free_bytes - slot_bytes)
+
+    def outgrow(self) -> bool:
+        """It needs more than others can spare, and waits until it has the device to itself; False if it has."""
+        if not self._beside:
+            return False
+        self._trial.meter.limit(None)
+        self.free_bytes = self._trial.have_alone()
+        self._beside = False
+        return True
+
+    def copy_of(self, block: Block) -> DeviceCopy:
+        """The block alone on the device."""
+        if self._copy is None or self._copy[0] is not block:
+            self._drop_copy()
+            while block.weight_bytes > self.free_bytes:
+                if not self.outgrow():
+                    raise torch.OutOfMemoryError(f"block {block.name} has {format_bytes(block.weight_bytes)} of weights")
+            copy = self._trial.residency.promote(block)
+            self._copy = block, copy
+            self._limit()
+        return self._copy[1]
+
+    def _drop_copy(self) -> None:
+        if self._copy is not None:
+            block, copy = self._copy
+            self._copy = None
+            copy.used = copy.device.mark()
+            copy.retire()
+            self._trial.residency.device.free_slot(None, block.weight_bytes)
+            self._limit()
+
+    def end(self) -> None:
+        self._trial.meter.first = None
+        self._drop_copy()
+        self._trial.meter.limit(None)
+
+    # ---- blocks ----
+
+    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Measure this call of the block first, unless its like is known. False if the block is none any more: it was
+        opened into its children, or is held as a whole."""
+        key = self._key(block, args, kwargs)
+        measure = self._known.get(key)
+        if measure is None:
+            measure = self._known[key] = self._measure(block, args, kwargs)
+        if measure.whole:
+            self._trial.open_block(block, measure.whole)
+            return False
+        block.keeps = block.keeps or measure.keeps
+        block.clones |= measure.clones
+        self._note(block, measure)
+        return True
+
+    def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
+        """Should one of its inputs be changed in place before its backward, the call needs clones of them."""
+        for storage in {s._cdata: s for tensor in inputs for s in storages_of(tensor)}:
+            self._watched.setdefault(storage, []).append(weakref.ref(call))
+
+    def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
+        """An operator is about to change these in place."""
+        for storage in {s._cdata for tensor in tensors for s in storages_of(tensor)}:
+            for reference in self._watched.pop(storage, ()):
+                call = reference()
+                if call is not None and not call.block.clones:
+                    call.keep_clones()
+                    call.block.clones = True
+                    name = call.block.name
+                    self.profiles[name] = replace(self.profiles[name], clones=True)
+
+    def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        leaves, structure = flatten_call(args, kwargs)
+        given = tuple(
+            (tuple(x.shape), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None)
+            if isinstance(x, torch.Tensor)
+            else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
+            for x in leaves
+        )
+        numbers = {id(p): i for i, p in enumerate(block.slot_parameters)}
+        weights = tuple(
+            (name, numbers.get(id(p), -1), tuple(p.shape), p.dtype, p.requires_grad)
+            for name, p in block.module.named_parameters(remove_duplicate=False)
+        )
+        alike = block.own_forward is None
+        model = Fingerprint().of_model(block.module) if alike else id(block)
+        training = tuple(m.training for m in block.modules)
+        return model, weights, training, structure.key, given, torch.is_grad_enabled()
+
+    def _measure(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockMeasure:
+        trial = self._trial
+        while True:
+            trial.meter.outside_ends()
+            try:
+                at = self.copy_of(block)
+                return Measurement(block, trial.model, at, trial.residency.device, trial.meter).run(args, kwargs)
+            except torch.OutOfMemoryError as error:
+                clear_frames(error)
+                if not self.outgrow():
+                    return BlockMeasure(whole=_TOO_LARGE + str(error))
+            finally:
+                trial.meter.outside_starts()
+
+    def _note(self, block: Block, measure: BlockMeasure) -> None:
+        profile = BlockProfile(
+            block.name, block.weight_bytes, measure.forward_work_bytes, measure.backward_work_bytes,
+            measure.saved_bytes, measure.boundary_bytes, measure.boundary_bytes, True,
+            measure.forward_s, measure.backward_s, visits=1 + self.kind.trains,
+            keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers,
+        )  # fmt: skip
+        known = self.profiles.pop(block.name, None)
+        if known is not None:
+            profile = larger_of(known, profile)
+            profile = replace(profile, saved_bytes=known.saved_bytes + measure.saved_bytes)  # resident, each call keeps its own
+        self.profiles[block.name] = profile
+        work = block.weight_bytes + profile.work_bytes
+        self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
+
+
+_TOO_LARGE = "it does not fit the budget: "

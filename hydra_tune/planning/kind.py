@@ -1,0 +1,46 @@
+"""What tells forwards of one model apart that may need other bytes: their inputs, and what is switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from hydra_tune.partition import covers
+from hydra_tune.shard import BlockProfile, Cut
+
+Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`trains`: gradients are on. `setting` is all that is equal for forwards of one kind; a measure of inputs of one
+    `signature` holds for smaller ones."""
+
+    trains: bool
+    setting: Hashable
+    signature: Signature
+
+    def covers(self, other: Kind) -> bool:
+        same = (self.trains, self.setting) == (other.trains, other.setting)
+        return same and covers(self.signature, other.signature)
+
+
+@dataclass(frozen=True)
+class StepMeasure:
+    """What the first step with a forward of this kind has shown: blocks in the order in which they ran."""
+
+    kind: Kind
+    cut: Cut
+    blocks: dict[str, BlockProfile]
+    step_bytes: int
+    kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
+    first_step_bytes: int = 0  # the most that this step itself had on the device
+    order: tuple[str, ...] = field(default=())
+
+
+def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:
+    """Enough for both."""
+    figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if isinstance(v, (int, float))}
+    return replace(a, **figures, keeps=a.keeps or b.keeps)

@@ -37,9 +37,9 @@ from hydra_tune.host_buffer import version_of, versions_of
 from hydra_tune.late_gradients import Gate
 from hydra_tune.local_backward import LocalBackward
 from hydra_tune.marks import next_hook, refuse_late_marks
-from hydra_tune.mode import drawing_again, drawing_apart, drawing_for_nothing
 from hydra_tune.moment import Moment
-from hydra_tune.random_state import generator_states, set_generator_states
+from hydra_tune.randomness.block_draws import drawing_again, drawing_apart, drawing_for_nothing
+from hydra_tune.randomness.trial_state import generator_states, set_generator_states
 from hydra_tune.residency import Residency
 from hydra_tune.seen_call import SeenCall
 from hydra_tune.shard import Direction

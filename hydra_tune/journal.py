@@ -12,7 +12,7 @@ import torch
 
 from hydra_tune.host_buffer import once
 from hydra_tune.leaves import Leaves
-from hydra_tune.random_state import draws
+from hydra_tune.randomness import draws
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 _NORMALISES = {  # and writes running statistics, of which its schema says nothing

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from hydra_tune.block import Block
+from hydra_tune.fork import gate
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import Counted
 from hydra_tune.residency import Residency
@@ -42,7 +43,7 @@ class LeasedVisit:
     after, for the next block of the same shard. No generator: one that is interrupted while it is entered or left
     cleans up when the exception is forgotten, too late for who saves the model in between."""
 
-    __slots__ = ("_block", "_copy", "_counted", "_direction", "_evaluates", "_trial", "_visit")
+    __slots__ = ("_block", "_copy", "_counted", "_direction", "_evaluates", "_outermost", "_trial", "_visit")
 
     def __init__(self, trial: Leaser, block: Block, direction: Direction, *, evaluates: bool) -> None:
         self._trial = trial
@@ -54,7 +55,12 @@ class LeasedVisit:
         trial, block = self._trial, self._block
         if trial.steps.measures:
             trial.steps.check_room(self._direction)
-        self._copy = copy = trial.take_lease(block, self._direction, at_home=self._evaluates)
+        if gate.is_inside:  # another visit: who waits for a lease holds up no fork
+            with gate.stepped_out():
+                self._copy = copy = trial.take_lease(block, self._direction, at_home=self._evaluates)
+        else:
+            self._copy = copy = trial.take_lease(block, self._direction, at_home=self._evaluates)
+        self._outermost = gate.enter()
         trial.meter.outside_ends()
         trial.meter.here = copy.device.meter
         self._counted, self._visit = trial.counted(), trial.residency.inside(block, copy)
@@ -91,10 +97,12 @@ class LeasedVisit:
     def _end_in_error(self) -> None:
         self._copy.used = self._copy.device.mark()  # before the lease goes, and with it perhaps the slot
         self._trial.residency.close_visits()
-        self._trial.leave_after_error()
         self._leave_place()
+        self._trial.leave_after_error()
 
     def _leave_place(self) -> None:
+        if self._outermost:
+            gate.leave()
         meter = self._trial.meter
         meter.here = meter.meter
         meter.outside_starts()

@@ -13,7 +13,7 @@ import torch
 from hydra_tune.block import Block
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.host_buffer import digest, same_values, version_of, versions_of
-from hydra_tune.random_state import generator_states, has_own_state, set_generator_states
+from hydra_tune.randomness.trial_state import generator_states, has_own_state, set_generator_states
 from hydra_tune.surroundings import Surroundings
 
 

@@ -59,7 +59,7 @@ from hydra_tune.probe import (
     user_hooks_removed,
 )
 from hydra_tune.process_state import casts_to, remembers_casts, thread_settings_kept
-from hydra_tune.random_state import random_state_kept
+from hydra_tune.randomness.trial_state import random_state_kept
 from hydra_tune.residency import Residency
 from hydra_tune.rewind import Rewind
 from hydra_tune.seen_call import SeenCall

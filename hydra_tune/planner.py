@@ -31,7 +31,6 @@ from hydra_tune.forward_pass import AbandonedForward, ForwardPass
 from hydra_tune.glance import Glance, Parts, glance_at, parts_of
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import TrialMode, drawing_for_nothing
 from hydra_tune.node import BlockForward
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
 from hydra_tune.partition import (
@@ -48,7 +47,8 @@ from hydra_tune.pilot import DoesNotFitError, Pilot, free_remains, larger_of
 from hydra_tune.plan_summary import summary_of
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
-from hydra_tune.random_state import has_own_state
+from hydra_tune.randomness import has_own_state
+from hydra_tune.randomness.block_draws import drawing_for_nothing
 from hydra_tune.root import (
     RootForward,
     refuse_computed_weights,
@@ -78,7 +78,7 @@ class Planned(Executor, Client, Protocol):
     name: str
     pool: ShardPool
     meter: TrialMeter
-    mode: TrialMode | None
+    of_runner: bool
     optimizer: torch.optim.Optimizer | None
 
     @property
@@ -527,7 +527,7 @@ class Planner:
         """Fewer will not do: for what stays on the device, and a block with its gradients. None, where nobody could
         tell whether the pilot keeps to its bytes."""
         trial = self._trial
-        if trial.mode is None:
+        if not trial.of_runner:
             return None
         largest = max((block.weight_bytes for block in self.blocks), default=0)
         return 2 * largest + sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
@@ -544,7 +544,7 @@ class Planner:
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         in_blocks = sum(storage_bytes(b) for block in self.blocks for b in block.buffers())
         profiles, step_bytes = list(pilot.profiles.values()), pilot.step_bytes
-        if trial.mode is not None:  # the first step is measured, and looked at once a visit
+        if trial.of_runner:  # the first step is measured, and looked at once a visit
             step_bytes += max((p.boundary_bytes for p in profiles), default=0)
         modes = frozenset() if pilot.forward_only else frozenset({mode})
         profiles = [replace(p, modes=modes) if p.measured else p for p in profiles]

@@ -14,7 +14,7 @@ from hydra_tune.errors import PrepareError, UncuttableError
 from hydra_tune.host_buffer import once, same_bits, version_of
 from hydra_tune.leaves import Leaves
 from hydra_tune.meter import TrialMeter
-from hydra_tune.random_state import generator_states, set_generator_states
+from hydra_tune.randomness.trial_state import generator_states, set_generator_states
 from hydra_tune.snapshot import MOST_ELEMENTS, Snapshot
 from hydra_tune.tree import tensors_in
 

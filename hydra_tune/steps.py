@@ -37,6 +37,10 @@ class Stepping(Client, Protocol):
 
     def leave(self) -> None: ...
 
+    def watch(self) -> None: ...
+
+    def unwatch(self) -> None: ...
+
 
 class Steps:
     """`under_way` is the step of that `number`; `measures`, that its bytes are an estimate, and `alone`, that they were
@@ -71,6 +75,7 @@ class Steps:
         self.under_way = True
         if self.measures:
             trial.meter.counting = True
+            trial.watch()
             trial.meter.watch_outside(plan.step_bytes, self._outgrow)
 
     def leave(self) -> None:
@@ -86,6 +91,8 @@ class Steps:
     def leave_if_done(self) -> bool:
         """Whether no backward may come: then no step is under way."""
         self._forwards = [ref for ref in self._forwards if (forward := ref()) is not None and not forward.done]
+        if not self.measures:
+            self._trial.unwatch()
         if self._forwards:
             return False
         if self.under_way:
@@ -95,6 +102,7 @@ class Steps:
     def forget(self) -> None:
         """The one that was under way, interrupted, had not begun."""
         self.under_way = self.measures = self.alone = False
+        self._trial.unwatch()
 
     # ---- its forwards and backwards ----
 
@@ -119,17 +127,18 @@ class Steps:
         if not self.measures or self._forwards or not self._trial.planner.step_is_measured:
             return False
         self.measures = False
+        self._trial.unwatch()
         self._trial.meter.counting = self._trial.meter.always
         self._trial.meter.outside_peak()
         self.leave()
         return True
 
     def _may_measure(self, plan: TrialPlan) -> bool:
-        """Only a runner's mode sees the operators of user code, and only a step of training has them all."""
+        """Only a step of training has all the operators of user code, and only a runner knows whose they are."""
         return (
             not plan.resident
             and not self._trial.planner.step_is_measured
-            and self._trial.mode is not None
+            and self._trial.of_runner
             and torch.is_grad_enabled()
         )
 
@@ -163,6 +172,7 @@ class Steps:
         if self.measures:
             meter = self._trial.meter
             self.measures = False
+            self._trial.unwatch()
             meter.counting = meter.always
             step_bytes = meter.outside_peak()
             if self.trains:

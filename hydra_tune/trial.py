@@ -41,9 +41,10 @@ from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.late_gradients import gates_for
 from hydra_tune.leased_visit import LeasedVisit
 from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import Counted, TrialMode, drop_modes
+from hydra_tune.mode import Counted, TrialMode, drop_modes, unwatch, watch
 from hydra_tune.planner import Planner, UnmeasuredBlock
 from hydra_tune.pool import ShardPool
+from hydra_tune.randomness import RandomState, hold
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.rewind import Rewind
@@ -69,7 +70,10 @@ class Trial:
         self.stop = stop
         self.name = name or f"trial {number}"
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
-        self.mode: TrialMode | None = None  # the runner's, where there is one
+        self.of_runner = False
+        self.random_state: RandomState | None = None  # the runner's, where there is one
+        self.mode: TrialMode | None = None  # that counts all operators of the trial's thread, where one does
+        self._step_mode: TrialMode | None = None  # likewise, for the step that is measured
         self.resumption: Resumption | None = None  # likewise
         self.planner = Planner(self)
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -118,7 +122,7 @@ class Trial:
     @property
     def is_alone(self) -> bool:
         """No other objective runs in this process, nor has another thread a model in this pool."""
-        return company.count <= (self.mode is not None) and not self.pool.is_shared
+        return company.count <= self.of_runner and not self.pool.is_shared
 
     @property
     def is_here(self) -> bool:
@@ -169,6 +173,7 @@ class Trial:
             if self.has_model:  # so far `release` may be called again, should it be interrupted
                 self.model.__dict__.pop("_apply", None)
                 self.model.__dict__.pop("forward", None)
+        self.unwatch()
         self.planner.close()
         self.steps.close()
         self.optimizer = self.resumption = None
@@ -297,6 +302,12 @@ class Trial:
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
+        if gate.is_inside:  # a visit to another model's block: who waits for room holds up no fork
+            with gate.stepped_out():
+                return self._called(root, args, kwargs)
+        return self._called(root, args, kwargs)
+
+    def _called(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._refuse_other_threads()
         is_repeated = self.in_backward and torch._C._current_graph_task_id() == self._backward_id
         if is_repeated or (self.planner.pilot is not None and self._running):
@@ -622,6 +633,7 @@ class Trial:
             after = (ended, self._task_start_s) if ended else None
             ready = TaskReady(task, at_home or self.steps.measures)
             self._task_start_s, self._task_device = self.pool.acquire(ready, after)
+            hold(self._task_device.generators(), self.random_state)
             self._task = task
         assert self.plan is not None
         device = self._task_device
@@ -632,7 +644,7 @@ class Trial:
     def leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease. And an
         interruption what it has left halfway."""
-        if self.mode is None and self._agrees():
+        if not self.of_runner and self._agrees():
             self.leave()
 
     def leave(self) -> None:
@@ -664,6 +676,18 @@ class Trial:
     def counted(self) -> Counted:
         """Count operators on the device, where anything counts them: in pilots and under checks."""
         return Counted(self.meter, install=self.mode is None)
+
+    def watch(self) -> None:
+        """Count all operators of this thread, for a step."""
+        if self.mode is None:
+            self.mode = self._step_mode = TrialMode(self.meter)
+            watch(self._step_mode)
+
+    def unwatch(self) -> None:
+        """From within a backward not yet: the engine puts back the modes that it began with."""
+        if self._step_mode is not None and torch._C._current_graph_task_id() == -1:
+            unwatch(self._step_mode)
+            self.mode = self._step_mode = None
 
 
 def _refuse_before_first_batch(block: Block, given: Sequence[torch.Tensor]) -> None:

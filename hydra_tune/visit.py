@@ -14,7 +14,7 @@ from hydra_tune.block import Block, are_trained, attributes_of, give_attributes,
 from hydra_tune.device import Device
 from hydra_tune.meter import TrialMeter
 from hydra_tune.process_state import remembers_casts
-from hydra_tune.random_state import lent
+from hydra_tune.randomness.trial_state import lent
 from hydra_tune.spill import ChangedBuffer, DeviceCopy, Leaves, replaced_parameter
 
 _AT_HOME = nullcontext()

@@ -181,7 +181,10 @@ class Admission:
             return []
         self._take_promise_back(device)
         device.exclusive = request.trial
-        return [*self._slots.drop(device, list(device.ledger.slots)), Alone(request.trial)]
+        dropped = self._slots.drop(device, list(device.ledger.slots))
+        if device.ledger.pilot == request.trial:
+            device.ledger.grow_pilot()
+        return [*dropped, Alone(request.trial)]
 
     def confine(self, device: DeviceState, trial: int, step_bytes: int) -> list[Instruction] | None:
         """From all of the device to a step of so many bytes; None where what others hold leaves too few for that."""

@@ -12,12 +12,15 @@ from functools import cache, partial
 import torch
 
 from hydra_tune.company import company
+from hydra_tune.config import checks_enabled
 from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.garbage import collect_until
 from hydra_tune.graph import forget_interrupted_backward
-from hydra_tune.mode import TrialMode, modes
+from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import ThreadSettings
+from hydra_tune.randomness import RandomState, hold_unheld, let_go, make_current
+from hydra_tune.randomness.trial_state import own_devices
 from hydra_tune.resumption import Resumption
 from hydra_tune.stop import Stop
 from hydra_tune.trial import Trial
@@ -27,11 +30,12 @@ _local = threading.local()
 
 @dataclass(slots=True)
 class Context:
-    """`mode` is the runner's, in which operators of the objective run, and so is `resumption`, if it keeps checkpoints;
-    None in a plain script."""
+    """`random_state` is the runner's, from which the objective draws, and so is `resumption`, if it keeps checkpoints;
+    None in a plain script. `mode` counts the objective's operators, under checks."""
 
     pool: ShardPool | None = None
     name: str | None = None
+    random_state: RandomState | None = None
     mode: TrialMode | None = None
     trials: list[Trial] = field(default_factory=list)  # a runner ends them; a plain script's end with their model
     stop: Stop = field(default_factory=Stop)
@@ -41,9 +45,11 @@ class Context:
 
     def register(self, trial: Trial) -> None:
         self._last = weakref.ref(trial)
-        trial.mode = self.mode
+        trial.random_state, trial.mode = self.random_state, self.mode
+        trial.of_runner = self.random_state is not None
         if self.mode is not None:
             self.mode.meter = trial.meter
+        if trial.of_runner:
             self.trials.append(trial)
 
     def note_objective(self, value: float, *, maximizes: bool) -> None:
@@ -81,7 +87,7 @@ class Context:
 
 @cache
 def computes_elsewhere() -> bool:
-    """Whether autograd has threads of its own, one an accelerator, where no trial's mode is."""
+    """Whether autograd has threads of its own, one an accelerator, which know nothing of trials."""
     return torch.accelerator.is_available()
 
 
@@ -100,24 +106,22 @@ def current_context() -> Context:
 @contextmanager
 def trials_to_come() -> Iterator[None]:
     """Around one trial after another: what the first sets for the process stays until the last has ended."""
-    modes.join(proxies=True)
-    try:
+    with own_devices():
         yield
-    finally:
-        modes.part()
 
 
 class TrialContext:
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
     thread's settings, which the next one finds as this one did, and the trial's end."""
 
-    __slots__ = ("_backward_here", "_context", "_mode", "_outer", "_settings")
+    __slots__ = ("_backward_here", "_context", "_devices", "_outer", "_outer_state", "_settings", "_state")
 
     def __init__(
         self, pool: ShardPool, number: int, seed_number: int | None = None, *, name: str | None = None
     ) -> None:
-        self._mode = TrialMode(pool.random_state(number if seed_number is None else seed_number))
-        self._context = Context(pool, name or f"trial {number}", self._mode)
+        self._state = pool.random_state(number if seed_number is None else seed_number)
+        mode = TrialMode(stays=True) if checks_enabled() else None
+        self._context = Context(pool, name or f"trial {number}", self._state, mode)
 
     def __enter__(self) -> Context:
         pool = self._context.pool
@@ -126,15 +130,26 @@ class TrialContext:
         self._settings = ThreadSettings()
         torch.set_num_threads(pool.num_threads)
         self._backward_here = torch.autograd.set_multithreading_enabled(False) if computes_elsewhere() else None
-        self._mode.__enter__()
+        self._devices = own_devices()
+        self._devices.__enter__()
+        self._outer_state = make_current(self._state)
+        hold_unheld(self._state)
+        if self._context.mode is not None:
+            self._context.mode.__enter__()
         company.join()
         return self._context
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         context = self._context
         company.part()
+        for trial in context.trials:
+            trial.unwatch()
         try:
-            self._mode.__exit__(kind, error, trace)
+            if context.mode is not None:
+                context.mode.__exit__(kind, error, trace)
+            let_go(self._state)
+            make_current(self._outer_state)
+            self._devices.__exit__(None, None, None)
             if self._backward_here is not None:
                 self._backward_here.__exit__(None, None, None)
             self._settings.restore()

@@ -43,12 +43,10 @@ def _work(jobs: _Jobs, num_threads: int) -> None:
 
 @contextmanager
 def copying() -> Iterator[None]:
-    """Around operators of this thread, which no trial's mode sees: a fork waits for their end."""
-    gate.join()
+    """Around operators of this thread, in no visit: a fork waits for their end."""
     gate.enter()
     try:
         with torch.no_grad():
             yield
     finally:
         gate.leave()
-        gate.part()

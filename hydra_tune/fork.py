@@ -1,9 +1,11 @@
-"""Forks while no trial is inside an operator.
+"""Forks while no trial visits a block.
 
 A forked child, a loader's worker, inherits every lock as it is at that moment, also those that another
 thread holds: PyTorch's and the C library's own, which the first call of an operator takes. The child
-would wait for them for ever. So a fork waits until no trial's thread is inside an operator, and keeps
-them out meanwhile. Then it takes the pools' locks, under which no operator runs.
+would wait for them for ever. So a fork waits until no trial's thread is in a visit to a block or copies
+between device and host, and keeps them out meanwhile. Then it takes the pools' locks, under which nobody
+waits at the gate, and the lock of those who draw random numbers. Operators outside of models run
+meanwhile, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -16,30 +18,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-_ON_THE_WAY_S = 0.005  # for threads between PyTorch's binding and the trial's mode to arrive there
+_LOOK_AGAIN_S = 0.0005
 
 
 class ForkGate:
-    """Open but while a thread forks. Threads pass it on their way into an operator."""
+    """Open but while a thread forks. Threads pass it on their way into a visit."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
         self._open.set()
         self._inside: set[int] = set()
-        self._users = 0  # trials whose operators pass here
-        self._lock = threading.RLock()  # of the count, also for finalizers, and of the one thread that forks
+        self._lock = threading.RLock()  # of the one thread that forks
         self._others: list[weakref.ref[threading.RLock]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._taken: list[threading.RLock] = []  # of these, during a fork
         # Held by who starts a loader's workers: libraries (filelock) refuse a fork while another one waits here.
         self.one_at_a_time = threading.RLock()
-
-    def join(self) -> None:
-        with self._lock:
-            self._users += 1
-
-    def part(self) -> None:
-        with self._lock:
-            self._users -= 1
 
     def enter(self) -> bool:
         """Wait while a thread forks. False if this thread is inside already: then it need not leave."""
@@ -53,13 +46,18 @@ class ForkGate:
             self._inside.add(thread)
         return True
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the calling thread is."""
+        return threading.get_ident() in self._inside
+
     def leave(self) -> None:
         self._inside.discard(threading.get_ident())
 
     @contextmanager
     def stepped_out(self) -> Iterator[None]:
-        """From within an operator, to wait for other trials: these may fork meanwhile."""
-        inside = threading.get_ident() in self._inside
+        """From within a visit, to wait for other trials: these may fork meanwhile."""
+        inside = self.is_inside
         self.leave()
         try:
             yield
@@ -68,17 +66,15 @@ class ForkGate:
                 self.enter()
 
     def guard(self, lock: threading.RLock) -> None:
-        """Let no fork happen while another thread has this lock, under which no operator may run."""
+        """Let no fork happen while another thread has this lock, under which nobody may come to the gate."""
         with self._lock:
             self._others = [*(each for each in self._others if each() is not None), weakref.ref(lock)]
 
     def close(self) -> None:
         self._lock.acquire()
         self._open.clear()
-        if self._users:
-            time.sleep(_ON_THE_WAY_S)
-            while self._inside - {threading.get_ident()}:
-                time.sleep(_ON_THE_WAY_S / 10)
+        while self._inside - {threading.get_ident()}:
+            time.sleep(_LOOK_AGAIN_S)
         for reference in self._others:
             lock = reference()
             if lock is not None:
@@ -102,7 +98,6 @@ class ForkGate:
     def open_in_child(self) -> None:
         self._inside.clear()
         self.one_at_a_time = threading.RLock()
-        self._users = 0
         self._open = threading.Event()  # the other one's own lock a thread that came to wait there may have had
         self.open()
 

@@ -12,8 +12,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from hydra_tune.marks import HOOKS_OF_MODULES
-from hydra_tune.probe import has_user_pre_hook, user_hooks
+from hydra_tune.hooks import HOOKS_OF_MODULES, has_user_pre_hook, user_hooks
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,13 @@ class Ledger:
         self.pilot, self._beside_pilot_bytes = trial, 0
         self.note_peak()
 
+    def grow_pilot(self) -> None:
+        """It has all that there is."""
+        assert self.pilot is not None
+        more_bytes = self.free_bytes
+        self.steps[self.pilot] += more_bytes
+        self.step_bytes += more_bytes
+
     def end_pilot(self, peak_bytes: int) -> None:
         """It has used so many; one that failed says what it lacked."""
         assert self.pilot is not None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hydra_tune.random_state import RandomState
+from hydra_tune.randomness import RandomState
 
 
 class LoaderProgress:

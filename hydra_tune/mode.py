@@ -1,12 +1,15 @@
-"""Sees every operator in a trial's thread: gives the random ones the trial's state, counts their bytes,
-and under checks refuses those that mix devices."""
+"""Sees every operator in a trial's thread to count its bytes, and under checks refuses those that mix devices.
+
+Active in pilots, in the first step of a spilled trial, which is measured, and throughout where `HYDRA_TUNE_CHECKS` is
+set; at no other time.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -20,16 +23,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from hydra_tune.fork import gate, new_in_child
 from hydra_tune.meter import TrialMeter, is_counted, storages_of
-from hydra_tune.random_state import (
-    RandomState,
-    draws,
-    install_proxies,
-    is_default,
-    make_current,
-    remove_proxies,
-)
 
 _aten = torch.ops.aten
 _ASKS_FOR_MODES = {
@@ -63,26 +57,21 @@ _AUTOCASTS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
 class TrialMode(TorchDispatchMode):
-    """Installed around an objective by the runner, with its random state; or by a prepared model around
-    its own forward and backward, to count. Costs about four microseconds an operator."""
+    """Counts in a meter where that is counting. Installed around an objective or a step by a runner's trial; or by a
+    prepared model around its own forward and backward. Costs about four microseconds an operator."""
 
-    def __init__(self, random_state: RandomState | None = None, meter: TrialMeter | None = None) -> None:
-        self.random_state = random_state  # the thread's, inside
+    def __init__(self, meter: TrialMeter | None = None, *, stays: bool = False) -> None:
         self.meter = meter
-        self._outer: list[RandomState | None] = []  # PyTorch may enter a mode within itself
+        self.stays = stays  # for the whole objective
         self._made: torch.Tensor | None = None  # by the last operator, if its backward asks for modes
 
     def __enter__(self) -> Any:
-        modes.join(proxies=self.random_state is not None)
-        if self.random_state is not None:
-            self._outer.append(make_current(self.random_state))
+        modes.join()
         _push_mode(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         _pop_mode()
-        if self.random_state is not None:
-            make_current(self._outer.pop())
         modes.part()
 
     def __torch_dispatch__(
@@ -92,21 +81,15 @@ class TrialMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         if self._made is not None:
             self.hide_from_backward()
-        outermost = gate.enter()
-        try:
-            return self._run(func, args, kwargs)
-        finally:
-            if outermost:
-                gate.leave()
+        return self._run(func, args, kwargs or {})
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         meter = self.meter if self.meter is not None and self.meter.counting else None
         inputs = _tensors((args, *kwargs.values())) if meter is not None else []
-        if meter is not None:
-            meter.note(func, args, kwargs, inputs)
+        if meter is not None and _is_mutable(func):
+            meter.before_writing(_written_by(func, args, kwargs))
         try:
             return self._observed(func, args, kwargs, meter, inputs)
         except torch.OutOfMemoryError:  # of a GPU's allocator, which nobody can ask before
@@ -139,8 +122,6 @@ class TrialMode(TorchDispatchMode):
         return out
 
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.random_state is not None and draws(func) and is_default(kwargs.get("generator")):
-            return self.random_state.draw(func, args, kwargs)
         if func is _GROUP_NORM_BACKWARD and args[1].is_cpu:
             return _group_norm_backward(*args)
         return func(*args, **kwargs)
@@ -220,36 +201,27 @@ def _included(keys: DispatchKeySet) -> AbstractContextManager[None]:
 
 
 class Modes:
-    """Those of all threads: what the first one sets for the process the last one puts back. Who runs one trial after
-    another joins, too, so that each need not.
-
-    That is the gate's count, the generators' proxies, and PyTorch's own note that a mode is active, for its compiler.
-    `TorchDispatchMode` would keep that in each mode, and threads that come and go would leave it wrong.
-    """
+    """Those of all threads. PyTorch's own note that a mode is active, for its compiler, the first one sets for the
+    process and the last one takes back. `TorchDispatchMode` would keep that in each mode, and threads that come and go
+    would leave it wrong."""
 
     def __init__(self) -> None:
         self._active = 0
         self._lock = threading.Lock()
         self._noting = TorchDispatchMode()
 
-    def join(self, *, proxies: bool) -> None:
-        """`proxies`: a thread will have a random state of its own."""
+    def join(self) -> None:
         with self._lock:
             self._active += 1
             if self._active == 1:
-                gate.join()
                 self._noting.__enter__()
                 _pop_mode()
-            if proxies:
-                install_proxies()
 
     def part(self) -> None:
         with self._lock:
             self._active -= 1
             if self._active == 0:
-                remove_proxies()
                 self._put_back()
-                gate.part()
 
     def _put_back(self) -> None:
         _push_mode(self._noting)
@@ -275,47 +247,30 @@ os.register_at_fork(
 )  # after the gate's own: the last that is registered comes first before a fork
 
 
-@contextmanager
-def drawing_apart() -> Iterator[None]:
-    """In a thread that draws from the process's generators, as scripts' do: what is drawn inside can be drawn again,
-    whatever other threads draw meanwhile. Those that do so here take turns."""
-    with _drawing:
-        own = RandomState.of_defaults()
-        try:
-            with TrialMode(own):
-                yield
-        except torch.OutOfMemoryError:  # it may run again, as if it had not
-            raise
-        except BaseException:
-            own.give_back()
-            raise
-        own.give_back()
+def watch(mode: TrialMode) -> None:
+    """From here on, beneath the modes that are active: who has entered one of those leaves it before this one."""
+    modes.join()
+    stack = _get_current_dispatch_mode_stack()
+    left = [m for m in stack if isinstance(m, TrialMode) and m.meter is None and not m.stays]  # of trials that are gone
+    _replace(stack, [mode, *(m for m in stack if m not in left)])
+    for _ in left:
+        modes.part()
 
 
-@contextmanager
-def drawing_again() -> Iterator[None]:
-    """The process's generators are left alone: inside, the thread has a state of its own, at first a copy of theirs."""
-    own = RandomState.of_defaults()
-    with TrialMode(own):
-        yield
+def unwatch(mode: TrialMode) -> None:
+    """No more, in this thread, wherever it is among the modes."""
+    stack = _get_current_dispatch_mode_stack()
+    others = [each for each in stack if each is not mode]
+    if len(others) < len(stack):
+        _replace(stack, others)
+        modes.part()
 
 
-@contextmanager
-def drawing_for_nothing() -> Iterator[None]:
-    """As `drawing_again`; but where what was drawn has not been undone at the end, it is drawn from the process's
-    generators too: as by a backward with noise, or a pilot that the model's own exception ends, which has run as far
-    as plain PyTorch."""
-    own = RandomState.of_defaults()
-    before = own.states()
-    try:
-        with TrialMode(own):
-            yield
-    finally:
-        if not all(map(torch.equal, own.states(), before)):
-            own.give_back()
-
-
-_drawing = new_in_child(threading.RLock())
+def _replace(stack: Sequence[TorchDispatchMode], others: Iterable[TorchDispatchMode]) -> None:
+    for _ in stack:
+        _pop_mode()
+    for mode in others:
+        _push_mode(mode)
 
 
 class Counted:
@@ -360,13 +315,10 @@ def drop_modes(meter: TrialMeter | None = None) -> None:
     """Those of all trials: a forked loader worker inherits its parent's modes, but not the trial. Or, after an
     interruption, those in which a prepared model counts with this meter."""
     stack = _get_current_dispatch_mode_stack()
-    others = [m for m in stack if not isinstance(m, TrialMode) or (meter and (m.random_state or m.meter is not meter))]
+    others = [m for m in stack if not isinstance(m, TrialMode) or (meter and (m.stays or m.meter is not meter))]
     if len(others) == len(stack):
         return
-    for _ in stack:
-        _pop_mode()
-    for mode in others:
-        _push_mode(mode)
+    _replace(stack, others)
     if meter is not None:
         for _ in range(len(stack) - len(others)):
             modes.part()
@@ -388,6 +340,15 @@ def _made(
     for t in outputs:
         (made if given.isdisjoint(storage._cdata for storage in storages_of(t)) else written).append(t)
     return made, written
+
+
+def _written_by(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that it changes in place."""
+    written = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return _tensors(written)
 
 
 @cache

@@ -8,7 +8,6 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,12 +16,11 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_tune.mode import drawing_again
-from hydra_tune.random_state import has_own_state, random_state_kept
+from hydra_tune.randomness import state_kept
+from hydra_tune.shared_random import SharedDraws
 from hydra_tune.tree import tensors_in
 
 logger = logging.getLogger("hydra_tune")
-_GENERATOR = torch.default_generator  # before it is a trial's
 _FEW, _MANY = 2, 4  # parameters of a copy: a loop keeps some of the one before until the next has its own
 
 
@@ -177,9 +175,11 @@ def _measured(make: type[torch.optim.Optimizer], kind: _Kind, options: dict[str,
     """
     if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
         raise RuntimeError("hooks of all optimizers would be called")
-    apart = nullcontext() if has_own_state() else drawing_again()
-    with apart, random_state_kept([_GENERATOR]), torch.no_grad():
-        few, many = (_measured_together(make, kind, copy.deepcopy(options), number) for number in (_FEW, _MANY))
+    with SharedDraws() as shared, state_kept(), torch.no_grad():
+        try:
+            few, many = (_measured_together(make, kind, copy.deepcopy(options), number) for number in (_FEW, _MANY))
+        finally:
+            shared.take_back()
     at_once = many[1] > few[1] * (_FEW + _MANY) / (2 * _FEW)
     scratch_bytes = 0 if kind.fused else math.ceil(many[1] / _MANY if at_once else few[1] / _FEW)
     return _Step(math.ceil(few[0] / _FEW), scratch_bytes, at_once)

@@ -20,16 +20,16 @@ from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.blocks.call_site import BlockForward
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Device
-from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
+from hydra_tune.errors import BlockTooLargeError, PrepareError
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
 from hydra_tune.partition import gradient_flags, input_signature, make_plan, plan_key, shards_of_one, switches
+from hydra_tune.plan_summary import summary_of
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
-from hydra_tune.plan_summary import summary_of
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.residency import Residency
@@ -48,7 +48,7 @@ class Planned(Client, Protocol):
     meter: TrialMeter
     residency: Residency
     optimizer: torch.optim.Optimizer | None
-    in_runner: bool
+    of_runner: bool
 
     @property
     def device(self) -> Device: ...
@@ -162,7 +162,7 @@ class Planner:
         trial.residency.bring_home(trial.optimizer)
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
-        room = pool.start_pilot(trial, empty=False, least_bytes=least if trial.in_runner else None)
+        room = pool.start_pilot(trial, empty=False, least_bytes=least if trial.of_runner else None)
         self._adopt_cut(self._cut)
         self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)  # type: ignore[arg-type]
         trial.residency.hold(trial.model, self.blocks, trial.optimizer)

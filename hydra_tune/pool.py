@@ -35,7 +35,7 @@ from hydra_tune.patience import Wait
 from hydra_tune.planning.kind import StepMeasure
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.pool_device import PoolDevice
-from hydra_tune.random_state import RandomState
+from hydra_tune.randomness import RandomState
 from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
@@ -57,7 +57,7 @@ class Client(Protocol):
 
     id: int
     stop: Stop
-    in_runner: bool
+    of_runner: bool
     ended: bool
 
     def promote_shard(
@@ -520,7 +520,7 @@ class ShardPool:
     def check_open(self, trial: Client) -> None:
         """The task boundary at which a trial stops that is to, or whose pool is closed."""
         trial.stop.check()
-        if self._closed and trial.in_runner:
+        if self._closed and trial.of_runner:
             raise TrialStopped("the pool was closed")
         if self._closed:
             raise PoolClosedError(
@@ -621,7 +621,7 @@ class ShardPool:
     def _wait(self, trial: int, wait: Wait) -> None:
         """Until it is told something, for a while. A plain script's trial, which nobody ends, ends as garbage."""
         self._wake[trial].wait(_LOOK_AROUND_S)
-        if wait.shall_collect() and any(not t.in_runner and t.id != trial for t in self._trials.values()):
+        if wait.shall_collect() and any(not t.of_runner and t.id != trial for t in self._trials.values()):
             collect_beside()
         self._end_abandoned()
         if wait.shall_warn(self._machine.tasks_begun) and not self._granted[trial]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
@@ -16,8 +15,8 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.copier import copying
 from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import tensor_bytes
-from hydra_tune.meter import TrialMeter
 from hydra_tune.host_weights import HostWeights
+from hydra_tune.meter import TrialMeter
 from hydra_tune.trace import During
 from hydra_tune.tree import flatten, tensors_in, unflatten
 
@@ -172,7 +171,7 @@ class Residency:
 
     def hold(self, model: nn.Module, except_blocks: Sequence[Block], optimizer: torch.optim.Optimizer | None) -> None:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
-        spilled = {site for b in except_blocks for site in b.slot_sites}
+        spilled = {(m, name) for b in except_blocks for m, name, _ in b.sites}
         held = {(h.module(), h.name) for h in self._held}
         moved: dict[torch.Tensor, torch.Tensor] = {}  # a tensor may have several sites
         for module in model.modules():

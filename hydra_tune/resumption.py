@@ -27,7 +27,7 @@ from hydra_tune.errors import ConfigError, PrepareError, ResumeError
 from hydra_tune.hyperparameters import Hyperparameters
 from hydra_tune.loader_progress import LoaderProgress
 from hydra_tune.optim import load_exactly
-from hydra_tune.random_state import RandomState
+from hydra_tune.randomness import RandomState
 
 logger = logging.getLogger("hydra_tune")
 

@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 
-
 class ShardState(Enum):
     """SPILLED    host copy only; no device memory.
     IN_FLIGHT  both copies; only the copy stream may touch either.

@@ -10,20 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.utils import parametrize
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hydra_tune.errors import PrepareError
-from hydra_tune.graph import top_saved_tensors_hooks
 from hydra_tune.host_buffer import version_of
-from hydra_tune.mode import TrialMode
 from hydra_tune.module_states import Build, ModuleStates, State
 from hydra_tune.process_state import ProcessState
-
-_HOOKS_OF_PYTORCH = ("torch.utils.checkpoint", "torch.autograd.graph")  # on saved tensors, and change no value
 
 
 class Surroundings:
@@ -103,32 +93,3 @@ class _Restored:
             self._modules.set(self._attributes)
         if not self._modules.have(self._build):
             self._modules.rebuild(self._build)
-
-
-def refuse_modes(block: str, modules: Sequence[nn.Module]) -> None:
-    """What sees a block's operators, or what they keep, in its forward, but would not in its repetition.
-
-    Raises:
-        PrepareError: a mode or a pair of hooks that is not PyTorch's own.
-    """
-    seen: list[object] = []
-    if torch._C._len_torch_function_stack():
-        seen += [m for m in _get_current_function_mode_stack() if not isinstance(m, DeviceContext)]
-    if torch._C._len_torch_dispatch_stack():
-        seen += [m for m in _get_current_dispatch_mode_stack() if not isinstance(m, TrialMode)]
-    hooks = top_saved_tensors_hooks(True)
-    if hooks is not None and getattr(hooks[0], "__module__", None) not in _HOOKS_OF_PYTORCH:
-        seen.append(torch.autograd.graph.saved_tensors_hooks)
-    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, modules)):
-        raise PrepareError(
-            "a block's forward is repeated in backward, with its parametrized weights, but this trial or another one "
-            f"of the process is in torch.nn.utils.parametrize.cached(), which would keep them (block {block}). Leave "
-            "it out, or enter it within the block's forward."
-        )
-    for mode in seen:
-        name = getattr(mode, "__name__", type(mode).__name__)
-        raise PrepareError(
-            f"a block's forward is repeated in backward, and {name} around the forward would miss it (block {block}). "
-            "Leave it out, use it inside of the block's forward (a block that the report calls opened is too large for "
-            "the budget, or can't be run apart), or call hydra_tune.release(model) first."
-        )

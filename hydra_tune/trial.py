@@ -37,10 +37,11 @@ from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter
-from hydra_tune.counting import Counting
+from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
+from hydra_tune.randomness import RandomState
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, refuse_transforms
@@ -61,7 +62,7 @@ class Trial:
         self.pool = pool
         self.stop = stop
         self.name = name or f"trial {number}"
-        self.in_runner = False  # whose trials end with their objective
+        self.of_runner = False  # whose trials end with their objective
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.resumption: Resumption | None = None  # the runner's, where there is one
         self.planner = Planner(self)
@@ -75,7 +76,9 @@ class Trial:
         self._process = os.getpid()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._configs: list[Any] = []
-        self._counting = Counting(self.meter)
+        self.random_state: RandomState | None = None  # the runner's, where there is one
+        self.mode: TrialMode | None = None  # the runner's, under checks
+        self._counting: TrialMode | None = None  # from a first step's begin to its end
         # the task that has the lease
         self._task: Task | None = None
         self._task_device = home  # of that task, or the one before
@@ -103,7 +106,7 @@ class Trial:
     @property
     def is_alone(self) -> bool:
         """No other objective runs in this process, nor has another thread a model in this pool."""
-        return company.count <= self.in_runner and not self.pool.is_shared
+        return company.count <= self.of_runner and not self.pool.is_shared
 
     @property
     def is_here(self) -> bool:
@@ -170,7 +173,7 @@ class Trial:
         self.pool.await_copies(self)
         for hook in self._hooks:
             hook.remove()
-        self._counting.remove()
+        self.unwatch()
         self._close_backward()
         self.residency.await_gradients()
         if self.planner.first is not None:
@@ -234,6 +237,8 @@ class Trial:
         if self._pass is not None or self._visiting:
             return root.original(*args, **kwargs)  # the model calls itself
         self.pool.check_open(self)
+        if self._backward_passes and torch._C._current_graph_task_id() == -1:
+            self._forget_backward()
         self._boundary()
         if self.resumption is not None and not self.steps.under_way:
             self._before_step(self.resumption)
@@ -272,7 +277,7 @@ class Trial:
 
     def _begin_first_step(self, kind: Kind) -> None:
         self.meter.counting = True
-        self._counting.install()
+        self._count()
         self.planner.begin(kind)
         if self.planner.learn(kind):  # while this one waited for room, another has measured it
             self.planner.give_up_first()
@@ -291,7 +296,21 @@ class Trial:
     def _end_counting(self) -> None:
         self.meter.counting = self.meter.always
         if not self.meter.always:
-            self._counting.remove()
+            self.unwatch()
+
+    def _count(self) -> None:
+        """Operators of this thread, also between forward and backward, until `unwatch`. The engine runs nodes with the
+        modes that were there when a backward was called."""
+        if self.mode is None and self._counting is None:
+            self._counting = TrialMode(self.meter)
+            weakref.finalize(self, _let_go, self._counting).atexit = False
+            watch(self._counting)
+
+    def unwatch(self) -> None:
+        if self._counting is not None:
+            unwatch(self._counting)
+            _let_go(self._counting)  # it may be another thread's
+            self._counting = None
 
     def have_alone(self) -> int:
         with gate.stepped_out():
@@ -306,7 +325,7 @@ class Trial:
         self._pass = forward_pass = ForwardPass()
         self.steps.add_forward(forward_pass)
         if self.meter.always:
-            self._counting.install()
+            self._count()
         self.meter.inside += 1
         try:
             if self.meter.counting:
@@ -320,8 +339,14 @@ class Trial:
                 made = sum(map(storage_bytes, tensors_in(outputs)))
                 first.kept_bytes = max(first.kept_bytes, 2 * sum(map(storage_bytes, tensors_in((args, kwargs)))) + made)
             self.leave()
-        except BaseException:
+        except BaseException as error:
             self._leave_after_error()
+            if isinstance(error, torch.OutOfMemoryError) and first is not None:
+                clear_frames(error)
+                raise BudgetError(
+                    f"the first step of {self.name} has no room on {self.device.name}: {error} Raise the pool's "
+                    "memory=, or lower the batch size."
+                ) from None
             raise
         finally:
             self.meter.inside -= 1
@@ -406,8 +431,7 @@ class Trial:
             call.rewind()
             return versions == versions_of(given)
 
-        outputs = self.with_room(block, lambda: call.run(args, kwargs), rewound)
-        return outputs
+        return self.with_room(block, lambda: call.run(args, kwargs), rewound)
 
     def _evaluate(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
@@ -558,6 +582,12 @@ class Trial:
                 self._boundary()
             self._note_for_resumption()
 
+    def _forget_backward(self) -> None:
+        """It was ended by an exception, after which the engine calls nobody."""
+        self._backward_id, self._backward_passes, self._touched = -1, set(), []
+        self._close_backward()
+        self.residency.await_gradients()
+
     # ---- room ----
 
     def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
@@ -633,7 +663,7 @@ class Trial:
     def _leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
         self._visiting = False
-        if not self.in_runner:
+        if not self.of_runner:
             self.leave()
             if self.planner.first is not None:
                 self.steps.forget()
@@ -669,6 +699,11 @@ class Trial:
 
     def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
         self.planner.hold_weight(weight, reason)
+
+
+def _let_go(mode: TrialMode) -> None:
+    """Wherever it is still on a stack it does nothing."""
+    mode.meter = None
 
 
 def _reads_gradient(parameter: torch.Tensor) -> bool:

@@ -170,7 +170,7 @@ class Attempt:
             ResumeError: it is, but it is not sound.
         """
         context = self._context
-        assert context is not None and context.mode is not None and context.mode.random_state is not None
+        assert context is not None and context.random_state is not None
         found = None if checkpoint is None else self._states.found_in(checkpoint)
         for trial in context.trials:
             trial.end()
@@ -178,7 +178,7 @@ class Attempt:
             None,
             [] if found is None else [found],
             Interval(),
-            context.mode.random_state,
+            context.random_state,
             self.order.trial_name,
             perturbed=True,
             counted=self.order.is_function,

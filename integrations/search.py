@@ -267,13 +267,13 @@ class Search:
 
     def _go_on(self, trial: optuna.Trial, context: Context, before: optuna.trial.FrozenTrial) -> None:
         """From its own checkpoint or one of those that it continues; with a clone's weights."""
-        assert self._folder is not None and context.mode is not None and context.mode.random_state is not None
+        assert self._folder is not None and context.random_state is not None
         clone = before.user_attrs.get(CLONE)
         context.resumption = Resumption(
             self._folder.of(trial.number),
             [self._folder.of(number) for number in reversed(_predecessors(before))],
             self._every,
-            context.mode.random_state,
+            context.random_state,
             context.name or "",
             self._folder.clones(clone) if clone else None,
         )

@@ -24,9 +24,9 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.promote import promote
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
-from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws
+from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
 from hydra_tune.surroundings import Surroundings
-from hydra_tune.tree import flatten_call, map_tensors, unflatten
+from hydra_tune.tree import flatten_call, map_tensors, tensors_in, unflatten
 
 ResultT = TypeVar("ResultT")
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -62,7 +62,7 @@ class WeightView(NamedTuple):
 
 
 class Versioned(NamedTuple):
-    """A saved tensor that stays, and how often it had been written then: autograd does not look where there are hooks."""
+    """A saved tensor that stays, and how often it had been written: autograd does not look where there are hooks."""
 
     tensor: torch.Tensor
     version: int
@@ -142,7 +142,8 @@ class Call:
         if not (self._start <= place < self._end) or tensor.numel() == 0:
             return None
         parameter, start = self._copy.parameter_at(place)
-        return WeightView(parameter, (place - start) // tensor.element_size(), tensor.size(), tensor.stride(), tensor.dtype)
+        offset = (place - start) // tensor.element_size()
+        return WeightView(parameter, offset, tensor.size(), tensor.stride(), tensor.dtype)
 
     # ---- backward ----
 
@@ -189,7 +190,7 @@ class RepeatedCall(Call):
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         super().__init__(block, trial, forward_pass)
         self._saved: list[weakref.ref[Saved]] = []
-        self._looks: list[Any] = []  # at what was saved, until a repetition was seen to make the same
+        self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
         self._next = 0  # to be made by the repetition under way
         self._inputs: list[tuple[int, int]] = []  # where their memory is
 
@@ -207,12 +208,14 @@ class RepeatedCall(Call):
         with noting_draws(self._draws):
             outputs = super().run(args, kwargs)
         del self._inputs
+        if not block.is_checked:
+            self._looks = list(map(_look_at, tensors_in(outputs)))
         return outputs
 
     def rewind(self) -> None:
         """As if it had not run, for it had no room."""
         self._saved, self._looks = [], []
-        self._draws.rewind()
+        rewind(self._draws)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -221,8 +224,7 @@ class RepeatedCall(Call):
 
     def keep_clones(self) -> None:
         """Of the inputs, which are about to be changed in place."""
-        with torch.no_grad():
-            self._leaves = [_clone_of(x) if isinstance(x, torch.Tensor) else x for x in self._leaves]
+        self._leaves = [_clone_of(x) if isinstance(x, torch.Tensor) else x for x in self._leaves]
         self._input_versions = versions_of(self.tensors)
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
@@ -231,8 +233,6 @@ class RepeatedCall(Call):
             value = Versioned(tensor, version_of(tensor))
         saved = Saved(value)
         self._saved.append(weakref.ref(saved))
-        if not self.block.is_checked:
-            self._looks.append(_look_at(tensor))
         return saved
 
     def _is_input(self, tensor: torch.Tensor) -> bool:
@@ -288,21 +288,29 @@ class RepeatedCall(Call):
             ):
                 args, kwargs = self._arguments()
                 try:
-                    block.forward(args, kwargs)
+                    self._check(block.forward(args, kwargs))
                 except _EnoughError:
                     pass
+                except torch.OutOfMemoryError:
+                    raise
                 except Exception as error:
                     _explain(error, block.name)
                     raise
         if self._next < len(self._saved):
             raise self._made_other("fewer tensors")
-        block.is_checked = True
-        self._looks = []
+
+    def _check(self, outputs: Any) -> None:
+        """That the first of a block's repetitions has made what its forward made; later ones end as soon as they may.
+        What is saved may be uninitialised memory, and tells nothing."""
+        looks, self._looks = self._looks, []
+        if looks and not _look_alike(looks, list(map(_look_at, tensors_in(outputs)))):
+            raise self._made_other("other values")
+        self.block.is_checked = True
 
     def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
         leaves = self._leaves
         if self.block.clones:  # no leaves, which may not be changed in place
-            leaves = [_clone_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+            leaves = [_nonleaf_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         args, kwargs = unflatten(leaves, self._structure)
         return args, kwargs
 
@@ -318,13 +326,11 @@ class RepeatedCall(Call):
     def _pack_again(self, tensor: torch.Tensor) -> None:
         if self._next >= len(self._saved):
             raise self._made_other("more tensors")
-        if self._looks and not _look_alike(self._looks[self._next], _look_at(tensor)):
-            raise self._made_other("other values")
         saved = self._saved[self._next]()
         self._next += 1
         if saved is not None and saved.value is None:
             saved.value = tensor
-        if self._next == len(self._saved):
+        if self._next == len(self._saved) and not self._looks:
             raise _EnoughError
 
     def _made_other(self, what: str) -> RuntimeError:
@@ -346,6 +352,11 @@ def _apart_from(copy: DeviceCopy) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _clone_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _nonleaf_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone that may be changed in place."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
@@ -360,8 +371,9 @@ def _look_at(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, float | Non
     return tensor.shape, tensor.dtype, digest(tensor.detach())
 
 
-def _look_alike(a: Any, b: Any) -> bool:
-    return bool(a[:2] == b[:2] and (a[2] == b[2] or a[2] != a[2] or b[2] is None))
+def _look_alike(then: Sequence[Any], now: Sequence[Any]) -> bool:
+    pairs = zip(then, now, strict=False)
+    return len(then) == len(now) and all(a[:2] == b[:2] and (a[2] == b[2] or a[2] != a[2]) for a, b in pairs)
 
 
 def _explain(error: Exception, block: str) -> None:

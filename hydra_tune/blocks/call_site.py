@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from torch import nn
+
 from hydra_tune.blocks.block import Block
 
 
@@ -41,3 +43,14 @@ class BlockForward:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self.block.module, "forward")
+
+
+def end_orphans(model: nn.Module) -> bool:
+    """End the trials whose own model was collected, while this part of it lives on; whether there were any."""
+    found = False
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, BlockForward) and not forward.trial.has_model:
+            forward.trial.end()
+            found = True
+    return found

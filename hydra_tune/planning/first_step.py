@@ -22,7 +22,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import RepeatedCall
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import BlockTooLargeError, clear_frames
+from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.kind import Kind, larger_of

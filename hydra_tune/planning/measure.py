@@ -30,7 +30,7 @@ from hydra_tune.meter import TrialMeter
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.snapshot import Snapshot
-from hydra_tune.tree import flatten, flatten_call, tensors_in, unflatten
+from hydra_tune.tree import flatten_call, tensors_in, unflatten
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -94,8 +94,9 @@ class Measurement:
             except _FoundError as found:
                 measure = BlockMeasure(whole=str(found))
             finally:
+                drew = shared.are_some
                 shared.take_back()
-        if shared.are_some and not measure.keeps:
+        if drew and not measure.keeps:
             return BlockMeasure(
                 **{**vars(measure), "keeps": f"{block.name} draws from Python's or NumPy's random numbers"}
             )
@@ -192,7 +193,11 @@ class Measurement:
         del given
         with self._measured() as used:
             start = self._meter.trial_bytes
-            outputs = self._forward(*arguments)
+            _push_hooks(_as_it_is, _as_it_is)  # or a checkpoint around the block would take it for its own
+            try:
+                outputs = self._forward(*arguments)
+            finally:
+                _pop_hooks()
             saved = self._meter.trial_bytes - start
             again = tensors_in(outputs)
             if not (keeps or records.state is not None) and not _are_same(first, again):
@@ -243,7 +248,7 @@ def _forward_of(block: Block, twin: nn.Module) -> Callable[..., Any]:
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     """Among its attributes, and in their containers; no parameters or buffers."""
     own = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules", "_flat_weights")]
-    return [x for x in flatten([v for v in own if isinstance(v, (torch.Tensor, list, tuple, dict))])[0] if isinstance(x, torch.Tensor)]
+    return tensors_in([v for v in own if isinstance(v, (torch.Tensor, list, tuple, dict))])
 
 
 def _buffers_of(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
@@ -269,6 +274,10 @@ def _copy_of(value: Any) -> Any:
 
 def _has_generator(module: nn.Module) -> bool:
     return any(isinstance(v, torch.Generator) for m in module.modules() for v in vars(m).values())
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _drop(_: torch.Tensor) -> None:

@@ -1,0 +1,153 @@
+"""Each trial draws as if it were alone, in threads that take turns at random."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hydra_tune.randomness import RandomState, hold, hold_unheld, let_go, make_current, trial_state
+from hydra_tune.randomness.proxies import DeviceProxies
+from hydra_tune.randomness.trial_state import generator_states, random_state_kept, set_generator_states
+
+
+def draws():
+    """Everything that reaches a default generator, seeded, restored, forked."""
+    out = [torch.rand(3), torch.randperm(9), torch.nn.functional.dropout(torch.ones(32), 0.5)]
+    torch.manual_seed(7)
+    out += [torch.randn(2), torch.tensor(torch.initial_seed()), torch.multinomial(torch.ones(8), 4)]
+    state = torch.get_rng_state()
+    out.append(torch.rand(2))
+    torch.set_rng_state(state)
+    out.append(torch.rand(2))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        out.append(torch.bernoulli(torch.full((16,), 0.5)))
+    x = torch.ones(64, requires_grad=True)
+    checkpoint(lambda t: torch.nn.functional.dropout(t, 0.5), x, use_reentrant=False).sum().backward()
+    out += [x.grad, torch.rand(1), torch.rand(2, generator=torch.Generator().manual_seed(3))]
+    out.append(torch.rand(2, generator=torch.default_generator))
+    return out
+
+
+def in_trial(seed, results):
+    before = make_current(RandomState(seed))
+    try:
+        results[seed] = draws()
+    finally:
+        make_current(before)
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_eight_threads_draw_as_each_alone_and_as_plain_pytorch():
+    alone, together = {}, {}
+    for seed in range(8):
+        in_trial(seed, alone)
+        torch.manual_seed(seed)
+        assert same(alone[seed], draws()), "as in plain PyTorch"
+    threads = [threading.Thread(target=in_trial, args=(seed, together)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same(alone[seed], together[seed]) for seed in range(8))
+
+
+def test_the_process_keeps_its_own_state_beside_the_trials():
+    torch.manual_seed(0)
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    in_trial(5, {})
+    assert torch.equal(torch.rand(4), expected)
+    assert torch.equal(torch.get_rng_state(), torch.default_generator.get_state())
+
+
+def test_a_trials_states_are_put_back_by_a_checkpoint():
+    state = RandomState(5)
+    make_current(state)
+    try:
+        torch.rand(3)
+        states = state.states()
+        expected = torch.rand(3)
+        state.set_states(states)
+        assert torch.equal(torch.rand(3), expected)
+    finally:
+        make_current(None)
+
+
+def test_what_is_drawn_inside_is_as_if_it_had_not_been():
+    before = torch.get_rng_state()
+    with random_state_kept([torch.default_generator]):
+        torch.rand(9)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_copy_of_what_stands_for_the_default_generator():
+    in_trial(0, {})
+    torch.manual_seed(4)
+    copied = copy.deepcopy(torch.random.default_generator)
+    assert torch.equal(torch.rand(2, generator=copied), torch.rand(2))
+
+
+# ---- generators of GPUs, for which others stand here --------------------------------------------------
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Two that operators draw from, whoever calls them."""
+    own = torch.Generator().manual_seed(11), torch.Generator().manual_seed(22)
+    monkeypatch.setattr(trial_state, "_holders", {})
+    monkeypatch.setattr(trial_state, "_set_aside", {})
+    monkeypatch.setattr(DeviceProxies, "real", lambda _: own)
+    yield own
+    make_current(None)
+    assert not trial_state._holders and not trial_state._set_aside
+
+
+def numbers(generator):
+    return torch.rand(3, generator=generator)
+
+
+def alone(seed, count):
+    generator = torch.Generator().manual_seed(seed)
+    return [numbers(generator) for _ in range(count)]
+
+
+def test_who_holds_a_generator_draws_as_if_alone(devices):
+    one, other, process = RandomState(1), RandomState(2), alone(11, 2)
+    assert torch.equal(numbers(devices[0]), process[0])
+    found = {one: [], other: []}
+    for state in (one, one, other, one, other):
+        hold(devices, state)
+        found[state].append(numbers(devices[0]))
+    let_go(one), let_go(other)
+    assert same(found[one], alone(1, 3)) and same(found[other], alone(2, 2))
+    assert torch.equal(numbers(devices[0]), process[1]), "the process's goes on"
+
+
+def test_one_that_a_trial_holds_is_not_taken_at_the_beginning_of_another(devices):
+    one, other = RandomState(1), RandomState(2)
+    hold_unheld(one)
+    hold_unheld(other)
+    assert torch.equal(numbers(devices[1]), alone(1, 1)[0])
+    let_go(other)
+    assert torch.equal(numbers(devices[1]), alone(1, 2)[1])
+    let_go(one)
+
+
+def test_states_are_those_of_the_calling_trial_whoever_holds_the_generator(devices):
+    one, other = RandomState(1), RandomState(2)
+    hold(devices, other)
+    make_current(one)
+    before = generator_states(devices)
+    set_generator_states(devices, [g.get_state() for g in (torch.Generator().manual_seed(5), devices[1])])
+    assert torch.equal(numbers(devices[0]), alone(2, 1)[0]), "the other one's is as it was"
+    hold(devices, one)
+    assert torch.equal(numbers(devices[0]), alone(5, 1)[0])
+    assert torch.equal(before[0], torch.Generator().manual_seed(1).get_state())
+    assert torch.equal(one.states()[1], devices[0].get_state())
+    let_go(one), let_go(other)

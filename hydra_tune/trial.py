@@ -72,9 +72,9 @@ class Trial:
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.of_runner = False
         self.random_state: RandomState | None = None  # the runner's, where there is one
-        self.mode: TrialMode | None = None  # that counts all operators of the trial's thread, where one does
-        self._step_mode: TrialMode | None = None  # likewise, for the step that is measured
         self.resumption: Resumption | None = None  # likewise
+        self.mode: TrialMode | None = None  # that counts all operators of the trial's thread, where one does
+        self._step_mode: TrialMode | None = None  # the same, if it does so for a step that is measured
         self.planner = Planner(self)
         self._model: Callable[[], nn.Module | None] = lambda: None
         self.ended = False

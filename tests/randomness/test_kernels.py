@@ -307,4 +307,4 @@ def test_a_large_draw_holds_up_no_other_thread():
     taken = time.perf_counter() - start
     ended.set()
     thread.join(10)
-    assert max(gaps) < 0.5 * taken
+    assert max(gaps) < 0.8 * taken

@@ -142,9 +142,9 @@ class TrialContext:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         context = self._context
         company.part()
-        for trial in context.trials:
-            trial.unwatch()
         try:
+            for trial in context.trials:
+                trial.unwatch()
             if context.mode is not None:
                 context.mode.__exit__(kind, error, trace)
             let_go(self._state)

@@ -18,6 +18,7 @@ import torch
 
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Arrival, Device
+from hydra_tune.randomness.proxies import device_proxies
 
 logger = logging.getLogger("hydra_tune")
 
@@ -41,7 +42,7 @@ class CudaDevice(Device):
         self._pinned: set[int] = set()
         # by offset, until they are retired; a model may be collected before
         self._slots: dict[int | None, torch.Tensor] = {}
-        self._generators = [torch.default_generator, torch.cuda.default_generators[index]]  # never a trial's proxy
+        self._generators = [torch.default_generator, device_proxies.real()[index]]
 
     def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
         with torch.cuda.stream(self._h2d):  # whose memory it is from now on

@@ -80,9 +80,9 @@ def quiet_optuna():
 
 @pytest.fixture(autouse=True)
 def pools(monkeypatch):
-    """Every pool a test makes; afterwards none has ever been over its budget, each scheduler is sound, and no operator
-    has run under a pool's lock: a fork would hold it up, and wait itself for another one that needs the lock. Shards
-    are promoted ahead however small they are."""
+    """Every pool a test makes; afterwards none has ever been over its budget, each scheduler is sound, and nobody has
+    come to the gate under a pool's lock: a fork would hold it up, and wait itself for another one that needs the lock.
+    Shards are promoted ahead however small they are."""
     for device in (CpuDevice, CudaDevice):
         monkeypatch.setattr(device, "least_ahead_bytes", 1)
     made, under_lock = [], []

@@ -1,4 +1,4 @@
-"""A trial's loader workers are forked while no trial is inside an operator, and inherit no trial."""
+"""A trial's loader workers are forked while no trial visits a block, and inherit no trial."""
 
 import os
 import signal
@@ -22,12 +22,11 @@ from hydra_tune.mode import TrialMode
 from hydra_tune.spill import HostWeights
 
 
-def test_a_fork_waits_for_operators_under_way_and_holds_up_the_next():
+def test_a_fork_waits_for_visits_under_way_and_holds_up_the_next():
     gate, events = ForkGate(), []
     inside, may_leave, closed = threading.Event(), threading.Event(), threading.Event()
 
-    def operators():
-        gate.join()
+    def visits():
         gate.enter()
         inside.set()
         assert may_leave.wait(10)
@@ -37,7 +36,6 @@ def test_a_fork_waits_for_operators_under_way_and_holds_up_the_next():
         gate.enter()
         events.append("enters the second")
         gate.leave()
-        gate.part()
 
     def forks():
         gate.close()
@@ -50,7 +48,7 @@ def test_a_fork_waits_for_operators_under_way_and_holds_up_the_next():
     def waits_at(gate):
         return gate._open._cond._waiters
 
-    first, second = (threading.Thread(target=f, daemon=True) for f in (operators, forks))
+    first, second = (threading.Thread(target=f, daemon=True) for f in (visits, forks))
     first.start()
     assert inside.wait(10)
     second.start()
@@ -63,7 +61,7 @@ def test_a_fork_waits_for_operators_under_way_and_holds_up_the_next():
     assert events == ["leaves the first", "forks", "enters the second"]
 
 
-def test_an_operator_within_an_operator_does_not_wait_for_the_fork_that_waits_for_it():
+def test_a_visit_within_a_visit_does_not_wait_for_the_fork_that_waits_for_it():
     gate = ForkGate()
     assert gate.enter()
     gate._open.clear()
@@ -103,7 +101,7 @@ class Loader(list):
 
 
 def test_loaders_start_their_workers_one_after_another():
-    """filelock refuses a fork while another thread's waits for operators."""
+    """filelock refuses a fork while another thread's waits for visits."""
     together = threading.Barrier(3)
 
     def loop():
@@ -277,3 +275,67 @@ def test_weights_that_a_gpu_copies_from_stay_where_they_are_when_the_process_for
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == seen
     os.close(written), os.close(tells)
     host.close()
+
+
+class Waits(torch.nn.Linear):
+    """For another thread, within its forward."""
+
+    inside, may_go = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        self.inside.set()
+        assert self.may_go.wait(10)
+        return super().forward(x)
+
+
+def test_a_fork_waits_for_a_block_but_not_for_what_is_computed_between_blocks():
+    forked = threading.Event()
+
+    def forks():
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        forked.set()
+
+    thread = threading.Thread(target=forks)
+    model = torch.nn.Sequential(Waits(64, 64), *(torch.nn.Linear(64, 64) for _ in range(7)))
+
+    def let_go():
+        assert Waits.inside.wait(10)
+        thread.start()
+        early.append(forked.wait(0.1))
+        Waits.may_go.set()
+
+    early = []
+    with hydra_tune.ShardPool(["cpu"], 100_000) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        Waits.may_go.set()
+        model(torch.ones(2, 64)).sum().backward()  # a pilot's forward, too
+        Waits.inside.clear(), Waits.may_go.clear()
+        lets_go = threading.Thread(target=let_go)
+        lets_go.start()
+        y = model(torch.ones(2, 64)).sum()
+        assert forked.wait(10), "with a graph that lives"
+        y.backward()
+        lets_go.join(10), thread.join(10)
+    assert early == [False]
+
+
+class Draws(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        return torch.cat([torch.rand(2), torch.tensor([float(torch.initial_seed() % 1000)])])
+
+
+def test_a_loaders_worker_draws_as_in_plain_pytorch():
+    def drawn():
+        torch.manual_seed(5)
+        return [*DataLoader(Draws(), num_workers=2, shuffle=True), torch.rand(2)]
+
+    expected = drawn()
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, TrialContext(pool, 0):
+        found = drawn()
+    assert all(map(torch.equal, found, expected))

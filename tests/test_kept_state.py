@@ -52,9 +52,7 @@ def run(pool, config, *, found=None, perturbed=False, steps=STEPS, asks=True, ke
     """A trial: its weights, rates and draws after so many steps, and what was kept of it there, or after `keep_at`."""
     with TrialContext(pool, 0) as context:
         sources = [] if found is None else [found]
-        context.resumption = Resumption(
-            None, sources, Interval(), context.mode.random_state, "trial 0", perturbed=perturbed
-        )
+        context.resumption = Resumption(None, sources, Interval(), context.random_state, "trial 0", perturbed=perturbed)
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)), nn.Dropout(config.get("dropout", 0.2)))
         optimizer = torch.optim.SGD(
             model.parameters(), lr=config["lr"], momentum=config.get("momentum", 0.9), weight_decay=1e-4
@@ -202,7 +200,7 @@ def test_a_trial_that_has_changed_is_refused(pool, tmp_path):
 
 def test_who_never_asks_where_to_go_on_is_not_kept(pool):
     with TrialContext(pool, 0) as context:
-        context.resumption = Resumption(None, [], Interval(), context.mode.random_state, "trial 0")
+        context.resumption = Resumption(None, [], Interval(), context.random_state, "trial 0")
         with pytest.raises(ResumeError, match="no prepared model"):
             KeptState.of(context, "donor")
         model = hydra_tune.prepare(nn.Linear(4, 4))
@@ -215,7 +213,7 @@ def test_who_never_asks_where_to_go_on_is_not_kept(pool):
 def test_who_cannot_be_counted_is_not_kept(pool):
     """Two backwards, one step of the optimizer."""
     with TrialContext(pool, 0) as context:
-        context.resumption = Resumption(None, [], Interval(), context.mode.random_state, "trial 0")
+        context.resumption = Resumption(None, [], Interval(), context.random_state, "trial 0")
         model = nn.Linear(4, 4)
         model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         hydra_tune.resume_step()
@@ -300,7 +298,7 @@ def batches_of(pool, found, *, until, batch_size=2):
     """What is trained on with the loop of docs/checkpoints.md, up to that many mini-batches; and what is kept there."""
     with TrialContext(pool, 0) as context:
         sources = [] if found is None else [found]
-        context.resumption = Resumption(None, sources, Interval(), context.mode.random_state, "trial 0", perturbed=True)
+        context.resumption = Resumption(None, sources, Interval(), context.random_state, "trial 0", perturbed=True)
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(torch.arange(6.0).repeat(32, 1).T.contiguous(), batch_size=batch_size, shuffle=True)
@@ -339,7 +337,7 @@ def test_a_clone_with_other_layers_is_refused(pool, tmp_path):
     half = run(pool, {"lr": 0.1}, steps=HALF)
     found = through(KeptStates(lambda: 0), half[3], tmp_path)
     with TrialContext(pool, 0) as context:
-        context.resumption = Resumption(None, [found], Interval(), context.mode.random_state, "t", perturbed=True)
+        context.resumption = Resumption(None, [found], Interval(), context.random_state, "t", perturbed=True)
         model = nn.Linear(32, 32)
         with pytest.raises(ResumeError, match="leave what changes them out of the mutations"):
             hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

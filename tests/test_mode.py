@@ -1,4 +1,4 @@
-"""What trials' modes set for the whole process is there while any is active, in whichever order threads leave."""
+"""Counting changes nothing, neither what operators compute nor what is set for the process."""
 
 import os
 import threading
@@ -9,63 +9,46 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_in_torch_dispatch_mode,
+)
 
 import hydra_tune
-from hydra_tune.context import TrialContext, trials_to_come
-from hydra_tune.fork import gate
 from hydra_tune.meter import Meter, TrialMeter
-from hydra_tune.mode import TrialMode, drop_modes
-from hydra_tune.random_state import RandomState, has_own_state
+from hydra_tune.mode import TrialMode, drop_modes, unwatch, watch
 from hydra_tune.tree import tensors_in
 
 
-def is_set():
-    """For PyTorch's compiler, for the gate, and instead of the default generator: all of it, or nothing."""
-    found = {
-        is_in_torch_dispatch_mode(),
-        gate._users > 0,
-        torch.random.default_generator is not torch.default_generator,
-    }
-    assert len(found) == 1
-    return found.pop()
+def counting():
+    meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)
+    return TrialMode(meter=meter)
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_last_thread_puts_back_what_the_first_has_set(first):
+    """PyTorch's note for its compiler."""
     inside, leave, left = ([threading.Event() for _ in range(2)] for _ in range(3))
 
     def work(number):
-        with TrialMode(RandomState(number)):
+        with counting():
             inside[number].set()
             assert leave[number].wait(10)
         left[number].set()
 
-    assert not is_set()
+    assert not is_in_torch_dispatch_mode()
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread, event in zip(threads, inside, strict=True):
         thread.start()
         assert event.wait(10)
-        assert is_set()
+        assert is_in_torch_dispatch_mode()
     for number, remains in ((first, True), (1 - first, False)):
         leave[number].set()
         assert left[number].wait(10)
-        assert is_set() is remains
+        assert is_in_torch_dispatch_mode() is remains
     for thread in threads:
         thread.join(10)
-
-
-def test_between_trials_of_a_search_it_stays_but_no_operator_is_a_trials():
-    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
-        with trials_to_come():
-            for number in range(2):
-                with TrialContext(pool, number):
-                    torch.rand(1)
-                assert is_set()
-                before = torch.get_rng_state()
-                torch.rand(1)
-                assert not torch.equal(torch.get_rng_state(), before), "the process's own generator"
-        assert not is_set()
 
 
 def test_a_search_in_this_thread_leaves_its_settings():
@@ -78,44 +61,79 @@ def test_a_search_in_this_thread_leaves_its_settings():
         hydra_tune.HydraTrialRunner(pool, 1).optimize(optuna.create_study(), objective, n_trials=1)
     after = torch._C._is_multithreading_enabled(), torch.get_num_threads(), torch.get_rng_state()
     assert before[:2] == after[:2] and torch.equal(before[2], after[2])
-    assert not is_set()
+    assert not is_in_torch_dispatch_mode()
 
 
-def test_a_mode_may_be_entered_within_itself():
-    mode = TrialMode(RandomState(0))
-    with mode:
-        with mode:
-            assert has_own_state()
-        assert has_own_state() and is_set()
-    assert not has_own_state() and not is_set()
+class Other(TorchDispatchMode):
+    """A user's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
-def test_who_only_counts_needs_no_proxies():
-    with TrialMode(meter=TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)):
-        assert is_in_torch_dispatch_mode() and gate._users
-        assert torch.random.default_generator is torch.default_generator
-    assert not is_set()
+def test_one_that_comes_later_is_beneath_those_that_are_left_before_it():
+    mode, other = counting(), Other()
+    with other:
+        watch(mode)
+        assert _get_current_dispatch_mode_stack() == [mode, other]
+    assert _get_current_dispatch_mode_stack() == [mode]
+    with other:
+        unwatch(mode)
+        assert _get_current_dispatch_mode_stack() == [other]
+        unwatch(mode)
+    assert not is_in_torch_dispatch_mode()
+
+
+WIDTH, BUDGET = 64, 100_000  # a few of eight layers
+
+
+@pytest.mark.parametrize(("checks", "memory"), [(False, BUDGET), (False, "8MiB"), (True, BUDGET)])
+def test_only_the_first_step_of_a_spilled_trial_is_counted(monkeypatch, checks, memory):
+    """Which is measured; and under checks all of it."""
+    monkeypatch.setenv("HYDRA_TUNE_CHECKS", str(int(checks)))
+    found = []
+
+    def objective(trial):
+        active = [torch._C._len_torch_dispatch_stack()]
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            loss = model(nn.functional.dropout(torch.randn(4, WIDTH))).square().mean()
+            active.append(torch._C._len_torch_dispatch_stack())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        active.append(torch._C._len_torch_dispatch_stack())
+        found.append(active)
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], memory) as pool:
+        hydra_tune.HydraTrialRunner(pool, 1).optimize(optuna.create_study(), objective, n_trials=2)
+        assert {trial["resident"] for trial in pool.report()["trials"]} == {memory == "8MiB"}
+    first = [0, 1, 0, 0, 0] if memory == BUDGET else [0] * 5
+    assert found == ([[1] * 5] * 2 if checks else [first, [0] * 5])
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_what_an_interruption_has_left_is_put_back():
-    meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)
-    TrialMode(meter=meter).__enter__()
-    assert is_in_torch_dispatch_mode() and gate._users
-    drop_modes(meter)
-    assert not is_set()
+    mode = counting()
+    mode.__enter__()
+    assert is_in_torch_dispatch_mode()
+    drop_modes(mode.meter)
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_a_forked_child_has_none_of_it():
-    with TrialMode(RandomState(0)):
+    with counting():
         pid = os.fork()
         if pid == 0:
             code = 2
             try:
-                code = int(is_set())
+                code = int(is_in_torch_dispatch_mode())
             finally:
                 os._exit(code)
         _, status = os.waitpid(pid, 0)
-        assert is_set()
+        assert is_in_torch_dispatch_mode()
     assert os.waitstatus_to_exitcode(status) == 0
 
 
@@ -237,7 +255,7 @@ def test_inference_mode_does_not_depend_on_it(kind):
     x = torch.randn(shape)
     with torch.inference_mode():
         alone = module(x)
-        with TrialMode(RandomState(0)):
+        with counting():
             within = module(x)
     for a, b in zip(tensors_in(alone), tensors_in(within), strict=True):
         assert torch.equal(a, b)
@@ -251,7 +269,7 @@ def test_views_in_inference_mode_are_views():
     ):  # fmt: skip
         x = torch.ones(2, 2, requires_grad=True) * 1
         loss = (x * x).sum()
-        with TrialMode(RandomState(0)), torch.inference_mode():
+        with counting(), torch.inference_mode():
             made = view(x, (4,))
             made.mul_(2)
         assert made._is_view()
@@ -263,7 +281,7 @@ def test_operators_that_no_kernel_is_registered_for():
     """A subclass is asked for its layout and device by such; one of FakeTensor's that raises ends the process."""
     nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
     meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)
-    with TrialMode(RandomState(0)), TrialMode(meter=meter):
+    with counting(), TrialMode(meter=meter):
         assert torch.relu(nested).layout is torch.jagged
         assert nested.unflatten(-1, (2, 2)).device.type == "cpu"
         with FakeTensorMode():
@@ -317,7 +335,7 @@ def test_what_autocast_casts_within_an_operator_does_not_depend_on_it(kind, with
 
     with without():
         alone = made()
-        with TrialMode(RandomState(0)):
+        with counting():
             within = made()
     for a, b in zip(alone, within, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
@@ -340,7 +358,7 @@ def test_derivatives_of_derivatives_do_not_depend_on_it(kind):
         return first, *torch.autograd.grad(first.square().sum(), x)
 
     alone = derived()
-    with TrialMode(RandomState(0)):
+    with counting():
         within = derived()
     assert all(map(torch.equal, within, alone))
 
@@ -348,7 +366,7 @@ def test_derivatives_of_derivatives_do_not_depend_on_it(kind):
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 def test_it_leaves_autocast_as_it_was(without):
     x, w = torch.randn(2, 5, 8), torch.randn(8, 8)
-    with without(), TrialMode(RandomState(0)):
+    with without(), counting():
         assert torch.einsum("bti,oi->bto", x, w).dtype == torch.float32
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.einsum("bti,oi->bto", x, w).dtype == torch.bfloat16

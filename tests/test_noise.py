@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 from hydra_tune.context import TrialContext
-from hydra_tune.random_state import RandomState
 
 WIDTH, STEPS = 48, 12
 BUDGET = 72 << 10  # in double precision, some of six layers
@@ -106,54 +105,6 @@ def test_a_runners_trial_beside_a_thread_that_draws():
         loud = run()
     assert loud[0] == quiet[0]
     assert max(loud[1], quiet[1]) < 1e-9
-
-
-DRAWS = {
-    "rand": lambda: torch.rand(3, 2),
-    "randn": lambda: torch.randn(5, dtype=torch.float64),
-    "randn, odd": lambda: torch.randn(17),
-    "randint": lambda: torch.randint(9, (4,)),
-    "randint from": lambda: torch.randint(2, 9, (4,)),
-    "randperm": lambda: torch.randperm(20),
-    "rand_like": lambda: torch.rand_like(torch.ones(3)),
-    "bernoulli": lambda: torch.bernoulli(torch.full((9,), 0.5)),
-    "multinomial": lambda: torch.multinomial(torch.ones(9), 4),
-    "normal": lambda: torch.normal(torch.zeros(4), 1.0),
-    "in place": lambda: torch.empty(4).uniform_().exponential_().normal_().random_(7),
-    "dropout": lambda: nn.functional.dropout(torch.ones(20)),
-    "rrelu": lambda: nn.functional.rrelu(-torch.ones(5), training=True),
-    "gumbel": lambda: nn.functional.gumbel_softmax(torch.ones(5)),
-    "poisson": lambda: torch.poisson(torch.full((5,), 3.0)),
-    "attention": lambda: nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 2, 4, 8), dropout_p=0.5),
-    "initialisation": lambda: nn.Linear(3, 3).weight.detach().clone(),
-}
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_a_trials_state_gives_what_the_default_generator_gives(name):
-    torch.manual_seed(7)
-    expected = [DRAWS[name]() for _ in range(3)]
-    before = torch.get_rng_state()
-    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, TrialContext(pool, 0):
-        torch.manual_seed(7)
-        found = [DRAWS[name]() for _ in range(3)]
-    assert all(map(torch.equal, found, expected))
-    assert torch.equal(torch.get_rng_state(), before), "the process's generator is left alone"
-
-
-def test_most_operators_take_the_trials_generator_and_the_others_swap(monkeypatch):
-    swapped, original = [], RandomState.swapped
-
-    def noted(state, draw):
-        swapped.append(state)
-        return original(state, draw)
-
-    monkeypatch.setattr(RandomState, "swapped", noted)
-    for name, draw in DRAWS.items():
-        with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, TrialContext(pool, 0):
-            draw()
-        assert not swapped or name == "rand_like"
-        swapped.clear()
 
 
 class Meanwhile(nn.Linear):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import arguments, call, context, mode, node, pilot, planner, probe, spill, surroundings, trial
+from hydra_tune import arguments, call, context, node, pilot, planner, probe, spill, surroundings, trial
 from hydra_tune.context import TrialContext
 from hydra_tune.edges import Edges, WeightEdges
 from hydra_tune.shard import Direction
@@ -402,7 +402,7 @@ def test_11_trials_have_random_states_of_their_own(monkeypatch):
 
     own = losses()
     assert own == losses()
-    monkeypatch.setattr(mode, "draws", lambda func: False)
+    monkeypatch.setattr(context, "make_current", lambda state: None)
     assert own != losses()
 
 

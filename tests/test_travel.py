@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy
@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 import hydra_tune
-from hydra_tune import random_state
 from hydra_tune.block import Block
 from hydra_tune.device import CpuDevice
 from hydra_tune.events import Move
-from hydra_tune.mode import TrialMode
-from hydra_tune.random_state import RandomState, _taking_generator
+from hydra_tune.randomness import draw_record, trial_state
+from hydra_tune.randomness.proxies import DeviceProxies
+from hydra_tune.randomness.sources import Own, thread
 from hydra_tune.transfer import ALIGNMENT, copied_bytes, copies_on
 from hydra_tune.trial import Trial
 from hydra_tune.visit import Visit
@@ -229,26 +229,35 @@ def generators(monkeypatch):
         def __exit__(self, *error):
             place.number = self.before
 
-    def draw(state, func, args, kwargs):
-        operator = _taking_generator(func, len(args))
-        assert operator is not None, func
-        generator = torch.default_generator if place.number is None else own[place.number]
-        return operator(*args, **{**kwargs, "generator": state.stand_in(generator)})
+    class OfPlace(Own):
+        def draw(self):
+            return super().draw() if place.number is None else trial_state._standing_for(own[place.number])
+
+    def draw(apart):
+        return draw_apart(apart) if place.number is None else own[place.number]
 
     def init(trial, number, home, **options):
         place.number = home.number
         original(trial, number, home, **options)
 
-    original = Trial.__init__
+    original, draw_apart = Trial.__init__, draw_record._Apart.draw
     monkeypatch.setattr(Trial, "__init__", init)
     monkeypatch.setattr(CpuDevice, "current", lambda device: There(device))
     monkeypatch.setattr(CpuDevice, "homes_move", False)
     monkeypatch.setattr(CpuDevice, "generators", lambda device: [torch.default_generator, own[device.number]])
-    monkeypatch.setattr(random_state, "_default_generators", lambda: [torch.default_generator, *own])
-    monkeypatch.setattr(RandomState, "draw", draw)
+    monkeypatch.setattr(DeviceProxies, "real", lambda _: tuple(own))
+    monkeypatch.setattr(trial_state, "Own", OfPlace)
+    monkeypatch.setattr(draw_record._Apart, "draw", draw)
     come_late(monkeypatch)
     place.number = None
     return own, place
+
+
+@contextmanager
+def drawing_from(generator):
+    thread.source = Own(generator)
+    yield
+    thread.source = None
 
 
 def with_noise(pool, around, *, fails=False, steps=4):
@@ -300,15 +309,17 @@ class Noise(torch.autograd.Function):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_script_draws_the_numbers_of_its_home_abroad(generators, restless, fails):
     own, place = generators
-    abroad, state = own[1].get_state(), RandomState.of_defaults()
+    home, abroad = own[0].get_state(), own[1].get_state()
     place.number = 0
-    losses, grads = with_noise(None, TrialMode(state), fails=fails)
+    losses, grads = with_noise(None, drawing_from(own[0]), fails=fails)
+    after = own[0].get_state()
+    own[0].set_state(home)
     with hydra_tune.ShardPool(["cpu", "cpu"], STACK_BUDGET) as pool:
         found_losses, found_grads = with_noise(pool, nullcontext(), fails=fails)
     assert restless
     assert found_losses == losses
     assert all(map(torch.equal, found_grads, grads))
-    assert torch.equal(own[0].get_state(), state.stand_in(own[0]).get_state()), "home's has gone on"
+    assert torch.equal(own[0].get_state(), after), "home's has gone on"
     assert torch.equal(own[1].get_state(), abroad), "the other's has not"
 
 

@@ -23,8 +23,8 @@ from hydra_tune.randomness.trial_state import generator_states, set_generator_st
 
 class DrawRecord:
     """state          of the thread's CPU generator before the first draw; None as long as nothing was drawn
-    later          where other threads draw from the same generator in between: the number of a draw, counted from 0,
-                   and the state that it has found
+    later          the states that later draws have found, by number, where other threads draw in between from the same
+                   generator; the first draw has number 0
     device_states  of the generators of GPUs, as they were at the beginning
     drew_anew      the repetition has drawn, and the first run had not"""
 
@@ -35,7 +35,7 @@ class DrawRecord:
 
     def clear(self) -> None:
         self.state: torch.Tensor | None = None
-        self.later: list[tuple[int, torch.Tensor]] = []
+        self.later: dict[int, torch.Tensor] = {}
         self.device_states: Sequence[torch.Tensor] = ()
         self.drew_anew = False
 
@@ -85,7 +85,7 @@ class noting_draws(Source):
         if record.state is None:
             record.state = generator.get_state()
         elif self.shares and default.stamp != self._stamp + 1:
-            record.later.append((self._number, generator.get_state()))
+            record.later[self._number] = generator.get_state()
         self._stamp = default.stamp
         self._number += 1
         return generator
@@ -168,9 +168,9 @@ class drawing_again(_Apart):
 
     def draw(self) -> torch.Generator:
         generator = super().draw()
-        for number, state in self._record.later:
-            if number == self._number:
-                generator.set_state(state)
+        state = self._record.later.get(self._number)
+        if state is not None:
+            generator.set_state(state)
         self._number += 1
         return generator
 

@@ -40,7 +40,7 @@ FUNCTIONAL = {
     for name, arguments in {
         "cauchy": (), "exponential": (), "geometric": (0.5,), "log_normal": (), "normal_functional": (), "uniform": (),
         "random": (), "alpha_dropout": (0.5, True), "dropout": (0.5, True), "feature_alpha_dropout": (0.5, True),
-        "feature_dropout": (0.5, True), "rrelu": (0.1, 0.3, True), "native_dropout": (0.5, True), "poisson": (),
+        "feature_dropout": (0.5, True), "rrelu": (0.1, 0.3, True), "poisson": (),
         "_standard_gamma": (), "_sample_dirichlet": (), "rand_like": (), "randn_like": (), "bernoulli": (),
         "multinomial": (3,),
     }.items()
@@ -88,6 +88,7 @@ OTHERS = {
     "rrelu_with_noise.out": lambda: aten.rrelu_with_noise.out(-GIVEN, out(4, 6), 0.1, 0.3, True, out=out(4, 6)),
     "rrelu_with_noise_": lambda: aten.rrelu_with_noise_(-GIVEN, out(4, 6), 0.1, 0.3, True),
     "rrelu_with_noise_functional": lambda: aten.rrelu_with_noise_functional(-GIVEN, out(4, 6), 0.1, 0.3, True)[0],
+    "native_dropout": lambda: aten.native_dropout(GIVEN, 0.5, True)[0],
     "attention": lambda: functional.scaled_dot_product_attention(*QKV, dropout_p=0.5),
     "attention, in parts": lambda: aten._scaled_dot_product_attention_math(*QKV, None, 0.5)[0],
     **{name: lambda layer=layer: layer(SEQUENCE)[0].detach() for name, layer in LAYERS.items()},
@@ -306,4 +307,4 @@ def test_a_large_draw_holds_up_no_other_thread():
     taken = time.perf_counter() - start
     ended.set()
     thread.join(10)
-    assert max(gaps) < 0.5 * taken
+    assert max(gaps) < 0.8 * taken

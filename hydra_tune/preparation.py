@@ -19,7 +19,7 @@ from hydra_tune.fork import gate, new_in_child
 from hydra_tune.node import end_orphans
 from hydra_tune.optim import training_bytes
 from hydra_tune.pool import ShardPool, default_pool
-from hydra_tune.prepared_loader import PreparedLoader, plain_loader
+from hydra_tune.prepared_loader import PreparedLoader, plain_loader, refuse_what_is_no_loader
 from hydra_tune.resumption import extra_states
 from hydra_tune.root import RootForward, refuse_unsupported
 from hydra_tune.trial import Trial
@@ -64,7 +64,7 @@ def prepare(
         `model` alone if nothing else was given, else a tuple in the order of the arguments.
 
     Raises:
-        PrepareError: the model or the optimizer cannot be prepared; says which part and why.
+        PrepareError: the model or the optimizer cannot be prepared, or a loader is none; says which part and why.
         PoolClosedError: the pool is closed.
         BudgetError: the pool's host memory does not hold the model, its gradients and optimizer state.
         ConfigError: `total_steps` or `epochs` is no positive whole number, `extra_state` has no state, or `pool` is
@@ -75,6 +75,7 @@ def prepare(
         raise ConfigError("inside an objective the runner's pool is used. Leave pool= out, or pass the runner's.")
     if pool is not None and not isinstance(pool, ShardPool):
         raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
+    refuse_what_is_no_loader(loaders)
     extra, resumption = extra_states(extra_state), context.resumption
     num_steps = _num_steps(total_steps, epochs, loaders)
     if num_steps is not None and resumption is not None:

@@ -441,6 +441,28 @@ def test_misuse_is_refused_with_a_way_out(pool):
     hydra_tune.release(model)
 
 
+NO_LOADERS = {
+    "an optimizer": (lambda o: torch.optim.SGD(o.param_groups[0]["params"]), r"argument 4 is a SGD.*once.*as they are"),
+    "a schedule": (lambda o: torch.optim.lr_scheduler.StepLR(o, 1), r"argument 4 is a StepLR.*extra_state="),
+    "a plateau": (lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o), r"a ReduceLROnPlateau.*extra_state="),
+    "a scaler": (lambda _: torch.amp.GradScaler("cpu"), r"a GradScaler.*extra_state="),
+    "a model": (lambda _: nn.Sequential(nn.Linear(4, 4)), r"argument 4 is a Sequential.*one model a call"),
+    "a loss": (lambda _: nn.MSELoss(), r"argument 4 is a MSELoss.*call a loss as it is"),
+    "nothing": (lambda _: None, r"argument 4 is a NoneType.*Leave it out"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), NO_LOADERS.values(), ids=NO_LOADERS)
+def test_what_gives_no_batches_is_refused_as_a_loader(make, words, pool):
+    """An optimizer or a schedule, as accelerate takes them, came back as a loader around it, without a word."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = make(optimizer)
+    with pytest.raises(hydra_tune.PrepareError, match=words):
+        hydra_tune.prepare(model, optimizer, [torch.ones(2, 4)], given, pool=pool)
+    assert not pool.report()["trials"]
+
+
 @pytest.mark.parametrize("budget", [100_000, "1MiB"], ids=["spilled", "resident"])
 @pytest.mark.parametrize("shared", ["the model", "a block of it", "within a block"])
 def test_a_weight_is_in_one_prepared_model(shared, budget):

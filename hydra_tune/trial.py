@@ -96,7 +96,7 @@ class Trial:
         self.copies = Copies()
         self.turn = Turn()
         self.marked: dict[int, BlockCall] = {}  # what a checkpoint repeats in the backward under way, by their marks
-        self._configs: list[Any] = []
+        self._use_cache_again: Callable[[], object] = lambda: None
 
     @property
     def device(self) -> Device:
@@ -135,7 +135,8 @@ class Trial:
         watch_clearings()
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
-        self._configs = use_no_cache(model)
+        finalizer = weakref.finalize(model, use_cache_again, use_no_cache(model))
+        finalizer.atexit, self._use_cache_again = False, finalizer
         if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # They only let go early: an optimizer that wraps another, and has none, does without.
             self._hooks = [
@@ -166,6 +167,7 @@ class Trial:
             torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
             self.pool.end_trial(self)
             self._plain = True
+            self._use_cache_again()
             if self.has_model:  # so far `release` may be called again, should it be interrupted
                 self.model.__dict__.pop("_apply", None)
                 self.model.__dict__.pop("forward", None)
@@ -183,7 +185,6 @@ class Trial:
         self.device.synchronize()  # it may have computed in a stream that is not the caller's
         self.residency.bring_home(self.optimizer)
         self.residency.close()
-        use_cache_again(self._configs)
 
     def summary(self) -> dict[str, Any]:
         return {

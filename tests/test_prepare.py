@@ -1,9 +1,11 @@
 """What `prepare` gives back, what it refuses, and how a prepared model behaves as an object."""
 
 import copy
+import gc
 import io
 import pickle
 from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
+from hydra_tune import hf_config
 from models import bytes_batch, gpt, hf_gpt2, loss_of
 
 
@@ -174,6 +177,39 @@ def test_hugging_face_caches_are_off_while_prepared(pool):
     assert model(torch.zeros(1, 4, dtype=torch.long)).past_key_values is None
     hydra_tune.release(model)
     assert model.config.use_cache
+
+
+def test_a_config_that_outlives_its_models_gets_its_cache_back(pool):
+    """It stayed off where a model was collected, and in what was made of the config next."""
+    config, others = hf_gpt2().config, []
+    model = nn.Linear(4, 4)
+    for end in ("collected", "refused"):
+        model = nn.Sequential(nn.Linear(4, 4))
+        model.config = config
+        optimizer = torch.optim.SGD(model.parameters())
+        if end == "refused":
+            optimizer.register_step_post_hook = None  # which `prepare` calls last
+            with pytest.raises(TypeError):
+                hydra_tune.prepare(model, optimizer, pool=pool)
+        else:
+            hydra_tune.prepare(model, optimizer, pool=pool)
+            assert not config.use_cache
+            others.append(optimizer)  # has hooks of the trial's
+        del model, optimizer
+        gc.collect()
+        assert config.use_cache and not hf_config._users
+
+
+def test_a_cache_is_put_back_though_garbage_is_collected_by_who_has_the_lock(pool):
+    config = SimpleNamespace(use_cache=True)
+    model = nn.Linear(4, 4)
+    model.config = config
+    off = hf_config.use_no_cache(model)
+    with hf_config._lock:
+        hf_config.use_cache_again(off)
+        assert not config.use_cache
+    hf_config.use_cache_again(hf_config.use_no_cache(model))
+    assert config.use_cache and not hf_config._users
 
 
 # ---- what a first user's tests found ----
@@ -496,11 +532,3 @@ def test_what_cannot_be_exact_in_backward_says_so(pool):
     hydra_tune.release(model)
     with pytest.raises(hydra_tune.PrepareError, match="backward came too late"):
         loss.backward()
-
-
-def test_a_forward_that_is_set_on_the_model_is_refused(pool):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model.forward = lambda x: x
-    with pytest.raises(hydra_tune.PrepareError, match="set on the instance"):
-        hydra_tune.prepare(model, pool=pool)
-    assert pool.devices[0].used_bytes == 0

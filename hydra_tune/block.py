@@ -15,6 +15,7 @@ from hydra_tune.edges import Edges
 from hydra_tune.errors import UncuttableError
 from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.module_states import ModuleStates
+from hydra_tune.own_forward import own_forward_of
 
 _HAVE_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -111,7 +112,7 @@ class Block:
         self.slot_parameters = [p for p in self.own_parameters if p not in set(self.held)]
         self.module_states = ModuleStates(modules)
         self.in_slot = {id(p): p for p in self.slot_parameters}
-        self.own_forward = self.module.__dict__.get("forward")
+        self.own_forward = own_forward_of(self.module)
         self.recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
 
     @property

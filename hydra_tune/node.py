@@ -25,19 +25,20 @@ from hydra_tune.call import BlockCall, Executor
 from hydra_tune.errors import HydraTuneError, PrepareError, SecondGradientError, UncuttableError
 from hydra_tune.forward_pass import AbandonedForward
 from hydra_tune.graph import alias_of, nodes_from
+from hydra_tune.own_forward import StandIn
 from hydra_tune.root import transform_around
 from hydra_tune.shard import Direction
 from hydra_tune.tree import map_tensors, tensors_in
 
 
-class BlockForward:
-    """Stands in a prepared block's instance attribute `forward`. A copy of the module gets its own forward."""
+class BlockForward(StandIn):
+    """Stands in a prepared block's instance attribute `forward`."""
 
     def __init__(self, block: Block, trial: Executor) -> None:
+        super().__init__(block.module)
         self.block = block
         self.trial = trial
-        own = block.own_forward or type(block.module).forward.__get__(block.module)
-        self.__wrapped__ = own  # inspect.signature follows it
+        self.__wrapped__ = self.original  # inspect.signature follows it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         turn = self.trial.turn
@@ -95,9 +96,6 @@ class BlockForward:
         given = tensors_in((args, kwargs))
         sources = [t for t in (*given, *self.block.parameters) if t.requires_grad]
         return _as_with_graph(outputs, given, sources) if sources and torch.is_grad_enabled() else outputs
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        return getattr, (self.block.module, "forward")
 
 
 _CALL = BlockForward.__call__.__code__

@@ -53,7 +53,6 @@ from hydra_tune.root import (
     RootForward,
     refuse_computed_weights,
     refuse_global_hooks,
-    refuse_own_forward,
     refuse_unsupported,
 )
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
@@ -135,7 +134,6 @@ class Planner:
     def start(self) -> None:
         """Cut the model for the first time."""
         refuse_unsupported(self._trial.model)
-        refuse_own_forward(self._trial.model)
         self.blocks = blocks_of(self._trial.model, self._limit_bytes, self._cut)
         self.wrap()
 
@@ -477,10 +475,7 @@ class Planner:
             block.is_current = False
             ours = block.module.__dict__.get("forward")
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
-                if ours.block.own_forward is not None:
-                    block.module.forward = ours.block.own_forward
-                else:
-                    del block.module.__dict__["forward"]
+                ours.give_back()
 
     @property
     def _limit_bytes(self) -> int:

@@ -47,7 +47,7 @@ from hydra_tune.pool import ShardPool
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.rewind import Rewind
-from hydra_tune.root import RootApply, RootForward, refuse_transforms
+from hydra_tune.root import RootApply, RootForward, give_back, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.spill import DeviceCopy
@@ -139,10 +139,13 @@ class Trial:
         finalizer.atexit, self._use_cache_again = False, finalizer
         if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # They only let go early: an optimizer that wraps another, and has none, does without.
-            self._hooks = [
-                optimizer.register_step_pre_hook(lambda *_: self.boundary()),
-                optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
-            ]
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.boundary()))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()))
+
+    @property
+    def is_plain(self) -> bool:
+        """It has let go of its model."""
+        return self._plain
 
     @property
     def has_model(self) -> bool:
@@ -169,8 +172,7 @@ class Trial:
             self._plain = True
             self._use_cache_again()
             if self.has_model:  # so far `release` may be called again, should it be interrupted
-                self.model.__dict__.pop("_apply", None)
-                self.model.__dict__.pop("forward", None)
+                give_back(self.model, self)
         self.planner.close()
         self.steps.close()
         self.optimizer = self.resumption = None

@@ -169,10 +169,10 @@ class Trial:
         finally:  # last: from here on others may have its bytes
             torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
             self.pool.end_trial(self)
-            self._plain = True
             self._use_cache_again()
             if self.has_model:  # so far `release` may be called again, should it be interrupted
                 give_back(self.model, self)
+            self._plain = True
         self.planner.close()
         self.steps.close()
         self.optimizer = self.resumption = None

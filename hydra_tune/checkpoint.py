@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hydra_tune.fork import gate
 from hydra_tune.plain_state import decode, encode
 
 logger = logging.getLogger("hydra_tune")
@@ -65,12 +66,13 @@ class CheckpointFolder:
             raise
 
     def publish(self, moment: Moment) -> None:
-        place = self.path / str(moment)
-        shutil.rmtree(place, ignore_errors=True)
-        place.with_name(place.name + _UNFINISHED).rename(place)
-        _synchronise(self.path)
-        for _, old in self._moments()[KEPT:]:
-            shutil.rmtree(old, ignore_errors=True)
+        with gate.stepped_out():  # the disk keeps no other trial from forking its loader's workers
+            place = self.path / str(moment)
+            shutil.rmtree(place, ignore_errors=True)
+            place.with_name(place.name + _UNFINISHED).rename(place)
+            _synchronise(self.path)
+            for _, old in self._moments()[KEPT:]:
+                shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
         """What was not published."""
@@ -105,15 +107,16 @@ class CheckpointFolder:
 
 
 def _write(place: Path, state: Any) -> None:
-    from safetensors.torch import save_file
-
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(encode(state, tensors, "state"))
-    save_file(tensors, place / "tensors.safetensors")
-    digest = _digest(place / "tensors.safetensors", text)
-    (place / "state.json").write_text(json.dumps({"version": 1, "blake2b": digest, "state": text}))
-    for path in (place / "tensors.safetensors", place / "state.json", place):
-        _synchronise(path)
+    with gate.stepped_out():  # as above; no operator runs from here on
+        from safetensors.torch import save_file
+
+        save_file(tensors, place / "tensors.safetensors")
+        digest = _digest(place / "tensors.safetensors", text)
+        (place / "state.json").write_text(json.dumps({"version": 1, "blake2b": digest, "state": text}))
+        for path in (place / "tensors.safetensors", place / "state.json", place):
+            _synchronise(path)
 
 
 def _read(place: Path) -> Any:

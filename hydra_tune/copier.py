@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -12,33 +14,62 @@ import torch
 
 from hydra_tune.fork import gate
 
-_Jobs = SimpleQueue[Callable[[], None] | None]
+logger = logging.getLogger("hydra_tune")
+
+_Jobs = deque[Callable[[], None]]
 
 
 class Copier:
-    """Its thread begins with the first job, and ends when nobody has it any more, be its pool closed or not."""
+    """Its thread begins with the first job, and ends when nobody has it any more, be its pool closed or not.
+
+    Jobs outlive the thread: it stays behind where a process forks, and may not start where the system has none left.
+    Who waits for a job calls `keep_going` now and then. Used by one thread at a time.
+    """
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._name = name
         self._num_threads = num_threads
-        self._jobs: _Jobs = SimpleQueue()
+        self._jobs: _Jobs = deque()  # the first one may be under way; one that was broken off is begun anew
+        self._wakes: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        if self._thread is None or not self._thread.is_alive():  # it stays behind where a process forks
-            self._jobs = SimpleQueue()
-            arguments = (self._jobs, self._num_threads)
-            self._thread = threading.Thread(target=_work, args=arguments, name=f"copies of {self._name}", daemon=True)
-            weakref.finalize(self, self._jobs.put, None)
-            self._thread.start()
-        self._jobs.put(job)
+        self._jobs.append(job)
+        self.keep_going()
+        self._wakes.put(True)
+
+    def keep_going(self) -> None:
+        """Where jobs are left and no thread is there to do them, start one."""
+        if not self._jobs or (self._thread is not None and self._thread.is_alive()):
+            return
+        wakes: SimpleQueue[bool] = SimpleQueue()  # in a forked child, the former one's lock may be another thread's
+        arguments = (self._jobs, wakes, self._num_threads)
+        thread = threading.Thread(target=_work, args=arguments, name=f"copies of {self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("the thread of %s could not be started (%s); it is tried again", thread.name, error)
+            return
+        weakref.finalize(self, wakes.put, False)
+        self._thread, self._wakes = thread, wakes
+        wakes.put(True)
 
 
-def _work(jobs: _Jobs, num_threads: int) -> None:
+def _work(jobs: _Jobs, wakes: SimpleQueue[bool], num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    for job in iter(jobs.get, None):
-        job()
-        del job  # it knows its pool
+    while wakes.get():
+        while jobs:
+            _do_first(jobs)
+
+
+def _do_first(jobs: _Jobs) -> None:
+    """One that fails has told who waits for it; it does not keep the others from being done."""
+    try:
+        jobs[0]()
+    except BaseException:
+        logger.warning("a copy has failed; its task makes it", exc_info=True)
+    finally:
+        jobs.popleft()  # it knows its pool
 
 
 @contextmanager

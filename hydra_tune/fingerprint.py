@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_tune.own_forward import StandIn, own_forward_of
+
 _STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
 _MOST_ITEMS = 1_000  # of a container; larger ones are data, and count by their size
 _FEW = 8  # elements of a buffer that may be a setting, no running value
@@ -75,7 +77,7 @@ class Fingerprint:
             own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
             buffers = {}  # they decide nothing (a count of batches)
         values = [(k, None if b is None else _of_tensor(b, _FEW)) for k, b in buffers.items()]
-        return (*((k, self._of(v, 0)) for k, v in own.items()), *values)
+        return (*((k, self._of(v, 0)) for k, v in own.items()), *values, self._of(own_forward_of(module), 0))
 
     def _of(self, value: Any, depth: int) -> Hashable:
         kind = self.number(type(value))
@@ -91,6 +93,8 @@ class Fingerprint:
         return self._known[id(value)][1]
 
     def _of_object(self, value: Any, depth: int) -> Hashable:
+        if isinstance(value, StandIn):
+            return self._of(value.own, depth)
         attributes = _attributes_of(value)
         own = None if attributes is None else self._of(attributes, depth)
         if isinstance(value, torch.Tensor):
@@ -116,7 +120,8 @@ class Fingerprint:
             handlers = getattr(value, "co_exceptiontable", b"")  # before Python 3.11 in its bytecode
             return value.co_name, value.co_firstlineno, value.co_code, handlers, constants, names, counts
         if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
-            return value.__qualname__, self._of(getattr(value, "__self__", None), depth)
+            function = self._of(getattr(value, "__func__", None), depth)
+            return value.__qualname__, function, self._of(getattr(value, "__self__", None), depth)
         if isinstance(value, functools.partial):
             return self._of((value.func, value.args, value.keywords), depth), own
         if isinstance(value, os.PathLike):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -108,6 +108,11 @@ def _decode_tensor(code: dict[str, Any], stored: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(stored.shape, code["stride"], dtype=stored.dtype, device="cpu").copy_(stored)
 
 
+def _in_order(values: Iterable[Any]) -> list[Any]:
+    """One that values of different types have, too."""
+    return sorted(values, key=lambda value: (type(value).__name__, repr(value)))
+
+
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -115,7 +120,8 @@ def _name_of(dtype: torch.dtype) -> str:
 _KINDS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     tuple: ("$tuple", list),
     torch.Size: ("$tuple", list),
-    set: ("$set", sorted),
+    set: ("$set", _in_order),
+    frozenset: ("$frozenset", _in_order),
     Counter: ("$counter", lambda value: map(list, value.items())),
     OrderedDict: ("$ordered", lambda value: map(list, value.items())),
     complex: ("$complex", lambda value: [value.real, value.imag]),
@@ -127,6 +133,7 @@ _MADE_OF: dict[str, Callable[[list[Any]], Any]] = {
     "$dict": dict,
     "$tuple": tuple,
     "$set": set,
+    "$frozenset": frozenset,
     "$counter": lambda items: Counter(dict(items)),
     "$ordered": OrderedDict,
     "$complex": lambda items: complex(*items),

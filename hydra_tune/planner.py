@@ -33,7 +33,7 @@ from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.residency import Residency
-from hydra_tune.root import refuse_own_forward, refuse_unsupported
+from hydra_tune.root import refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 
 logger = logging.getLogger("hydra_tune")
@@ -90,7 +90,6 @@ class Planner:
     def start(self) -> None:
         """Cut the model for the first time."""
         refuse_unsupported(self._trial.model)
-        refuse_own_forward(self._trial.model)
         self._adopt_cut(self._cut)
 
     def close(self) -> None:
@@ -391,10 +390,7 @@ class Planner:
             ours = block.module.__dict__.get("forward")
             block.is_current = False
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
-                if ours.block.own_forward is not None:
-                    block.module.forward = ours.block.own_forward
-                else:
-                    del block.module.__dict__["forward"]
+                ours.give_back()
 
 
 def _comparable(kind: Kind) -> Kind:

@@ -75,11 +75,10 @@ ClientT = TypeVar("ClientT", bound=Client)
 
 
 class Copy:
-    """Of a shard, ahead of its task. Who takes it makes it."""
+    """Of a shard, ahead of its task."""
 
     def __init__(self, promote: e.Promote) -> None:
         self.promote = promote
-        self.taken = False
 
 
 class ShardPool:
@@ -602,7 +601,12 @@ class ShardPool:
                     for copy in self._copying.get(trial.id, ()):
                         self._submit(copy)
                 while self._copying.get(trial.id):
-                    self._wake[trial.id].wait()
+                    self._keep_copying()
+                    self._wake[trial.id].wait(_LOOK_AROUND_S)
+
+    def _keep_copying(self) -> None:
+        for copier in self._copiers:
+            copier.keep_going()
 
     def _take(self, trial: int, answer: type[InstructionT]) -> InstructionT:
         instruction = self._granted[trial].popleft()
@@ -620,6 +624,7 @@ class ShardPool:
 
     def _wait(self, trial: int, wait: Wait) -> None:
         """Until it is told something, for a while. A plain script's trial, which nobody ends, ends as garbage."""
+        self._keep_copying()
         self._wake[trial].wait(_LOOK_AROUND_S)
         if wait.shall_collect() and any(not t.of_runner and t.id != trial for t in self._trials.values()):
             collect_beside()
@@ -678,11 +683,10 @@ def _least_ahead_bytes(devices: Sequence[Device]) -> int | None:
 
 
 def _promote_ahead(reference: weakref.ref[ShardPool], copy: Copy) -> None:
-    """In a device's copy thread, once."""
+    """In a device's copy thread, until it has arrived: it may have been submitted twice."""
     pool, promote = reference(), copy.promote
-    if pool is None or copy.taken:
+    if pool is None or copy not in pool._copying.get(promote.task.trial, ()):
         return
-    copy.taken = True
     start_s, trial = pool._trace.now_s(), pool._trials.get(promote.task.trial)
     try:
         if trial is not None and not trial.ended:

@@ -19,9 +19,9 @@ from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.fork import gate, new_in_child
 from hydra_tune.optim import training_bytes
 from hydra_tune.pool import ShardPool, default_pool
-from hydra_tune.prepared_loader import PreparedLoader, plain_loader
+from hydra_tune.prepared_loader import PreparedLoader, plain_loader, refuse_what_is_no_loader
 from hydra_tune.resumption import extra_states
-from hydra_tune.root import RootForward, refuse_unsupported
+from hydra_tune.root import refuse_unsupported, trial_of
 from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
@@ -64,7 +64,7 @@ def prepare(
         `model` alone if nothing else was given, else a tuple in the order of the arguments.
 
     Raises:
-        PrepareError: the model or the optimizer cannot be prepared; says which part and why.
+        PrepareError: the model or the optimizer cannot be prepared, or a loader is none; says which part and why.
         PoolClosedError: the pool is closed.
         BudgetError: the pool's host memory does not hold the model, its gradients and optimizer state.
         ConfigError: `total_steps` or `epochs` is no positive whole number, `extra_state` has no state, or `pool` is
@@ -75,29 +75,30 @@ def prepare(
         raise ConfigError("inside an objective the runner's pool is used. Leave pool= out, or pass the runner's.")
     if pool is not None and not isinstance(pool, ShardPool):
         raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
+    refuse_what_is_no_loader(loaders)
     extra, resumption = extra_states(extra_state), context.resumption
     num_steps = _num_steps(total_steps, epochs, loaders)
     if num_steps is not None and resumption is not None:
         num_steps = max(1, num_steps - resumption.next_steps_behind)
     _refuse(model, optimizer)
+    refuse_unsupported(model)
     end_orphans(model)
     chosen = pool or context.pool or default_pool()
     chosen.check_usable()
     context.refuse_second_model(chosen)
-    if any(p.device.type not in ("cpu", "meta") for p in model.parameters()):
-        logger.warning("%s is not in host memory; moving it there", type(model).__name__)
-        model.to("cpu")
 
     def make(number: int, home: Device) -> Trial:
         return Trial(number, home, pool=chosen, name=name or context.name, stop=context.stop)
 
-    refuse_unsupported(model)
     with _binding:
         _refuse_shared(model)
     trial = chosen.add_trial(make, num_steps, training_bytes(model, optimizer), name or context.name, context.stop)
     with _binding:
         try:
             _refuse_shared(model)
+            if any(p.device.type != "cpu" for p in model.parameters()):
+                logger.warning("%s is not in host memory; moving it there", type(model).__name__)
+                model.to("cpu")
             plain = list(map(plain_loader, loaders))
             progress = [] if resumption is None else resumption.begin(model, optimizer, plain, extra)
             trial.bind(model, optimizer)
@@ -115,19 +116,20 @@ def prepare(
 
 
 def release(model: nn.Module) -> None:
-    """Make a prepared model plain again: on the host, with its current weights; its bytes go back to the pool. A part
-    of one that was collected, too.
+    """Make a prepared model plain again: on the host, with its current weights; its bytes go back to the pool. Also one
+    that is wrapped in `model`, or whose forward was wrapped since; what wraps it stays. A part of one that was
+    collected, too.
 
     Raises:
         PrepareError: the model is not prepared.
     """
     gate.leave()  # where an interruption has left it inside
-    forward = getattr(model, "__dict__", {}).get("forward")
-    if not isinstance(forward, RootForward):
-        if isinstance(model, nn.Module) and end_orphans(model):
-            return
+    found = [trial_of(module) for module in model.modules()] if isinstance(model, nn.Module) else []
+    trials = [trial for trial in found if trial is not None]
+    for trial in trials:
+        trial.end()
+    if not trials and not (isinstance(model, nn.Module) and end_orphans(model)):
         raise PrepareError(f"only a prepared model can be released; this {type(model).__name__} is not prepared.")
-    forward.trial.end()
 
 
 def resume_step() -> int:
@@ -162,7 +164,7 @@ def _num_steps(total_steps: int | None, epochs: int | None, loaders: Sequence[An
 def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if not isinstance(model, nn.Module):
         raise PrepareError(f"the first argument is the model, a torch.nn.Module; got {type(model).__name__}.")
-    if isinstance(model.__dict__.get("forward"), RootForward):
+    if trial_of(model) is not None:
         raise PrepareError("this model is prepared already. Use it as it is, or call hydra_tune.release(model) first.")
     if optimizer is None:
         return
@@ -197,7 +199,7 @@ def _refuse_shared(model: nn.Module) -> None:
     names = {id(p): name for name, p in model.named_parameters()}
     for ref in _bound.valuerefs():
         other = ref()
-        if other is None or not isinstance(other.__dict__.get("forward"), RootForward):
+        if other is None or trial_of(other) is None:
             continue
         for name in [names[id(p)] for p in other.parameters() if id(p) in names][:1]:
             raise PrepareError(

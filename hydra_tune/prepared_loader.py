@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import nn
+
+from hydra_tune.errors import PrepareError
 from hydra_tune.fork import gate
 from hydra_tune.loader_progress import LoaderProgress
 from hydra_tune.resumption import Resumption
@@ -110,6 +114,37 @@ def _next_noted(loader: Any, trial: Trial, resumption: Resumption, progress: Loa
 def plain_loader(loader: Any) -> Any:
     """What was given to an earlier `prepare`, if it was."""
     return loader._prepared_loader if isinstance(loader, PreparedLoader) else loader
+
+
+def refuse_what_is_no_loader(loaders: Sequence[Any]) -> None:
+    """Accelerate's and DeepSpeed's `prepare` take a schedule, a second optimizer or model, a loss here.
+
+    Raises:
+        PrepareError: one of them gives no batches.
+    """
+    for place, given in enumerate(loaders, 3):
+        way_out = _way_out_of(given)
+        if way_out:
+            raise PrepareError(
+                f"what follows the optimizer are loaders, iterables of batches, but argument {place} is a "
+                f"{type(given).__name__}. {way_out}"
+            )
+
+
+def _way_out_of(given: Any) -> str:
+    """For what is no loader; empty for what may be one."""
+    if isinstance(given, torch.optim.Optimizer):
+        return "Call prepare(model, optimizer) once with one of them; further optimizers are stepped as they are."
+    if isinstance(given, nn.Module):
+        return "Give prepare one model a call; call a loss as it is."
+    if callable(getattr(given, "state_dict", None)) and any(hasattr(given, each) for each in _OF_SCHEDULES_AND_SCALERS):
+        return "Use it as it is; write prepare(..., extra_state=[it]) for checkpoints to hold it."
+    if not (callable(given) or any(hasattr(type(given), each) for each in ("__iter__", *_GIVE_BATCHES))):
+        return "Leave it out, and use it as it is."
+    return ""
+
+
+_OF_SCHEDULES_AND_SCALERS = ("get_last_lr", "unscale_")
 
 
 def _living(loader: PreparedLoader) -> Trial | None:

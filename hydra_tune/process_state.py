@@ -64,6 +64,14 @@ def _set_deterministic(mode: tuple[bool, bool]) -> None:
     torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
+def _priorities() -> list[Flag]:
+    """Of `sdpa_kernel(..., set_priority=True)`, which a later torch has."""
+    if not hasattr(torch._C, "_set_sdp_priority_order"):
+        return []
+    order = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
+    return [Flag("nn.attention.sdpa_kernel's priorities", *order, True)]  # the CPU's choice heeds none
+
+
 _FLAGS = (
     Flag("backends.mkldnn.enabled", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     Flag("backends.cuda.math_sdp", torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
@@ -74,6 +82,7 @@ _FLAGS = (
         torch._C._set_sdp_use_mem_efficient,
     ),
     Flag("backends.cuda.cudnn_sdp", torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn, True),
+    *_priorities(),
     Flag("float32_matmul_precision", _unless_by_backend(torch._C._get_float32_matmul_precision), _set_matmul_precision),
     Flag("backends.cudnn.enabled", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, True),
     Flag("backends.cudnn.deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic, True),

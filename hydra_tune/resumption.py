@@ -439,9 +439,10 @@ def _restore(
     extra: Sequence[Any],
 ) -> None:
     _refuse_other("number of extra states", str(len(state["extra_state"])), str(len(extra)))
-    _restore_model(state, model)
+    _refuse_other_model(state, model)  # all that may be refused comes before the first change
     if optimizer is not None:
         _restore_optimizer(state["optimizer"], optimizer)
+    _restore_model(state, model)
     for each, value in zip(extra, state["extra_state"], strict=True):
         each.load_state_dict(value)
     for loader, value in zip(loaders, state["loaders"], strict=True):
@@ -455,12 +456,17 @@ def _refuse_other(what: str, then: str, now: str) -> None:
         raise _OtherError(f"its {what} had {before.strip()!r} where it has {after.strip()!r} now")
 
 
+def _refuse_other_model(state: dict[str, Any], model: nn.Module) -> None:
+    for kind, now in (("parameters", model.named_parameters()), ("buffers", model.named_buffers())):
+        both = state[kind].items(), now
+        _refuse_other(kind, *["\n".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in each) for each in both])
+
+
 @torch.no_grad()
 def _restore_model(state: dict[str, Any], model: nn.Module) -> None:
+    _refuse_other_model(state, model)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for kind, now in (("parameters", parameters), ("buffers", buffers)):
-        layouts = ["\n".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in ts.items()) for ts in (state[kind], now)]
-        _refuse_other(kind, *layouts)
         for name, tensor in now.items():
             tensor.copy_(state[kind][name])
     for name, parameter in parameters.items():

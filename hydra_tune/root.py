@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from hydra_tune.errors import PrepareError, UntraceableError
 from hydra_tune.fingerprint import slots_of
 from hydra_tune.host_buffer import is_dense
+from hydra_tune.own_forward import StandIn, own_forward_of
 from hydra_tune.shard import TrialPlan
 
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
@@ -29,18 +30,20 @@ class Executor(Protocol):
     @property
     def plan(self) -> TrialPlan | None: ...
 
+    @property
+    def is_plain(self) -> bool: ...
+
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
 
     def end(self) -> None: ...
 
 
-class RootForward:
-    """Stands in the prepared model's instance attribute `forward`. A copy of the model gets its own forward."""
+class RootForward(StandIn):
+    """Stands in the prepared model's instance attribute `forward`."""
 
     def __init__(self, model: nn.Module, trial: Executor) -> None:
-        self._model = model
+        super().__init__(model)
         self.trial = trial
-        self.original: Callable[..., Any] = type(model).forward.__get__(model)
         update_wrapper(self, self.original, updated=())
 
     def __getattr__(self, name: str) -> Any:
@@ -52,48 +55,69 @@ class RootForward:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # bound to the model, as `Accelerator.unwrap_model` leaves it
+            args = args[1:]
+        if self.trial.is_plain:  # what somebody has put around this one leads here still
+            return self.original(*args, **kwargs)
         return self.trial.run_root(self, args, kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        return getattr, (self._model, "forward")
 
 
 class RootApply:
     """Stands in the prepared model's instance attribute `_apply`, through which `.to`, `.half` and their kin go."""
 
     def __init__(self, model: nn.Module, trial: Executor) -> None:
+        self.trial = trial
         self._model = model
-        self._trial = trial
+        self._own: Callable[..., nn.Module] | None = vars(model).get("_apply")
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             wanted = function(tensor.detach().flatten()[:0])
             moves, converts = wanted.device != tensor.device, wanted.dtype != tensor.dtype
-            if moves or (converts and self._trial.plan is not None):
+            if moves or (converts and self.trial.plan is not None):
                 raise PrepareError(
                     f"a prepared model stays as it is after its first batch, and where its weights are is the pool's "
                     f"business, but {name} was to go from {tensor.dtype} on {tensor.device} to {wanted.dtype} on "
                     f"{wanted.device}. Convert the model before prepare, or call hydra_tune.release(model) first."
                 )
-        model: nn.Module = type(self._model)._apply(self._model, function, recurse)
-        return model
+        return self._own_apply(function, recurse)
+
+    @property
+    def _own_apply(self) -> Callable[..., nn.Module]:
+        return self._own or type(self._model)._apply.__get__(self._model)
+
+    def give_back(self) -> None:
+        """The model is as it was."""
+        if self._own is None:
+            del vars(self._model)["_apply"]
+        else:
+            vars(self._model)["_apply"] = self._own
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self._model, "_apply")
 
 
-def refuse_own_forward(model: nn.Module) -> None:
-    """Of the model; and tidy up what the copy of a prepared model has brought along."""
-    for module in model.modules():
-        own = module.__dict__.get("forward")
-        if own is not None and getattr(own, "__func__", None) is type(module).forward:
-            del module.__dict__["forward"]
-    if "forward" in model.__dict__:
-        raise PrepareError(
-            f"a prepared model's forward is its class's, but {type(model).__name__} has one set on the instance. "
-            "Prepare the model before wrapping its forward, or subclass the module."
-        )
-    forward = type(model).forward
+def trial_of(model: nn.Module) -> Any:
+    """The one that has prepared it and has not let go of it since, if there is one: also where somebody has put a
+    forward around ours."""
+    for stand_in in (vars(model).get("forward"), vars(model).get("_apply")):
+        if isinstance(stand_in, (RootForward, RootApply)) and not stand_in.trial.is_plain:
+            return stand_in.trial
+    return None
+
+
+def give_back(model: nn.Module, trial: Executor) -> None:
+    """What the model had on itself before this trial has prepared it."""
+    forward, apply = vars(model).get("forward"), vars(model).get("_apply")
+    forward = getattr(forward, "__func__", forward)
+    if isinstance(apply, RootApply) and apply.trial is trial:
+        apply.give_back()
+    if isinstance(forward, RootForward) and forward.trial is trial:
+        forward.give_back()
+
+
+def _refuse_lazy_forward(model: nn.Module) -> None:
+    forward = own_forward_of(model) or type(model).forward
     if any(kind(forward) for kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
         raise PrepareError(
             f"a prepared model's forward computes when it is called, but that of {type(model).__name__} is a "
@@ -102,6 +126,7 @@ def refuse_own_forward(model: nn.Module) -> None:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
+    _refuse_lazy_forward(model)
     for name, module in model.named_modules():
         what = name or type(module).__name__
         if _is_compiled(module):

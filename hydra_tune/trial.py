@@ -44,7 +44,7 @@ from hydra_tune.pool import ShardPool
 from hydra_tune.randomness import RandomState
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
-from hydra_tune.root import RootApply, RootForward, refuse_transforms
+from hydra_tune.root import RootApply, RootForward, give_back, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
@@ -75,7 +75,7 @@ class Trial:
         self._callers = Callers()
         self._process = os.getpid()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._configs: list[Any] = []
+        self._use_cache_again: Callable[[], object] = lambda: None
         self.random_state: RandomState | None = None  # the runner's, where there is one
         self.mode: TrialMode | None = None  # the runner's, under checks
         self._counting: TrialMode | None = None  # from a first step's begin to its end
@@ -123,6 +123,11 @@ class Trial:
         assert model is not None, "the model outlives its trial's work"
         return model
 
+    @property
+    def is_plain(self) -> bool:
+        """It has let go of its model."""
+        return self._plain
+
     def summary(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -141,13 +146,12 @@ class Trial:
         self.planner.start()
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
-        self._configs = use_no_cache(model)
+        finalizer = weakref.finalize(model, use_cache_again, use_no_cache(model))
+        finalizer.atexit, self._use_cache_again = False, finalizer
         if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # They only let go early: an optimizer that wraps another, and has none, does without.
-            self._hooks = [
-                optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()),
-                optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
-            ]
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()))
 
     def end(self) -> None:
         """Give back every byte; the model is plain again, on the host, with its current weights."""
@@ -161,10 +165,10 @@ class Trial:
         finally:  # last: from here on others may have its bytes
             torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
             self.pool.end_trial(self)
-            self._plain = True
+            self._use_cache_again()
             if self.has_model:  # so far `release` may be called again, should it be interrupted
-                self.model.__dict__.pop("_apply", None)
-                self.model.__dict__.pop("forward", None)
+                give_back(self.model, self)
+            self._plain = True
         self.planner.close()
         self.steps.close()
         self.optimizer = self.resumption = None
@@ -183,7 +187,6 @@ class Trial:
         self.device.synchronize()  # it may have computed in a stream that is not the caller's
         self.residency.bring_home(self.optimizer)
         self.residency.close()
-        use_cache_again(self._configs)
 
     # ---- steps ----
 

@@ -174,6 +174,8 @@ class Search:
                     known = () if before is None else before.intermediate_values
                     trial.report = self._noted(trial.report, context, known)  # type: ignore[method-assign]
                     value = self._objective(trial)
+                    if not context.trials:
+                        _warn_of_unprepared(self._study.study_name)
                 finally:
                     vars(trial).pop("report", None)  # or the collector has to come for every trial
                     if context.resumption is not None and context.resumption.began_at:
@@ -353,6 +355,21 @@ def _note_constraint(trial: optuna.Trial, context: Context, lack: float) -> None
     """For an objective that has called `memory_constraint`."""
     if context.notes_memory:
         trial.set_constraint(LACK, lack)
+
+
+_unprepared: dict[str, object] = {}  # studies that were warned of
+
+
+def _warn_of_unprepared(study: str) -> None:
+    """Once a study, of an objective that has come to its end: one that is pruned before may have had nothing to
+    prepare yet."""
+    mine = object()
+    if _unprepared.setdefault(study, mine) is mine:  # trials end in several threads
+        logger.warning(
+            "a trial of study %s has ended without a call of hydra_tune.prepare: whatever it has computed was beside "
+            "the pool, and beyond its budgets. Give prepare its model, optimizer and loaders.",
+            study,
+        )
 
 
 def _keep_figures(trial: optuna.Trial, context: Context) -> None:

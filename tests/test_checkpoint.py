@@ -20,6 +20,13 @@ STATES = {
 }
 
 
+def test_sets_and_keys_of_several_types_are_held_as_they_are():
+    """Their values have no order among themselves: a TypeError ended the checkpoints."""
+    state = [{1, "b", None, (1, "a"), 2.5, 1j}, frozenset({1, "b"}), {1: "a", "b": 2, None: {frozenset(), b"c"}}]
+    tensors = {}
+    assert decode(json.loads(json.dumps(encode(state, tensors, "state"))), tensors) == state
+
+
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_plain_values_are_held_as_they_are(state):
     tensors = {}

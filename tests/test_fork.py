@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import hydra_tune
 import scripts
 from hydra_tune.block import Block
+from hydra_tune.checkpoint import CheckpointFolder, Moment
 from hydra_tune.context import TrialContext
 from hydra_tune.device import CpuDevice
 from hydra_tune.fork import ForkGate, gate
@@ -175,6 +176,34 @@ def test_a_fork_waits_for_a_pools_lock():
     _, status = os.waitpid(child, 0)
     thread.join()
     assert status == 0
+
+
+def test_a_loader_forks_while_another_trials_checkpoint_is_on_its_way_to_the_disk(tmp_path, monkeypatch):
+    """It waited for the disk, and all trials' operators waited for the fork."""
+    syncing, forked, waited, fsync = threading.Event(), threading.Event(), [], os.fsync
+
+    def slow(file):
+        syncing.set()
+        waited.append(forked.wait(10))
+        fsync(file)
+
+    def trial():
+        meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=False)
+        with TrialMode(meter=meter), meter.paused():
+            CheckpointFolder(tmp_path).write(Moment(0, 1), {"weight": torch.ones(10)})
+
+    monkeypatch.setattr(os, "fsync", slow)
+    thread = threading.Thread(target=trial)
+    thread.start()
+    assert syncing.wait(10)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    forked.set()
+    os.waitpid(child, 0)
+    thread.join()
+    assert waited and all(waited)
+    assert CheckpointFolder(tmp_path).newest()[0] == Moment(0, 1) and not gate._inside
 
 
 def test_a_fork_that_is_interrupted_while_it_waits_for_a_pools_lock_leaves_none_taken():

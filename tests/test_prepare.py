@@ -1,9 +1,11 @@
 """What `prepare` gives back, what it refuses, and how a prepared model behaves as an object."""
 
 import copy
+import gc
 import io
 import pickle
 from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
+from hydra_tune import hf_config
 from models import bytes_batch, gpt, hf_gpt2, loss_of
 
 
@@ -174,6 +177,39 @@ def test_hugging_face_caches_are_off_while_prepared(pool):
     assert model(torch.zeros(1, 4, dtype=torch.long)).past_key_values is None
     hydra_tune.release(model)
     assert model.config.use_cache
+
+
+def test_a_config_that_outlives_its_models_gets_its_cache_back(pool):
+    """It stayed off where a model was collected, and in what was made of the config next."""
+    config, others = hf_gpt2().config, []
+    model = nn.Linear(4, 4)
+    for end in ("collected", "refused"):
+        model = nn.Sequential(nn.Linear(4, 4))
+        model.config = config
+        optimizer = torch.optim.SGD(model.parameters())
+        if end == "refused":
+            optimizer.register_step_post_hook = None  # which `prepare` calls last
+            with pytest.raises(TypeError):
+                hydra_tune.prepare(model, optimizer, pool=pool)
+        else:
+            hydra_tune.prepare(model, optimizer, pool=pool)
+            assert not config.use_cache
+            others.append(optimizer)  # has hooks of the trial's
+        del model, optimizer
+        gc.collect()
+        assert config.use_cache and not hf_config._users
+
+
+def test_a_cache_is_put_back_though_garbage_is_collected_by_who_has_the_lock(pool):
+    config = SimpleNamespace(use_cache=True)
+    model = nn.Linear(4, 4)
+    model.config = config
+    off = hf_config.use_no_cache(model)
+    with hf_config._lock:
+        hf_config.use_cache_again(off)
+        assert not config.use_cache
+    hf_config.use_cache_again(hf_config.use_no_cache(model))
+    assert config.use_cache and not hf_config._users
 
 
 # ---- what a first user's tests found ----
@@ -441,6 +477,28 @@ def test_misuse_is_refused_with_a_way_out(pool):
     hydra_tune.release(model)
 
 
+NO_LOADERS = {
+    "an optimizer": (lambda o: torch.optim.SGD(o.param_groups[0]["params"]), r"argument 4 is a SGD.*once.*as they are"),
+    "a schedule": (lambda o: torch.optim.lr_scheduler.StepLR(o, 1), r"argument 4 is a StepLR.*extra_state="),
+    "a plateau": (lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o), r"a ReduceLROnPlateau.*extra_state="),
+    "a scaler": (lambda _: torch.amp.GradScaler("cpu"), r"a GradScaler.*extra_state="),
+    "a model": (lambda _: nn.Sequential(nn.Linear(4, 4)), r"argument 4 is a Sequential.*one model a call"),
+    "a loss": (lambda _: nn.MSELoss(), r"argument 4 is a MSELoss.*call a loss as it is"),
+    "nothing": (lambda _: None, r"argument 4 is a NoneType.*Leave it out"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), NO_LOADERS.values(), ids=NO_LOADERS)
+def test_what_gives_no_batches_is_refused_as_a_loader(make, words, pool):
+    """An optimizer or a schedule, as accelerate takes them, came back as a loader around it, without a word."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = make(optimizer)
+    with pytest.raises(hydra_tune.PrepareError, match=words):
+        hydra_tune.prepare(model, optimizer, [torch.ones(2, 4)], given, pool=pool)
+    assert not pool.report()["trials"]
+
+
 @pytest.mark.parametrize("budget", [100_000, "1MiB"], ids=["spilled", "resident"])
 @pytest.mark.parametrize("shared", ["the model", "a block of it", "within a block"])
 def test_a_weight_is_in_one_prepared_model(shared, budget):
@@ -474,11 +532,3 @@ def test_what_cannot_be_exact_in_backward_says_so(pool):
     hydra_tune.release(model)
     with pytest.raises(hydra_tune.PrepareError, match="backward came too late"):
         loss.backward()
-
-
-def test_a_forward_that_is_set_on_the_model_is_refused(pool):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model.forward = lambda x: x
-    with pytest.raises(hydra_tune.PrepareError, match="set on the instance"):
-        hydra_tune.prepare(model, pool=pool)
-    assert pool.devices[0].used_bytes == 0

@@ -1,5 +1,6 @@
 """What cannot be done with a prepared model says so, by name and with a way out; what can is exact."""
 
+import logging
 from functools import partial
 
 import optuna
@@ -657,6 +658,32 @@ def test_an_objective_that_never_calls_prepare_simply_runs(pool):
         assert trial.value == runner[trial.number][0][-1]
         assert_same(runner[trial.number], results[trial.number])
     assert pool.report()["devices"][0]["peak_bytes"] == 0
+
+
+def test_an_objective_that_ends_without_prepare_is_warned_of_once_a_study(pool, caplog):
+    """It completed in silence, while the pool knew nothing of it."""
+
+    def objective(trial):
+        if trial.number == 0:
+            raise optuna.TrialPruned
+        if trial.number == 1:
+            raise ValueError("before it came to prepare")
+        if trial.number == 2:
+            hydra_tune.prepare(nn.Linear(2, 2))
+        return 0.0
+
+    def warnings():
+        return [r.getMessage() for r in caplog.records if "without a call of hydra_tune.prepare" in r.getMessage()]
+
+    study = optuna.create_study(study_name="digits")
+    runner = hydra_tune.HydraTrialRunner(pool, concurrency=2)
+    with caplog.at_level(logging.WARNING, "hydra_tune"):
+        runner.optimize(study, objective, n_trials=3, catch=ValueError)
+        assert not warnings()
+        runner.optimize(study, objective, n_trials=4)
+        runner.optimize(study, objective, n_trials=2)
+    assert len(warnings()) == 1 and "study digits" in warnings()[0]
+    assert [trial.state.name for trial in study.trials[:4]] == ["PRUNED", "FAIL", "COMPLETE", "COMPLETE"]
 
 
 class Slotted(nn.Linear):

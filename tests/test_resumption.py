@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import hydra_tune
-from hydra_tune import checkpoint
+from hydra_tune import checkpoint, resumption
 from scripts import BUDGETS, WIDTH, Layer, Net
 from waiting import wait_until
 
@@ -516,6 +516,28 @@ def test_a_checkpoint_of_another_objective_is_refused_and_waits_for_the_right_on
     plain = Training("shuffled")
     search(plain, tmp_path / "plain")
     assert_same(training, plain)
+
+
+@pytest.mark.parametrize("what", ["groups", "buffers"])
+def test_a_checkpoint_that_is_refused_changes_neither_model_nor_optimizer(what):
+    """Its weights were there already when its optimizer, or a buffer, was found to be another's."""
+
+    def made():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    (donor, its), (model, optimizer) = made(), made()
+    donor(torch.randn(4, 2)).sum().backward(), its.step()
+    state = {**resumption._state_of(donor), "optimizer": its.state_dict(), "extra_state": [], "loaders": []}
+    if what == "groups":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    else:
+        model.register_buffer("more", torch.zeros(1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(resumption._OtherError):
+        resumption._restore(state, model, optimizer, [], [])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not optimizer.state and model[0].weight.grad is None
 
 
 # ---- where mini-batches cannot be told from other things, no checkpoint says so ----------------------

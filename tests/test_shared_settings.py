@@ -7,11 +7,13 @@ import optuna
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 import hydra_tune
 from hydra_tune.probe import parametrizations_uncached
+from hydra_tune.process_state import ProcessState
 from scripts import BUDGETS, WIDTH, Layer, Net
 
 
@@ -131,6 +133,33 @@ def test_a_precision_that_was_set_by_operator_is_left_as_it_is():
         assert torch.backends.cudnn.conv.fp32_precision == "ieee"
     finally:
         torch.backends.cudnn.conv.fp32_precision = "none"
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_get_sdp_priority_order"), reason="this torch has no priorities")
+def test_the_priorities_of_attention_kernels_are_among_what_a_repetition_restores():
+    """A forward in `sdpa_kernel(..., set_priority=True)` was repeated with the priorities of its backward."""
+    seen, plain = [], torch._C._get_sdp_priority_order()
+
+    class NotesPriorities(Layer):
+        def forward(self, x):
+            seen.append(torch._C._get_sdp_priority_order())
+            return super().forward(x)
+
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        then, chosen = ProcessState.now(), torch._C._get_sdp_priority_order()
+    now = ProcessState.now()
+    assert chosen != plain and now != then
+    with then.entered(now):
+        assert ProcessState.now() == then and torch._C._get_sdp_priority_order() == chosen
+    assert ProcessState.now() == now and torch._C._get_sdp_priority_order() == plain
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+        model = hydra_tune.prepare(Net(NotesPriorities), pool=pool)
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            loss = model(torch.randn(4, WIDTH)).sum()
+        before = len(seen)
+        loss.backward()
+        hydra_tune.release(model)
+    assert seen[before:] == [chosen] * 6 and torch._C._get_sdp_priority_order() == plain
 
 
 @pytest.fixture

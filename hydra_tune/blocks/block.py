@@ -14,6 +14,7 @@ from torch import nn
 from hydra_tune.errors import UncuttableError
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.module_states import ModuleStates
+from hydra_tune.own_forward import own_forward_of
 
 _HAVE_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -78,7 +79,7 @@ class Block:
         self._buffers = [(m._buffers, name) for m in self.modules for name, b in m._buffers.items() if b is not None]
         self._recurrent = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.module_states = ModuleStates(self.modules)
-        self.own_forward = self.module.__dict__.get("forward")
+        self.own_forward = own_forward_of(self.module)
 
     @property
     def weight_bytes(self) -> int:

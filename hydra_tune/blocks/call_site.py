@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import nn
 
 from hydra_tune.blocks.block import Block
+from hydra_tune.own_forward import StandIn
 
 
 class Executor(Protocol):
@@ -24,13 +25,14 @@ class Executor(Protocol):
     def end(self) -> None: ...
 
 
-class BlockForward:
-    """Stands in a prepared block's instance attribute `forward`. A copy of the module gets its own forward."""
+class BlockForward(StandIn):
+    """Stands in a prepared block's instance attribute `forward`."""
 
     def __init__(self, block: Block, trial: Executor) -> None:
+        super().__init__(block.module)
         self.block = block
         self.trial = trial
-        self.__wrapped__ = block.own_forward or type(block.module).forward.__get__(block.module)
+        self.__wrapped__ = self.original  # inspect.signature follows it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block, trial = self.block, self.trial
@@ -40,9 +42,6 @@ class BlockForward:
             trial.end()
             return block.forward(args, kwargs)
         return trial.run_block(block, args, kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        return getattr, (self.block.module, "forward")
 
 
 def end_orphans(model: nn.Module) -> bool:

@@ -29,6 +29,7 @@ def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[B
         if name in known:
             profile = known[name]
             block.keeps, block.clones, block.writes_buffers = profile.keeps, profile.clones, profile.writes_buffers
+            block.casts = dict(profile.casts)
         blocks.append(block)
     return blocks
 

@@ -362,6 +362,7 @@ class Planner:
             if old is not None and old.module is block.module and old.slot_parameters == block.slot_parameters:
                 old.keeps, old.clones = block.keeps or old.keeps, block.clones or old.clones
                 old.writes_buffers, old.is_current = block.writes_buffers, True
+                old.casts = block.casts or old.casts
                 self.blocks[i] = old
         owners: dict[int, int] = {}
         for block in self.blocks:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class ShardState(Enum):
@@ -80,7 +80,7 @@ class BlockProfile:
     `carried_bytes` is the larger of what it takes and what it gives, copied to another device; `at_home` says that
     it can be visited nowhere else, for it needs what its trial has there.
     `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called. `keeps`,
-    `clones` and `writes_buffers` as in `Block`.
+    `clones`, `writes_buffers` and `casts` as in `Block`.
     """
 
     name: str
@@ -98,6 +98,7 @@ class BlockProfile:
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True
+    casts: tuple[tuple[int, Any], ...] = ()
 
     @property
     def work_bytes(self) -> int:

@@ -25,6 +25,7 @@ from torch import nn
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import Call, KeptCall, RepeatedCall
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
@@ -85,6 +86,7 @@ class Trial:
         self._task_start_s = 0.0
         # the forward under way, and the backward
         self._pass: ForwardPass | None = None
+        self.casts = SharedCasts()
         self._visiting = False  # a block's forward is under way, or its repetition
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
@@ -528,10 +530,14 @@ class Trial:
     def send_home(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Gradients of a call's weights, to host memory, unless these are on the device by now."""
         self._enter_backward(call.forward_pass)
-        parameters = [p for p in call.block.slot_parameters if p.requires_grad]
+        parameters = call.promoted
         if torch.is_grad_enabled():  # gradients of gradients follow
-            sent = [None if g is None else g.to(p.device) for g, p in zip(gradients, parameters, strict=True)]
-        elif self.residency.spilled or self.planner.first is not None:
+            sent = [None if g is None else g.to(p.device, p.dtype) for g, p in zip(gradients, parameters, strict=True)]
+            call.forget()
+            self._close_backward()
+            return sent
+        gradients = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
+        if self.residency.spilled or self.planner.first is not None:
             alone = call.forward_pass.calls.get(call.block.name, 0) == 1
             late = alone and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
             sent = self.residency.spill_gradients(self._task_device, parameters, gradients, late=late)

@@ -54,6 +54,7 @@ class Block:
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True  # its forward does, for all that is known
+    casts: dict[int, torch.dtype] = field(default_factory=dict)  # `slot_parameters` that it uses only as autocast's
     is_checked: bool = False  # a repetition has made what the forward made
     is_current: bool = True  # of the cut that the model has
 

@@ -22,8 +22,10 @@ from torch import nn
 from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.promote import promote
+from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
+from hydra_tune.process_state import remembers_casts
 from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
 from hydra_tune.surroundings import Surroundings
 from hydra_tune.tree import flatten_call, map_tensors, tensors_in, unflatten
@@ -35,6 +37,8 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 class Executor(Protocol):
     """What a call needs of the trial that it runs for."""
+
+    casts: SharedCasts
 
     @property
     def is_alone(self) -> bool: ...
@@ -52,13 +56,14 @@ class Executor(Protocol):
 
 
 class WeightView(NamedTuple):
-    """A saved tensor that is a weight, or a view of one."""
+    """A saved tensor that is a weight, or a view of one; of its cast, if that has another dtype."""
 
     parameter: nn.Parameter
     offset: int  # in elements of `dtype`, from where the weight begins
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_cast: bool = False
 
 
 class Versioned(NamedTuple):
@@ -99,6 +104,7 @@ class Call:
         self.trial = trial
         self.forward_pass = forward_pass
         self._versions: Sequence[int] = ()  # of the weights in host memory
+        self._casts = block.casts if block.casts and remembers_casts() else {}
 
     # ---- forward ----
 
@@ -117,17 +123,28 @@ class Call:
             finally:
                 _pop_hooks()
                 del self._copy
+                for i in self._casts:
+                    self.trial.casts.free(block.slot_parameters[i])
             return map_tensors(_apart_from(copy), outputs) if copy.num_bytes else outputs
 
     def _promoted(self, copy: DeviceCopy) -> list[torch.Tensor]:
         """The block's weights as its operators are to see them: outputs of `Promote`, where they are trained."""
         parameters = self.block.slot_parameters
         weights = copy.aliases(parameters)
-        trained = [i for i, flag in enumerate(are_trained(parameters)) if flag]
-        if trained:
-            given = promote(self, [weights[i] for i in trained], *[parameters[i] for i in trained])
-            for i, weight in zip(trained, given, strict=True):
+        trained = are_trained(parameters)
+        for i, dtype in self._casts.items():
+            known = self.trial.casts.get(parameters[i], weights[i], dtype) if trained[i] else None
+            weights[i] = weights[i].to(dtype) if known is None else known
+            trained[i] = trained[i] and known is None
+        numbers = [i for i, flag in enumerate(trained) if flag]
+        self.promoted = [parameters[i] for i in numbers]
+        if numbers:
+            given = promote(self, [weights[i] for i in numbers], *self.promoted)
+            for i, weight in zip(numbers, given, strict=True):
                 weights[i] = weight
+                if i in self._casts:
+                    self.trial.casts.put(parameters[i], weight)
+        self._cast_places = [(*_memory_of(weights[i]), parameters[i]) for i in self._casts]
         for weight, p in zip(weights, parameters, strict=True):
             if p.__dict__:
                 weight.__dict__.update(p.__dict__)
@@ -139,6 +156,10 @@ class Call:
             place = tensor.data_ptr()
         except RuntimeError:  # it is sparse
             return None
+        for start, end, parameter in self._cast_places:
+            if start <= place < end and tensor.numel():
+                offset = (place - start) // tensor.element_size()
+                return WeightView(parameter, offset, tensor.size(), tensor.stride(), tensor.dtype, is_cast=True)
         if not (self._start <= place < self._end) or tensor.numel() == 0:
             return None
         parameter, start = self._copy.parameter_at(place)
@@ -152,7 +173,10 @@ class Call:
         if self._versions != versions_of(self.block.slot_parameters):
             raise self._changed_weight()
         weight = self.trial.visit_backward(self).weight(view.parameter)
-        weight = weight.view(view.dtype) if weight.dtype is not view.dtype else weight
+        if view.is_cast:
+            weight = weight.to(view.dtype)
+        elif weight.dtype is not view.dtype:
+            weight = weight.view(view.dtype)
         found = weight.as_strided(view.size, view.stride, weight.storage_offset() + view.offset)
         return found.clone() if torch.is_grad_enabled() else found
 
@@ -284,7 +308,7 @@ class RepeatedCall(Call):
                 drawing_again(self._draws),
                 torch.enable_grad(),
                 self._packing_again(),
-                block.given(copy.leaves(block.slot_parameters)),
+                block.given(self._leaves_of(copy)),
             ):
                 args, kwargs = self._arguments()
                 try:
@@ -306,6 +330,12 @@ class RepeatedCall(Call):
         if looks and not _look_alike(looks, list(map(_look_at, tensors_in(outputs)))):
             raise self._made_other("other values")
         self.block.is_checked = True
+
+    def _leaves_of(self, copy: DeviceCopy) -> list[torch.Tensor]:
+        weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters)]
+        for i, dtype in self._casts.items():
+            weights[i] = weights[i].detach().to(dtype).requires_grad_(weights[i].requires_grad)
+        return weights
 
     def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
         leaves = self._leaves

@@ -124,6 +124,8 @@ class FirstStep:
             return False
         block.keeps = block.keeps or measure.keeps
         block.clones |= measure.clones
+        block.writes_buffers = measure.writes_buffers
+        block.casts = dict(measure.casts)
         self._note(block, measure)
         return True
 
@@ -180,7 +182,7 @@ class FirstStep:
             block.name, block.weight_bytes, measure.forward_work_bytes, measure.backward_work_bytes,
             measure.saved_bytes, measure.boundary_bytes, measure.boundary_bytes, True,
             measure.forward_s, measure.backward_s, visits=1 + self.kind.trains,
-            keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers,
+            keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,
         )  # fmt: skip
         known = self.profiles.pop(block.name, None)
         if known is not None:

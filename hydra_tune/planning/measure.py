@@ -27,6 +27,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.host_buffer import same_bits, same_values, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter
+from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.snapshot import Snapshot
@@ -43,6 +44,7 @@ class BlockMeasure:
     whole     why it is to stay on the device with its own graph, or to be opened into its children; empty if not
     keeps     why its activations are kept; empty if its forward may be repeated
     clones    it changes an input in place
+    casts     weights that it uses only through autocast's copy, by their numbers in the block
     """
 
     forward_work_bytes: int = 0
@@ -55,7 +57,7 @@ class BlockMeasure:
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True
-    draws: bool = False
+    casts: tuple[tuple[int, torch.dtype], ...] = ()
 
 
 class _FoundError(Exception):
@@ -164,11 +166,14 @@ class Measurement:
         objects = Snapshot({"an argument": [x for x in given if not isinstance(x, torch.Tensor)]}, twin)
         versions, weights = _versions(given), versions_of(self._leaves)
         with self._measured() as used, _without_checkpoints(block):
+            caches = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
             _push_hooks(_drop, _refuse_unpacking(block))
             try:
                 outputs = self._forward(*arguments)
             finally:
                 _pop_hooks()
+                torch.set_autocast_cache_enabled(caches)
             self._device.synchronize()
         forward_work, forward_s = used
         made = tensors_in(outputs)
@@ -192,18 +197,21 @@ class Measurement:
         asked, given, arguments = self._arguments()
         del given
         with self._measured() as used:
-            start = self._meter.trial_bytes
+            start, caches = self._meter.trial_bytes, torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)  # its casts would outlive the copy
             _push_hooks(_as_it_is, _as_it_is)  # or a checkpoint around the block would take it for its own
             try:
                 outputs = self._forward(*arguments)
             finally:
                 _pop_hooks()
+                torch.set_autocast_cache_enabled(caches)
             saved = self._meter.trial_bytes - start
             again = tensors_in(outputs)
             if not (keeps or records.state is not None) and not _are_same(first, again):
                 keeps = f"{block.name} makes other values when it is repeated"
             wanted = [x for x in again if x.requires_grad]
             del outputs, again, arguments
+            casts = self._casts(wanted)
             inputs = [x for x in (*asked, *self._leaves) if x.requires_grad]
             if wanted and inputs:
                 torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
@@ -212,8 +220,35 @@ class Measurement:
         backward_work, backward_s = used
         return BlockMeasure(
             forward_work, backward_work, saved, boundary, forward_s, backward_s,
-            keeps=keeps, clones=clones, writes_buffers=writes_buffers,
+            keeps=keeps, clones=clones, writes_buffers=writes_buffers, casts=casts,
         )  # fmt: skip
+
+    def _casts(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
+        """Of the weights that are promoted, those whose every use is a cast to autocast's dtype."""
+        dtype = casts_to()
+        if dtype is None or not remembers_casts():
+            return ()
+        own = self._leaves[: len(self._block.slot_parameters)]
+        numbers = {id(leaf): i for i, leaf in enumerate(own) if leaf.requires_grad}
+        direct, cast = set[int](), dict[int, int]()
+        left, met = [x.grad_fn for x in outputs if x.grad_fn is not None], set[Any]()
+        while left:
+            node = left.pop()
+            if node in met:
+                continue
+            met.add(node)
+            for child, _ in node.next_functions:
+                number = numbers.get(id(getattr(child, "variable", None)))
+                if number is None:
+                    left += [child] if child is not None else []
+                elif node.name() == "ToCopyBackward0" and node._input_metadata[0].dtype is dtype:
+                    cast[number] = cast.get(number, 0) + 1
+                else:
+                    direct.add(number)
+        mixed = [i for i, times in cast.items() if i in direct and times > 1]
+        if mixed:
+            raise _FoundError(f"{self._block.name} uses a weight both as it is and as autocast's copy")
+        return tuple((i, dtype) for i in sorted(cast.keys() - direct))
 
     def _evaluate(self, twin: nn.Module) -> BlockMeasure:
         _, _, arguments = self._arguments()

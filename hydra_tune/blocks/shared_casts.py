@@ -1,0 +1,77 @@
+"""Autocast's copies of weights, one for all calls of an autocast context, as plain PyTorch has them.
+
+PyTorch casts a weight once a context, and adds the gradients of all its uses in the lower precision. But it remembers
+the casts of leaves only, and a weight in a visit is none. So a weight that a block uses through its cast alone comes
+to the block in the lower precision, the same tensor in each call of the context; between calls it has no memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import wraps
+
+import torch
+
+from hydra_tune.fork import new_in_child
+
+
+class SharedCasts:
+    """Of one trial, by the id of the weight. Empty again when the thread leaves its autocast context."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[torch.Tensor, int]] = {}  # with the weight's version
+        _watch_clearings()
+
+    def get(self, weight: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """With these `values` of the weight, cast; None where this context has none yet."""
+        cast, version = self._of.get(id(weight), (None, -1))
+        if cast is None or version != weight._version or cast.dtype is not dtype:
+            return None
+        cast.data = values.to(dtype)
+        return cast
+
+    def put(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
+        if not self._of:
+            _here.others = [*(r for r in _here.others if r() is not None), weakref.ref(self)]
+        self._of[id(weight)] = cast, weight._version
+
+    def free(self, weight: torch.Tensor) -> None:
+        """Its memory, until the next call."""
+        found = self._of.get(id(weight))
+        if found is not None:
+            found[0].data = found[0].data.new_empty(0)
+
+    def clear(self) -> None:
+        self._of.clear()
+
+
+class _Here(threading.local):
+    """What is to be cleared with the thread's autocast context."""
+
+    def __init__(self) -> None:
+        self.others: list[weakref.ref[SharedCasts]] = []
+
+
+_here = _Here()
+_lock = new_in_child(threading.Lock())
+
+
+def _watch_clearings() -> None:
+    """`torch.autocast` looks the function up each time that a thread leaves its outermost context."""
+    with _lock:
+        clear = torch.clear_autocast_cache
+        if getattr(clear, "clears_shared_casts", False):
+            return
+
+        @wraps(clear)
+        def clear_all() -> None:
+            others, _here.others = _here.others, []
+            for reference in others:
+                casts = reference()
+                if casts is not None:
+                    casts.clear()
+            clear()
+
+        clear_all.clears_shared_casts = True  # type: ignore[attr-defined]
+        torch.clear_autocast_cache = clear_all

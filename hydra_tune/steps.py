@@ -14,6 +14,7 @@ import torch
 
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.lease import Lease
 from hydra_tune.meter import TrialMeter
 from hydra_tune.planner import Planner
 from hydra_tune.pool import Client, ShardPool
@@ -30,6 +31,7 @@ class Stepping(Client, Protocol):
 
     name: str
     pool: ShardPool
+    lease: Lease
     meter: TrialMeter
     planner: Planner
     residency: Residency
@@ -64,10 +66,13 @@ class Steps:
                 self._leave_endless()
             return
         trial = self._trial
+        if trial.stop.is_paused:
+            trial.pool.give_back(trial)
         trial.stop.check_between_steps()
         self.measures = self._may_measure(plan)
         self.trains, self._num_backwards = False, 0
-        trial.pool.enter_step(trial, estimated=self.measures)
+        if not trial.lease.enter_step():
+            trial.pool.enter_step(trial, estimated=self.measures)
         self.under_way = True
         if self.measures:
             trial.meter.counting = True
@@ -77,7 +82,8 @@ class Steps:
         trial = self._trial
         self.under_way = False
         trial.residency.await_gradients()
-        trial.pool.leave_step(trial, trained=self.trains)
+        if not trial.lease.leave_step(trained=self.trains):
+            trial.pool.leave_step(trial, trained=self.trains)
         if self.trains and trial.resumption is not None:
             trial.resumption.has_trained()
         self.alone = False

@@ -1,7 +1,7 @@
 """One trial's model in a pool: where its weights are, which step it is in, which shard it visits.
 
     resident   weights, gradients and optimizer state on the device; two tasks a step, the root module's
-               forward and its backward; nothing is recomputed or copied
+               forward and its backward; nothing is recomputed or copied; a turn may last for many (`lease.py`)
     spilled    weights in host memory, blocks visited shard by shard; the optimizer steps the host masters
 
 A device copy of a shard lives from its promotion until its room is needed, the trial's next forward, or
@@ -67,6 +67,7 @@ class Trial:
         self.id = number
         self.pool = pool
         self.stop = stop
+        self.lease = pool.lease_of(number)
         self.name = name or f"trial {number}"
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.mode: TrialMode | None = None  # the runner's, where there is one
@@ -205,10 +206,15 @@ class Trial:
 
     def _after_optimizer_step(self) -> None:
         unfinished = self._begin()
-        self.pool.invalidate(self)
+        self._invalidate()
         if self.resumption is not None:
             self.resumption.has_stepped()
         self._unfinished = unfinished
+
+    def _invalidate(self) -> None:
+        """Device copies of shards are stale; none of a trial that is resident."""
+        if self.plan is None or not self.plan.resident:
+            self.pool.invalidate(self)
 
     def _boundary(self) -> None:
         self.leave()
@@ -363,7 +369,7 @@ class Trial:
         if not self.steps.under_way:  # it was left for another plan
             self.open_step(plan)
         self.steps.number += 1
-        self.pool.invalidate(self)
+        self._invalidate()
         try:
             with self.one_pass() as forward_pass:
                 self.steps.add_forward(forward_pass)
@@ -390,7 +396,9 @@ class Trial:
             self.leave_after_error()
             raise
         finally:
-            self.pool.note_summary(self)
+            if not self.lease.is_noted:  # else it is told what has changed
+                self.pool.note_summary(self)
+                self.lease.is_noted = self.lease.is_open
         if plan.resident or forward_pass.may_repeat:
             self._announce_backward(outputs, forward_pass)
         if not torch.is_grad_enabled():
@@ -614,6 +622,9 @@ class Trial:
         return copy
 
     def _go_to(self, shard: int, direction: Direction, *, at_home: bool = False) -> Any:
+        if self.lease.begin(self.steps.number, direction):
+            self._task = self.lease.task
+            return None
         task = Task(self.id, self.steps.number, shard, direction)
         if self._task != task or (at_home and self._task_device is not self.device):
             if self.steps.alone or self.planner.failed_pilot_bytes is not None:
@@ -639,7 +650,11 @@ class Trial:
         """Release the lease, if this trial has it, or what a failed pilot had."""
         if self._task is not None:
             task, self._task = self._task, None
-            self.pool.release(task, self._task_start_s)
+            goes_on = self.lease.end()
+            if goes_on is None:
+                self.pool.release(task, self._task_start_s)
+            elif not goes_on:
+                self.pool.hear(self)
             if self.steps.alone:  # no one knows yet how much room the step itself needs
                 self.pool.invalidate(self)
         if self.planner.failed_pilot_bytes is not None:

@@ -624,6 +624,7 @@ class Trial:
     def _go_to(self, shard: int, direction: Direction, *, at_home: bool = False) -> Any:
         if self.lease.begin(self.steps.number, direction):
             self._task = self.lease.task
+            self.pool.check_open(self)
             return None
         task = Task(self.id, self.steps.number, shard, direction)
         if self._task != task or (at_home and self._task_device is not self.device):

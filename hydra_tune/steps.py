@@ -91,9 +91,10 @@ class Steps:
 
     def leave_if_done(self) -> bool:
         """Whether no backward may come: then no step is under way."""
-        self._forwards = [ref for ref in self._forwards if (forward := ref()) is not None and not forward.done]
         if self._forwards:
-            return False
+            self._forwards = [ref for ref in self._forwards if (forward := ref()) is not None and not forward.done]
+            if self._forwards:
+                return False
         if self.under_way:
             self.leave()
         return True

@@ -87,11 +87,13 @@ class Lease:
         return not self.busy
 
     def is_idle(self, now_s: float) -> bool:
-        """For a while, as far as the watcher has looked."""
+        """For a while, as far as the watcher has looked; or as it is the watcher's own thread."""
+        if not self.busy and self.thread == threading.get_ident():
+            return True
         if self.busy or self.begun != self.seen[0]:
             self.seen = self.begun, now_s
             return False
-        return self.thread == threading.get_ident() or now_s - self.seen[1] >= LOOK_S
+        return now_s - self.seen[1] >= LOOK_S
 
     # ---- in the trial's thread ----
 

@@ -132,7 +132,6 @@ class Planner:
         self.settled = True  # neither is a plan being looked for, nor are weights on their way to where it wants them
         self._last: tuple[TrialPlan, PlanKey, Any, Hashable, Any] | None = None  # settled, and what it covers
         self._differentiating: dict[str, str] = {}  # blocks that run a backward within a forward, perhaps only in some
-        self._unchanged: Unchanged | None = None  # the model, since the last look at it
         self._covered: tuple[TrialPlan | None, set[Any]] = None, set()  # calls of it that this plan is known to cover
         self._summary: tuple[TrialPlan | None, int, dict[str, Any]] | None = None  # of that plan, in that budget
 
@@ -148,7 +147,6 @@ class Planner:
         self.blocks, self._shard_of = [], {}
         self.unmeasured.clear()
         self._kinds.clear()
-        self._unchanged = None
         self.__dict__.pop("_trial", None)
 
     def summary(self) -> dict[str, Any]:
@@ -248,7 +246,7 @@ class Planner:
     def plan_for(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> TrialPlan:
         """The plan for these inputs, from a pilot in this training mode and autocast if gradients may follow."""
         call = signature_of_call(args, kwargs)
-        if self.plan is not None and self._is_as_before(self.plan, call):
+        if self.plan is not None and self._is_as_before(root, self.plan, call):
             return self.plan
         glance = glance_at(self._trial.model)
         self.has_pre_hooks = glance.pre_hooked
@@ -266,26 +264,26 @@ class Planner:
         gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._kind = plan.cut, self._flags, mode, glance.hooks, gradients
         if plan.resident and call is not None and (mode in plan.modes or not gradients[0]):
-            self._note_covered(plan, call)
+            self._note_covered(root, plan, call)
         return plan
 
-    def _is_as_before(self, plan: TrialPlan, call: Any) -> bool:
+    def _is_as_before(self, root: RootForward, plan: TrialPlan, call: Any) -> bool:
         """Whether all that would be looked at is as it was when this plan, a resident one, was found to cover it."""
         covering, calls = self._covered
-        if covering is not plan or call not in calls or self._unchanged is None:
+        if covering is not plan or call not in calls or root.unchanged is None:
             return False
         if self._trial.pool.plans.get(self._key) is not plan:
             return False
-        if self._unchanged.holds():
+        if root.unchanged.holds():
             return True
-        self._unchanged = None
+        root.unchanged = None
         return False
 
-    def _note_covered(self, plan: TrialPlan, call: Any) -> None:
+    def _note_covered(self, root: RootForward, plan: TrialPlan, call: Any) -> None:
         covering, calls = self._covered
-        if self._unchanged is None or covering is not plan or len(calls) >= MOST_CALLS:
+        if root.unchanged is None or covering is not plan or len(calls) >= MOST_CALLS:
             self._covered = plan, (calls := set())
-            self._unchanged = Unchanged.since_now(self._trial.model)
+            root.unchanged = Unchanged.since_now(self._trial.model)
         calls.add(call)
 
     def looking_for_unseen_writes(self) -> AbstractContextManager[None]:

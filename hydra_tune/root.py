@@ -18,6 +18,7 @@ from hydra_tune.errors import PrepareError, UntraceableError
 from hydra_tune.fingerprint import slots_of
 from hydra_tune.host_buffer import is_dense
 from hydra_tune.shard import TrialPlan
+from hydra_tune.unchanged import Unchanged
 
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
 _MOST_ITEMS = 1_000  # of a container, and of what an attribute leads to
@@ -42,6 +43,7 @@ class RootForward:
         self.trial = trial
         self.original: Callable[..., Any] = type(model).forward.__get__(model)
         update_wrapper(self, self.original, updated=())
+        self.unchanged: Unchanged | None = None  # the model, since the last look; here, lest its trial keeps it
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__code__", "__globals__"):

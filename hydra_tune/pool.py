@@ -772,12 +772,16 @@ class ShardPool:
         if wait.shall_collect() and any(t.mode is None and t.id != trial for t in self._trials.values()):
             collect_beside()
         self._end_abandoned()
-        if wait.shall_warn(self._machine.tasks_begun) and not self._granted[trial]:
+        begun = self._machine.tasks_begun + sum(lease.begun for lease in self._turns if lease is not None)
+        if wait.shall_warn(begun) and not self._granted[trial]:
             self._warn_of_wait(trial)
 
     def _warn_of_wait(self, trial: int) -> None:
         machine, summary = self._machine, self._summaries[trial]
-        if any(device.running is not None or device.ledger.pilot is not None for device in machine.devices):
+        if any(device.ledger.pilot is not None for device in machine.devices):
+            return
+        turns = zip(machine.devices, self._turns, strict=True)
+        if any(device.running is not None and (lease is None or lease.busy) for device, lease in turns):
             return
         bytes_of = machine.reserved_bytes if trial in machine.trials else lambda i: machine.trials[i].host_bytes
         others = [(self._summaries[i]["name"], bytes_of(i)) for i in machine.trials if i != trial and bytes_of(i)]

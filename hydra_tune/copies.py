@@ -35,4 +35,5 @@ class Copies:
                 )
 
     def forget(self) -> None:
-        self._watched.clear()
+        if self._watched:
+            self._watched.clear()

@@ -125,8 +125,10 @@ class GradientSums:
 
     def forget(self) -> None:
         """All graphs are gone."""
-        self._nodes.clear()
-        self._backwards.clear()
+        if self._nodes:
+            self._nodes.clear()
+        if self._backwards:  # seldom, and to clear what is weak is slow
+            self._backwards.clear()
 
     def is_shared(self, weights: Iterable[torch.Tensor]) -> bool:
         """Whether one of these, a block's that runs its backward, has other nodes in this backward."""

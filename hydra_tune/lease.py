@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from hydra_tune.device import Device
 from hydra_tune.shard import Direction, Task
@@ -35,6 +35,11 @@ class Ran(NamedTuple):
     end: Any
 
 
+# plain tuples: made twice a step
+_Running: TypeAlias = tuple[int, Direction, float, Any]  # a task's step and direction, when it began, and a mark
+_Ran: TypeAlias = tuple[int, Direction, float, Any, float, Any]  # and when it ended
+
+
 class Lease:
     """One trial's. `revoked` is also what it is while it has none; the pool's lock guards all that others change."""
 
@@ -50,14 +55,14 @@ class Lease:
         self.num_steps = 0  # trained
         self.told_steps = 0  # of these
         self.thread = 0  # that was given the turn
-        self.ran: deque[Ran] = deque()
+        self._ran: deque[_Ran] = deque()
         self.since_s = 0.0  # of the quantum
         self.told_s = 0.0  # until when what it did was told
         self.watcher: int | None = None  # the trial, among those that wait, which looks at the holder
         self.seen = 0, 0.0  # by the watcher: tasks begun, and when it last was busy
         self._now_s = now_s
         self._mark: Callable[[], Any] | None = None
-        self._running: tuple[Task, float, Any] | None = None  # the task, when it began, a mark
+        self._running: _Running | None = None
 
     @property
     def is_open(self) -> bool:
@@ -95,6 +100,14 @@ class Lease:
             return False
         return now_s - self.seen[1] >= LOOK_S
 
+    def take_ran(self) -> list[Ran]:
+        """What the holder, which goes on meanwhile, has left word of."""
+        ran = [self._ran.popleft() for _ in range(len(self._ran))]
+        return [
+            Ran(Task(self.trial, step, 0, direction), start_s, end_s, start, end)
+            for step, direction, start_s, start, end_s, end in ran
+        ]
+
     # ---- in the trial's thread ----
 
     def start(self, task: Task, start_s: float) -> None:
@@ -102,7 +115,7 @@ class Lease:
         self.begun += 1
         self.thread = threading.get_ident()
         self.told_s = start_s
-        self._running = task, start_s, None
+        self._running = task.step, task.direction, start_s, None
 
     def begin(self, step: int, direction: Direction) -> bool:
         """A task, unless it is under way; False if the pool is to be asked, for no turn lasts, or it is to end."""
@@ -112,27 +125,25 @@ class Lease:
             self.busy = running is not None
             return False
         if running is not None:
-            if running[0].direction is direction and running[0].step == step:
+            if running[1] is direction and running[0] == step:
                 return True
-            self._note_end()  # a backward within a forward
+            self._note_end(running)  # a backward within a forward
         self.begun += 1
-        mark = None if self._mark is None else self._mark()
-        self._running = Task(self.trial, step, 0, direction), self._now_s(), mark
+        self._running = step, direction, self._now_s(), None if self._mark is None else self._mark()
         return True
 
     def end(self) -> bool | None:
         """The task, if one is under way in a turn that lasts; whether nobody need be told."""
-        if self._running is None:
+        running = self._running
+        if running is None:
             return None
-        self._note_end()
+        self._note_end(running)
         self._running = None
         self.busy = False
-        return not self.revoked and len(self.ran) < _TELL_AFTER
+        return not self.revoked and len(self._ran) < _TELL_AFTER
 
-    def _note_end(self) -> None:
-        assert self._running is not None
-        task, start_s, start = self._running
-        self.ran.append(Ran(task, start_s, self._now_s(), start, None if self._mark is None else self._mark()))
+    def _note_end(self, running: _Running) -> None:
+        self._ran.append((*running, self._now_s(), None if self._mark is None else self._mark()))
 
     def enter_step(self) -> bool:
         """With what the one before has reserved; False if the pool is to be asked."""

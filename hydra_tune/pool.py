@@ -604,7 +604,7 @@ class ShardPool:
         return device
 
     def _note_ran(self, lease: Lease) -> None:
-        tasks = [lease.ran.popleft() for _ in range(len(lease.ran))]
+        tasks = lease.take_ran()
         steps = lease.num_steps - lease.told_steps
         lease.told_steps += steps
         if lease.device is None or not (tasks or steps):

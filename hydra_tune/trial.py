@@ -218,7 +218,7 @@ class Trial:
 
     def _boundary(self) -> None:
         self.leave()
-        if not self.in_backward:
+        if self.marked and not self.in_backward:
             self.marked.clear()  # first: they keep their forward
         self.copies.refuse_writes()
         self.copies.forget()

@@ -125,10 +125,9 @@ class GradientSums:
 
     def forget(self) -> None:
         """All graphs are gone."""
-        if self._nodes:
+        if self._nodes:  # seldom, and to clear what is weak is slow
             self._nodes.clear()
-        if self._backwards:  # seldom, and to clear what is weak is slow
-            self._backwards.clear()
+        self._backwards.clear()
 
     def is_shared(self, weights: Iterable[torch.Tensor]) -> bool:
         """Whether one of these, a block's that runs its backward, has other nodes in this backward."""

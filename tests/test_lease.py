@@ -60,14 +60,15 @@ def search(pool, objective, trials=TRIALS, concurrency=TRIALS):
     return study
 
 
-def test_resident_trials_pay_a_turn_and_not_a_task(told):
-    """400 steps of two tasks were 800 turns, and 2000 events."""
+def test_resident_trials_pay_a_turn_and_not_a_task(told, monkeypatch):
+    """400 steps of two tasks were 800 turns, and 2000 events. Here no holder seems idle, however slow the machine."""
+    monkeypatch.setattr("hydra_tune.lease.LOOK_S", 3600.0)
     with hydra_tune.ShardPool(["cpu"], "64MiB", policy=Fifo(quantum_s=60.0)) as pool:
         study = search(pool, lambda trial: train(trial.number))
         trials, timeline = pool.report()["trials"], pool.timeline()
     kinds = Counter(type(event) for event, _ in told)
     assert len(told) < TRIALS * STEPS / 2, kinds
-    assert kinds[TaskReady] < 6 * TRIALS, "a few each: a holder that is idle for a while loses its turn"
+    assert kinds[TaskReady] <= 3 * TRIALS, "one each; more where a pilot of another has ended it"
     ran = Counter((span["trial"], span["direction"]) for span in timeline if span["kind"] == "run")
     assert ran == {(number, way): STEPS for number in range(TRIALS) for way in "FB"}, "each task is told all the same"
     assert [trial["steps"] for trial in trials] == [STEPS] * TRIALS

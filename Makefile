@@ -40,6 +40,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.prediction
 	$(BIN)/python -m benchmarks.runner
+	$(BIN)/python -m benchmarks.small_trials
 	$(BIN)/python -m benchmarks.search
 	$(BIN)/python -m benchmarks.interleaving
 	$(BIN)/python -m benchmarks.ray_tune

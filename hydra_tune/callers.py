@@ -35,6 +35,8 @@ class Callers:
         Raises:
             PrepareError: that is still in a forward of the trial, or in a backward while the trial is in its own.
         """
+        if self._last == threading.get_ident():
+            return
         with self._lock:
             caller, self._last = self._last, threading.get_ident()
             if caller == self._last or not _is_called_by(caller, trial, in_backward=in_backward):

@@ -3,6 +3,7 @@
 trial  TrialAdded -> Place -> [PilotReady -> StartPilot -> PilotDone] -> PlanReady -> Admit -> ... -> TrialEnded
 step   StepReady -> [Move] -> Enter -> task -> [Outgrown -> Alone] -> task -> ... -> StepDone
 task   TaskReady -> [Promote -> Promoted] -> Run -> Done (which may say what comes next)
+turn   Run that lasts, for many steps -> [Worked ...] -> [Expired ...] -> [Recall] -> Done -> [StepDone]
 slot   Promote, perhaps ahead of its task -> Promoted -> Drop
 """
 
@@ -107,6 +108,23 @@ class Done:
 
 
 @dataclass(slots=True)
+class Worked:
+    """The trial whose turn lasts has computed for so many seconds since it last said so, and has ended so many
+    mini-batches."""
+
+    trial: int
+    seconds: float
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class Expired:
+    """The turn that lasts on this device has taken a quantum, since it began or since this was said last."""
+
+    device: int
+
+
+@dataclass(slots=True)
 class OutOfMemory:
     """The trial found less room where it is than was reserved for it, as where memory is fragmented: what can go is to
     be dropped, and for the rest of the step nothing is promoted while it computes."""
@@ -161,7 +179,7 @@ class TrialEnded:
 
 Event: TypeAlias = (
     TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | Outgrown | StepDone | TaskReady | Promoted | Done
-    | OutOfMemory | Repacked | Failed | Invalidated | Reported | Interrupted | TrialEnded
+    | Worked | Expired | OutOfMemory | Repacked | Failed | Invalidated | Reported | Interrupted | TrialEnded
 )  # fmt: skip
 
 # ---- instructions ------------------------------------------------------------------------------------
@@ -222,7 +240,19 @@ class Promote:
 
 @dataclass(slots=True)
 class Run:
+    """With `lasts`, the trial keeps the device from task to task and from step to step, and what its step reserves,
+    until it is recalled or says `Done`, of this task."""
+
     task: Task
+    device: int
+    lasts: bool = False
+
+
+@dataclass(slots=True)
+class Recall:
+    """The trial, whose turn lasts, gives the device back at the end of its task; at once, if it is between two."""
+
+    trial: int
     device: int
 
 
@@ -237,4 +267,4 @@ class Drop:
     num_bytes: int
 
 
-Instruction: TypeAlias = Place | StartPilot | Admit | Move | Enter | Alone | Promote | Run | Drop
+Instruction: TypeAlias = Place | StartPilot | Admit | Move | Enter | Alone | Promote | Run | Recall | Drop

@@ -16,7 +16,10 @@ from hydra_tune.shard import Direction, Task
 
 
 class Policy(ABC):
-    """Ranks tasks by how far their trials are."""
+    """Ranks tasks by how far their trials are. Where all trials of a device are resident nothing is gained by turns of
+    a task: one has the device for `quantum_s` seconds, before another one of those that wait may."""
+
+    quantum_s: float = 0.5
 
     @abstractmethod
     def rank(self, task: Task, progress: Progress) -> float:
@@ -32,8 +35,21 @@ class Policy(ABC):
         return num_bytes <= task_s * bytes_per_s
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Timed(Policy):
+    """
+    Raises:
+        ConfigError: a quantum that is no number of seconds.
+    """
+
+    quantum_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_quantum(self)
+
+
 @dataclass(frozen=True)
-class ShardedLRTF(Policy):
+class ShardedLRTF(_Timed):
     """Longest remaining time first, which makes the whole search end soonest: Hydra, arXiv 2110.08633, section 4."""
 
     def rank(self, task: Task, progress: Progress) -> float:
@@ -44,7 +60,7 @@ class ShardedLRTF(Policy):
 
 
 @dataclass(frozen=True)
-class Fifo(Policy):
+class Fifo(_Timed):
     """First come, first served."""
 
     def rank(self, task: Task, progress: Progress) -> float:
@@ -52,7 +68,7 @@ class Fifo(Policy):
 
 
 @dataclass(frozen=True)
-class FairShare(Policy):
+class FairShare(_Timed):
     """Whose trial has had the least device time."""
 
     def rank(self, task: Task, progress: Progress) -> float:
@@ -60,12 +76,13 @@ class FairShare(Policy):
 
 
 @dataclass(frozen=True)
-class BestFirst(Policy):
+class BestFirst(_Timed):
     """Whose trial has reported the best objective so far; at first those that have reported none."""
 
     direction: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.direction not in ("minimize", "maximize", None):
             raise ConfigError(
                 'the direction of an objective is "minimize", "maximize", or None for that of its search; '
@@ -80,7 +97,7 @@ class BestFirst(Policy):
 
 
 @dataclass(frozen=True)
-class RungSynchronous(Policy):
+class RungSynchronous(_Timed):
     """Whose trial has made the fewest steps, so that trials reach a pruner's rungs level with each other."""
 
     def rank(self, task: Task, progress: Progress) -> float:
@@ -88,7 +105,7 @@ class RungSynchronous(Policy):
 
 
 @dataclass(frozen=True)
-class OldestFirst(Policy):
+class OldestFirst(_Timed):
     """Whose trial came first; the others fill its gaps. A search that prunes learns from each trial as early as if they
     ran one by one, while a policy that favours trials just begun keeps those from ending that nobody stops."""
 
@@ -97,12 +114,13 @@ class OldestFirst(Policy):
 
 
 @dataclass(frozen=True)
-class Shuffled(Policy):
+class Shuffled(_Timed):
     """In a random order, the same for the same seed."""
 
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"a seed is an int, got {self.seed!r}.")
 
@@ -121,13 +139,24 @@ _BY_NAME: dict[str, type[Policy]] = {
 }
 
 
+def _check_quantum(policy: Policy) -> None:
+    quantum_s = policy.quantum_s
+    if isinstance(quantum_s, bool) or not isinstance(quantum_s, (int, float)) or not 0 <= quantum_s < inf:
+        raise ConfigError(
+            f"quantum_s is for how many seconds a resident trial has a device, 0 or more; got {quantum_s!r}. "
+            f"Write {type(policy).__name__}(quantum_s=0.5), or leave it out."
+        )
+
+
 def policy_named(policy: Policy | str) -> Policy:
     """The policy itself, or the one of this name.
 
     Raises:
-        ConfigError: there is none, or it ranks a trial's first task by something else than a number.
+        ConfigError: there is none, it ranks a trial's first task by something else than a number, or its quantum is
+            none.
     """
     if isinstance(policy, Policy):
+        _check_quantum(policy)
         rank = policy.rank(Task(0, 1, 0, Direction.FORWARD), Progress(0, Neighbours()))
         if not isinstance(rank, (int, float)) or isnan(rank):
             raise ConfigError(

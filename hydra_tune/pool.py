@@ -1,7 +1,8 @@
 """One pool of devices for all live trials: carries out what the scheduler decides.
 
 The machine decides under the pool's lock; a trial's own thread does the trial's work outside of it. So it does
-promotions, but for those made ahead, which a device's thread copies (`copier`).
+promotions, but for those made ahead, which a device's thread copies (`copier`). In a turn that lasts it goes on by
+itself, without the lock, and says in sums what it has done (`lease`); whatever else it tells the pool ends the turn.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from math import inf
 from os import PathLike
@@ -31,6 +33,7 @@ from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialSt
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.fork import gate, new_in_child
 from hydra_tune.garbage import collect_beside
+from hydra_tune.lease import LOOK_S, Lease
 from hydra_tune.patience import Wait
 from hydra_tune.planning.kind import StepMeasure
 from hydra_tune.policy import Policy, policy_named
@@ -41,7 +44,7 @@ from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.state import Standing
 from hydra_tune.stop import Stop
-from hydra_tune.task_clock import TaskClock
+from hydra_tune.task_clock import BETWEEN, TaskClock
 from hydra_tune.trace import Trace
 from hydra_tune.trial_log import TrialLog
 from hydra_tune.workload import TrialWork
@@ -133,6 +136,9 @@ class ShardPool:
         self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
         self._granted: dict[int, deque[e.Instruction]] = {}
         self._wake: dict[int, threading.Condition] = {}
+        self._leases: dict[int, Lease] = {}  # of each trial
+        self._turns: list[Lease | None] = [None] * len(self._devices)  # those that last
+        self._quantum_s = order.quantum_s
         self._copiers = [Copier(device.name, self.num_threads) for device in self._devices]
         self._copying: dict[int, list[Copy]] = {}  # ahead of their tasks, by trial
         self._ids = itertools.count()
@@ -183,6 +189,9 @@ class ShardPool:
             return {"elapsed_s": self._trace.now_s(), "devices": devices, "trials": trials}
 
     def _settle_clocks(self) -> None:
+        for lease in self._turns:
+            if lease is not None:
+                self._note_ran(lease)
         for clock in self._clocks:
             clock.settle()
 
@@ -294,6 +303,7 @@ class ShardPool:
                     "its host_memory=, or train a smaller model."
                 ).lacking(host_bytes, most)
             self._granted[number] = deque()
+            self._leases[number] = Lease(number, self._trace.now_s)
             self._wake[number] = threading.Condition(self._lock)
             stop = stop or Stop()
             stop.reaches(self)
@@ -304,8 +314,7 @@ class ShardPool:
             except BaseException:
                 self._summaries.pop(number, None)
                 self._handle(e.TrialEnded(number))
-                self._granted.pop(number, None)
-                self._wake.pop(number, None)
+                self._leave(number)
                 raise
             self.note_summary(trial)
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
@@ -327,6 +336,7 @@ class ShardPool:
     def start_pilot(self, trial: Client, *, empty: bool, least_bytes: int | None) -> e.StartPilot:
         """Wait for so many bytes beside others, or for the device to be the trial's alone; which it is."""
         with self._lock:
+            self.give_back(trial)
             self.await_copies(trial)
             return self._ask(e.PilotReady(trial.id, empty, least_bytes), e.StartPilot)
 
@@ -350,12 +360,14 @@ class ShardPool:
             return ledger.budget_bytes - ledger.held_bytes
 
     def admit(self, trial: Client, plan: TrialPlan) -> None:
+        self.give_back(trial)
         self._ask(e.PlanReady(trial.id, plan), e.Admit)
 
     def readmit(self, trial: Client, plan: TrialPlan) -> bool:
         """With another plan that holds the same; whether it was done at once. Else nothing has changed."""
         with self._lock:
             self.check_open(trial)
+            self.give_back(trial)
             self._handle(e.PlanReady(trial.id, plan, waits=False))
             at_once = bool(self._granted[trial.id])
             if at_once:
@@ -363,22 +375,30 @@ class ShardPool:
             return at_once
 
     def enter_step(self, trial: Client, *, estimated: bool) -> None:
+        self.give_back(trial)
         self._ask(e.StepReady(trial.id, estimated), e.Enter)
+        self._leases[trial.id].in_step = True
 
     def have_alone(self, trial: Client) -> None:
         """Within a step, between tasks: wait for the others' steps to end."""
         with self._lock:
+            self.give_back(trial)
             self.await_copies(trial)
             self._ask(e.Outgrown(trial.id), e.Alone)
 
     def leave_step(self, trial: Client, *, trained: bool) -> None:
         with self._lock:
+            self.give_back(trial)
             self.await_copies(trial)
-            self._handle(e.StepDone(trial.id, trained))
+            lease = self._leases[trial.id]
+            if lease.in_step:  # else who ended its turn has told so
+                lease.in_step = False
+                self._handle(e.StepDone(trial.id, trained))
 
     def keep_step(self, trial: Client, num_bytes: int) -> bool:
         """For the next one; whether the device, if it is the trial's alone, stays so, for this is too much."""
         with self._lock:
+            self.give_back(trial)
             self.await_copies(trial)
             self._handle(e.StepDone(trial.id, keeps_bytes=num_bytes))
             return self._machine.is_alone(trial.id)
@@ -401,16 +421,19 @@ class ShardPool:
 
     def invalidate(self, trial: Client) -> None:
         with self._lock:
+            self.give_back(trial)
             self.await_copies(trial)
             self._handle(e.Invalidated(trial.id))
 
     def acquire(self, ready: e.TaskReady, after: tuple[Task, float] | None = None) -> tuple[float, Device]:
         """Wait for the lease and the shard; when the task began, in seconds, and where. `after` is the task that ends
         with this, and when it began."""
-        task, trial = ready.task, self._trials[ready.task.trial]
+        task, trial, lease = ready.task, self._trials[ready.task.trial], self._leases[ready.task.trial]
         try:
             with self._lock:
                 asked_s = self._trace.now_s()
+                if self.give_back(trial):
+                    after = None
                 if after is None:
                     self.check_open(trial)
                     self._handle(ready)
@@ -430,6 +453,7 @@ class ShardPool:
             return self._note_start(task, granted.device, asked_s, waited=waited), self._devices[granted.device]
         except BaseException:
             with self._lock:
+                self._drop_turn(lease)
                 if not self._handling:
                     self.await_copies(trial)
                     self._handle(e.Failed(task))
@@ -458,6 +482,8 @@ class ShardPool:
             if waited:
                 self._trace.note("wait", task, device, asked_s, start_s)
             self._clocks[device].begin(start_s)
+            if self._leases[task.trial].is_open:
+                self._leases[task.trial].start(task, start_s)
             return start_s
 
     def drop_idle(self, trial: Client) -> None:
@@ -467,6 +493,7 @@ class ShardPool:
     def repack(self, trial: Client, plan: TrialPlan) -> None:
         """Within a step, between tasks."""
         with self._lock:
+            self.give_back(trial)
             self.await_copies(trial)
             self._handle(e.Repacked(trial.id, plan))
 
@@ -479,6 +506,7 @@ class ShardPool:
     def end_trial(self, trial: Client) -> None:
         """Take back everything; the others go on."""
         with self._lock:
+            self._drop_turn(self._leases.get(trial.id))
             self.await_copies(trial)
             self._end_counting(trial.id)
             self.note_summary(trial)
@@ -489,13 +517,20 @@ class ShardPool:
         """None if the trial's last event was interrupted."""
         with self._lock:
             self.await_copies(trial)
-            return None if self._handling or self._granted[trial.id] else self._machine.standing(trial.id)
+            if self._handling or self._granted[trial.id]:
+                return None
+            standing, lease = self._machine.standing(trial.id), self._leases[trial.id]
+            if standing is None or not lease.is_open:
+                return standing
+            return replace(standing, in_step=lease.in_step, running=lease.task if lease.settle() else None)
 
     def interrupt(self, trial: Client) -> None:
         """Take back everything; the trial will ask anew."""
         with self._lock:
             self.await_copies(trial)
             self._stop_others()
+            self._drop_turn(self._leases[trial.id])
+            self._leases[trial.id].in_step = False
             self._handle(e.Interrupted(trial.id))
             self._granted[trial.id].clear()
 
@@ -527,6 +562,105 @@ class ShardPool:
                 "plain PyTorch; then it may be prepared in a new ShardPool, too."
             )
 
+    # ---- turns that last ----
+
+    def lease_of(self, trial: int) -> Lease:
+        return self._leases[trial]
+
+    def give_back(self, trial: Client) -> bool:
+        """In the trial's thread: its turn, if one lasts, ends here. Whether one did."""
+        lease = self._leases[trial.id]
+        if not lease.is_open:  # seldom true
+            return False
+        with self._lock:
+            lease.end()
+            if lasted := lease.is_open:  # still
+                self._end_turn(lease)
+            return lasted
+
+    def hear(self, trial: Client) -> None:
+        """What the trial has done in its turn, which ends if it is to."""
+        lease = self._leases[trial.id]
+        with self._lock:
+            if lease.is_open and lease.revoked:
+                self._end_turn(lease)
+            elif lease.is_open:
+                self._note_ran(lease)
+
+    def _end_turn(self, lease: Lease) -> None:
+        """Its holder is between two tasks, in whatever thread this is."""
+        task, in_step = lease.task, lease.in_step
+        device = self._drop_turn(lease)
+        if self._clocks[device].cause == "":
+            self._clocks[device].idles(lease.told_s, BETWEEN)
+        self._handle(e.Done(task))
+        if not in_step:
+            self._handle(e.StepDone(lease.trial, trained=False))  # those that trained were told
+
+    def _drop_turn(self, lease: Lease | None) -> int:
+        """The device that it was on; of the turn the machine is told nothing."""
+        if lease is None or lease.device is None:
+            return -1
+        device = lease.device.number
+        lease.revoke()  # first
+        self._note_ran(lease)
+        lease.close()
+        self._turns[device] = None
+        return device
+
+    def _note_ran(self, lease: Lease) -> None:
+        tasks = lease.take_ran()
+        steps = lease.num_steps - lease.told_steps
+        lease.told_steps += steps
+        if lease.device is None or not (tasks or steps):
+            return
+        seconds = self._clocks[lease.device.number].ran(tasks, lease.told_s)
+        if tasks:
+            lease.told_s = tasks[-1].end_s
+            self._summaries[lease.trial]["steps"] = tasks[-1].task.step
+        if not self._handling:
+            self._handle(e.Worked(lease.trial, seconds, steps))
+
+    def _look_at_turn(self, trial: int) -> float:
+        """That of who is in the trial's way, if it waits for one that lasts, and nobody else looks; for how many
+        seconds it may wait now."""
+        state = self._machine.trials.get(trial)
+        lease = None if state is None else self._turns[state.home]
+        if lease is None or lease.device is None or lease.trial == trial:
+            return _LOOK_AROUND_S
+        if lease.revoked:
+            if not lease.busy:
+                self._end_turn(lease)
+            return _LOOK_AROUND_S
+        if lease.watcher is None and trial in self._machine.ready.of:
+            lease.watcher = trial
+        if lease.watcher != trial:
+            return _LOOK_AROUND_S
+        now_s = self._trace.now_s()
+        if lease.is_idle(now_s):
+            if lease.revoke():
+                self._end_turn(lease)
+            return LOOK_S
+        if now_s - lease.since_s >= self._quantum_s:
+            self._note_ran(lease)
+            lease.since_s = now_s
+            self._handle(e.Expired(lease.device.number))
+        return min(LOOK_S, max(self._quantum_s, 1e-3))
+
+    def _look_no_more(self, trial: int) -> None:
+        """Another one of those that wait does."""
+        for device, lease in enumerate(self._turns):
+            if lease is not None and lease.watcher == trial:
+                lease.watcher = None
+                self._wake_one(device)
+
+    def _wake_one(self, device: int) -> None:
+        """Of those that wait for a turn there."""
+        for waiting in self._machine.ready.of.values():
+            if waiting.home == device:
+                self._wake[waiting.task.trial].notify_all()
+                break
+
     # ---- events and instructions ----
 
     def _tell(self, event: e.Event) -> None:
@@ -546,6 +680,7 @@ class ShardPool:
     def _handle(self, event: e.Event, at_s: float | None = None) -> None:
         """It has happened then, or now."""
         self._handling = True
+        recalled: list[Lease] = []
         for instruction in self._machine.handle(event):
             if isinstance(instruction, e.Drop):
                 self._drop(instruction)
@@ -556,6 +691,11 @@ class ShardPool:
             if isinstance(instruction, e.Move):
                 self._trials[instruction.trial].move_home(self._devices[instruction.device])
                 continue
+            if isinstance(instruction, e.Recall):
+                recalled.append(self._leases[instruction.trial])
+                continue
+            if isinstance(instruction, e.Run) and instruction.lasts:
+                self._begin_turn(instruction)
             trial = instruction.task.trial if isinstance(instruction, (e.Promote, e.Run)) else instruction.trial
             self._granted[trial].append(instruction)
             self._wake[trial].notify_all()
@@ -564,6 +704,14 @@ class ShardPool:
             if cause not in ("", clock.cause):
                 clock.idles(self._trace.now_s() if at_s is None else at_s, cause)
         self._handling = False
+        for lease in recalled:
+            if lease.revoke() and lease.is_open:
+                self._end_turn(lease)
+
+    def _begin_turn(self, run: e.Run) -> None:
+        lease = self._turns[run.device] = self._leases[run.task.trial]
+        lease.open(run.task, self._devices[run.device])
+        self._wake_one(run.device)
 
     def _drop(self, drop: e.Drop) -> None:
         trial = self._trials.get(drop.trial)
@@ -614,10 +762,14 @@ class ShardPool:
         return instruction
 
     def _await(self, trial: int, answers: tuple[type, ...]) -> Any:
-        wait = Wait()
-        while not self._granted[trial]:
-            self.check_open(self._trials[trial])
-            self._wait(trial, wait)
+        if not self._granted[trial]:
+            wait = Wait()
+            try:
+                while not self._granted[trial]:
+                    self.check_open(self._trials[trial])
+                    self._wait(trial, wait)
+            finally:
+                self._look_no_more(trial)
         instruction = self._granted[trial].popleft()
         assert isinstance(instruction, answers), (instruction, answers)
         return instruction
@@ -625,16 +777,22 @@ class ShardPool:
     def _wait(self, trial: int, wait: Wait) -> None:
         """Until it is told something, for a while. A plain script's trial, which nobody ends, ends as garbage."""
         self._keep_copying()
-        self._wake[trial].wait(_LOOK_AROUND_S)
+        seconds = self._look_at_turn(trial)
+        if not self._granted[trial]:
+            self._wake[trial].wait(seconds)
         if wait.shall_collect() and any(not t.of_runner and t.id != trial for t in self._trials.values()):
             collect_beside()
         self._end_abandoned()
-        if wait.shall_warn(self._machine.tasks_begun) and not self._granted[trial]:
+        begun = self._machine.tasks_begun + sum(lease.begun for lease in self._turns if lease is not None)
+        if wait.shall_warn(begun) and not self._granted[trial]:
             self._warn_of_wait(trial)
 
     def _warn_of_wait(self, trial: int) -> None:
         machine, summary = self._machine, self._summaries[trial]
-        if any(device.running is not None or device.ledger.pilot is not None for device in machine.devices):
+        if any(device.ledger.pilot is not None for device in machine.devices):
+            return
+        turns = zip(machine.devices, self._turns, strict=True)
+        if any(device.running is not None and (lease is None or lease.busy) for device, lease in turns):
             return
         bytes_of = machine.reserved_bytes if trial in machine.trials else lambda i: machine.trials[i].host_bytes
         others = [(self._summaries[i]["name"], bytes_of(i)) for i in machine.trials if i != trial and bytes_of(i)]
@@ -669,11 +827,15 @@ class ShardPool:
             device.meter.end_trial(number)
 
     def _forget(self, number: int) -> None:
+        self._drop_turn(self._leases.get(number))
         if number in self._machine.trials:
             self._stop_others()
             self._handle(e.TrialEnded(number))
-        self._granted.pop(number, None)
-        self._wake.pop(number, None)
+        self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        for of_trials in (self._granted, self._wake, self._leases):
+            of_trials.pop(number, None)
 
 
 def _least_ahead_bytes(devices: Sequence[Device]) -> int | None:

@@ -60,6 +60,14 @@ class Progress:
         self.device_s += seconds
         self._now_s += seconds
 
+    def end_steps(self, number: int) -> None:
+        """So many mini-batches, which have taken the same time each."""
+        if number:
+            each_s, weight = self._now_s / number, 1.0 - (1.0 - _WEIGHT_OF_LAST) ** number
+            self.step_s += (weight if self.steps_done else 1.0) * (each_s - self.step_s)
+            self.steps_done += number
+            self._now_s = 0.0
+
     def end_step(self, *, trained: bool) -> None:
         if trained:
             weight = _WEIGHT_OF_LAST if self.steps_done else 1.0

@@ -7,6 +7,10 @@ task that is to come next is promoted (double buffering).
     task on a device     WAITING --> PROMISED --> RUNNING --> done          a promise that proves wrong is taken back:
                              \\_____________________/                        its shard stays, as long as there is room
 
+Where all trials at home on a device are resident and nobody waits for its bytes, nothing is gained by turns of a task:
+a turn lasts. To the machine it is one task; what the trial does meanwhile, step after step, it says in sums. There is
+no clock here: whoever has one says when a quantum is over, and the policy decides who goes on.
+
 A trial has a home device, whose bytes its step reserves. If it travels, its tasks may run on any device that has room
 at the time, and the next step may begin on another one, unless its home stays (on GPUs what it holds is there).
 
@@ -35,6 +39,7 @@ from hydra_tune.admission import Admission
 from hydra_tune.events import (
     Done,
     Event,
+    Expired,
     Failed,
     Instruction,
     Interrupted,
@@ -48,6 +53,7 @@ from hydra_tune.events import (
     PlanReady,
     Promote,
     Promoted,
+    Recall,
     Repacked,
     Reported,
     Run,
@@ -56,6 +62,7 @@ from hydra_tune.events import (
     TaskReady,
     TrialAdded,
     TrialEnded,
+    Worked,
 )
 from hydra_tune.ledger import Ledger
 from hydra_tune.policy import Policy, ShardedLRTF
@@ -294,7 +301,7 @@ class Machine:
             device.promised = device.waiting = None
         if device.running is not None and device.running.trial == number:
             device.ledger.end_work()
-            device.running, device.started = None, False
+            device.running, device.started, device.lasts = None, False, False
         return device
 
     # ---- steps ----
@@ -405,7 +412,7 @@ class Machine:
         task, trial = event.task, self.trials[event.task.trial]
         device = self._running_on(task, event)
         device.ledger.end_work()
-        device.running, device.started, trial.on = None, False, None
+        device.running, device.started, device.lasts, trial.on = None, False, False, None
         trial.progress.spend(event.seconds)
         key = (task.trial, task.shard)
         if task.direction is Direction.BACKWARD and key in device.ledger.slots:
@@ -421,6 +428,29 @@ class Machine:
         advanced = self._advance(device)
         elsewhere = self._grant_anywhere(task.trial) if self.task_state(task.trial) is not TaskState.RUNNING else []
         return [*advanced, *elsewhere]
+
+    def _on_Worked(self, event: Worked) -> list[Instruction]:
+        progress = self.trials[event.trial].progress
+        progress.spend(event.seconds)
+        progress.end_steps(event.steps)
+        return []
+
+    def _on_Expired(self, event: Expired) -> list[Instruction]:
+        """Another one's turn, if it is to go first; else this one's goes on, and counts as two."""
+        device = self.devices[event.device]
+        running, waiting = device.running, self._choose(device)
+        if running is None or not device.lasts or waiting is None:
+            return []
+        rank = self.policy.rank(running, self.trials[running.trial].progress)
+        if waiting.rank <= rank or self._waited_too_long(device) is waiting:
+            return self._recall(device)
+        self.ready.queues[device.index].given += 1
+        return []
+
+    def _recall(self, device: DeviceState) -> list[Instruction]:
+        assert device.running is not None and device.lasts, f"no turn lasts on {device}"
+        device.lasts = False
+        return [Recall(device.running.trial, device.index)]
 
     def _nobody_waits(self, device: DeviceState) -> bool:
         """And no copy is on its way to where the task's shard may have to go."""
@@ -475,6 +505,8 @@ class Machine:
         waiting = self.admission.serve(device) if device.admissions or device.entries else []
         if device.running is None:
             return [*going_on, *waiting, *self._grant(device)]
+        if device.lasts and not self._may_last(device):
+            return [*going_on, *waiting, *self._recall(device)]
         return [*going_on, *waiting, *([] if going_on else self._look_ahead(device))]
 
     # ---- who runs, and who is next ----
@@ -515,8 +547,8 @@ class Machine:
         if device.exclusive is not None:
             waiting = ready.of.get(device.exclusive)
             return waiting if waiting is not None and waiting.home == home else None
-        oldest = ready.oldest(home)
-        if oldest is not None and ready.queues[home].given - oldest.since > PATIENCE * (len(device.trials) + 1):
+        oldest = self._waited_too_long(device)
+        if oldest is not None:
             return oldest
         best = own = ready.first(home)
         for waiting in ready.firsts(None if own is None else own.rank):
@@ -524,6 +556,17 @@ class Machine:
             if gains and self._may_run(device, waiting.task):
                 best = waiting
         return best
+
+    def _waited_too_long(self, device: DeviceState) -> Waiting | None:
+        oldest, given = self.ready.oldest(device.index), self.ready.queues[device.index].given
+        too_long = oldest is not None and given - oldest.since > PATIENCE * (len(device.trials) + 1)
+        return oldest if too_long else None
+
+    def _may_last(self, device: DeviceState) -> bool:
+        """Whether nobody needs turns of a task: all trials admitted here are resident, and none waits for bytes."""
+        if device.entries or device.admissions or device.exclusive is not None:
+            return False
+        return all(self._plan(trial).resident for trial in device.ledger.held)
 
     def _may_run(self, device: DeviceState, task: Task) -> bool:
         """At home, always; elsewhere if it may travel, there is room, and to the policy it is worth the bytes."""
@@ -573,15 +616,19 @@ class Machine:
         task = device.running
         if task is None or device.started or (task.trial, task.shard) in device.in_flight:
             return []
-        work_bytes = self.trials[task.trial].work_bytes(task, device.index)
+        work_bytes, lasts = self.trials[task.trial].work_bytes(task, device.index), False
+        if self._plan(task.trial).resident:  # in a turn that lasts, all its tasks come
+            most_bytes = self._plan(task.trial).task_bytes
+            lasts = self._may_last(device) and self.slots.has_room(device, most_bytes)
+            work_bytes = most_bytes if lasts else work_bytes
         dropped: list[Instruction] = []
         if device.ledger.free_bytes < work_bytes:
             if not self.slots.has_room(device, work_bytes):
                 return []
             dropped = self.slots.make_room(device, work_bytes)
         device.ledger.start_work(work_bytes)
-        device.started = True
-        return [*dropped, Run(task, device.index), *self._look_ahead(device)]
+        device.started, device.lasts = True, lasts
+        return [*dropped, Run(task, device.index, lasts), *self._look_ahead(device)]
 
     def _look_ahead(self, device: DeviceState) -> list[Instruction]:
         """While a task computes, choose the next one and promote its shard; only if it needs that, and within room
@@ -589,7 +636,7 @@ class Machine:
         running, least_bytes = device.running, self._least_ahead_bytes
         if running is None or not device.started or device.promised or device.in_flight or least_bytes is None:
             return []
-        if self.trials[running.trial].lacks_room:
+        if device.lasts or self.trials[running.trial].lacks_room:
             return []
         after = self._after(running)
         if not self.ready.of and (after is None or self._shard(after).slot_bytes < least_bytes):
@@ -686,6 +733,9 @@ class Machine:
         if running is not None:
             assert running.trial in self._home(running.trial).ledger.steps, f"{running} runs outside a step"
             assert self.trials[running.trial].on == device.index
+        if device.lasts:
+            assert running is not None and device.started, "a turn lasts of nobody"
+            assert self._may_last(device), f"{running} lasts, though others need turns of a task"
         if device.waiting is not None:
             assert device.waiting.task == device.promised, "what waits here was promised another device"
         at_home = self.ready.first(device.index)

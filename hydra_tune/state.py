@@ -73,6 +73,7 @@ class DeviceState:
     entries: list[PilotReady | StepReady | Outgrown] = field(default_factory=list)
     running: Task | None = None
     started: bool = False  # else the running task awaits its shard, or room for its work
+    lasts: bool = False  # the turn of the running task, for many steps; until it is recalled
     promised: Task | None = None
     waiting: Waiting | None = None  # the promised task, once it is ready
     in_flight: set[SlotKey] = field(default_factory=set)

@@ -11,6 +11,7 @@ import weakref
 from typing import Protocol
 
 from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.lease import Lease
 from hydra_tune.planner import Planner
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.residency import Residency
@@ -25,6 +26,7 @@ class Stepping(Client, Protocol):
 
     name: str
     pool: ShardPool
+    lease: Lease
     planner: Planner
     residency: Residency
     resumption: Resumption | None
@@ -49,7 +51,10 @@ class Steps:
 
     def check_between(self) -> None:
         """Between two steps a trial may be paused, or asked to do something."""
-        self._trial.stop.check_between_steps()
+        trial = self._trial
+        if trial.stop.is_paused:
+            trial.pool.give_back(trial)
+        trial.stop.check_between_steps()
 
     def open(self) -> None:
         """Wait until the step fits. One that is under way goes on, but not for ever."""
@@ -58,7 +63,8 @@ class Steps:
                 self._leave_endless()
             return
         self.trains, self._num_backwards = False, 0
-        self._trial.pool.enter_step(self._trial, estimated=False)
+        if not self._trial.lease.enter_step():
+            self._trial.pool.enter_step(self._trial, estimated=False)
         self.under_way = True
 
     def open_first(self) -> None:
@@ -71,16 +77,17 @@ class Steps:
         trial.residency.await_gradients()
         if self._is_first:
             self._is_first = False
-        else:
+        elif not trial.lease.leave_step(trained=self.trains):
             trial.pool.leave_step(trial, trained=self.trains)
         if self.trains and trial.resumption is not None:
             trial.resumption.has_trained()
 
     def leave_if_done(self) -> bool:
         """Whether no backward may come: then no step is under way."""
-        self._forwards = [ref for ref in self._forwards if (forward := ref()) is not None and not forward.done]
         if self._forwards:
-            return False
+            self._forwards = [ref for ref in self._forwards if (forward := ref()) is not None and not forward.done]
+            if self._forwards:
+                return False
         if self.under_way:
             self.leave()
         return True

@@ -7,15 +7,18 @@ GPU     .....A....................|.....B.....|   stall    |.....C.....
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hydra_tune.device import Device
+from hydra_tune.lease import Ran
 from hydra_tune.shard import Task
 from hydra_tune.state import NO_TRIAL
 from hydra_tune.trace import Trace
 
 LATE_HOST = "launch"  # the cause of a stall that the scheduler has not seen: nothing was launched yet
+BETWEEN = "no ready task"  # the cause of one within a turn that lasts
 _LEAST_STALL_S = 2e-5
 
 
@@ -67,6 +70,24 @@ class TaskClock:
         self._launched.append(_Launched(task, start_s, start, self._device.mark(), cause))
         self.settle()
         return self._untold_s.pop(task.trial, 0.0)
+
+    def ran(self, tasks: Iterable[Ran], since_s: float) -> float:
+        """Of one trial, one after another, in a turn that lasts; since then the device has run none. As `end`."""
+        seconds, trial = 0.0, -1
+        for task, start_s, end_s, start, end in tasks:
+            trial = task.trial
+            if end is None:
+                self._add_stall(since_s, start_s, BETWEEN)
+                self._add("run", task, start_s, end_s)
+                seconds, since_s = seconds + end_s - start_s, end_s
+            else:
+                begun, cause = self._begun or (start, BETWEEN)
+                self._begun = None
+                self._launched.append(_Launched(task, start_s, begun, end, cause))
+        if not self._launched:
+            return seconds
+        self.settle()
+        return seconds + self._untold_s.pop(trial, 0.0)
 
     def copied(self, kind: str, task: Task, start: Any, end: Any) -> None:
         """From one mark to another, in a stream of its own."""

@@ -132,6 +132,8 @@ def _is_frozen(item: Any) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 

@@ -1,7 +1,7 @@
 """One trial's model in a pool: where its weights are, which step it is in, which shard it visits.
 
     resident   weights, gradients and optimizer state on the device; two tasks a step, the root module's
-               forward and its backward; nothing is repeated or copied
+               forward and its backward; nothing is repeated or copied; a turn may last for many (`lease.py`)
     spilled    weights in host memory, blocks visited shard by shard; the optimizer steps the host masters
     first      a kind of step that nobody has measured: blocks visited one by one, each measured before it runs
 
@@ -42,7 +42,7 @@ from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
-from hydra_tune.randomness import RandomState
+from hydra_tune.randomness import RandomState, hold
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, give_back, refuse_transforms
@@ -62,6 +62,7 @@ class Trial:
         self.id = number
         self.pool = pool
         self.stop = stop
+        self.lease = pool.lease_of(number)
         self.name = name or f"trial {number}"
         self.of_runner = False  # whose trials end with their objective
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
@@ -204,9 +205,14 @@ class Trial:
             self.planner.settle_last()
 
     def _after_optimizer_step(self) -> None:
-        self.pool.invalidate(self)
+        self._invalidate()
         if self.resumption is not None:
             self.resumption.has_stepped()
+
+    def _invalidate(self) -> None:
+        """Device copies of shards are stale; none of a trial that is resident."""
+        if self.plan is None or not self.plan.resident:
+            self.pool.invalidate(self)
 
     def _boundary(self) -> None:
         self.leave()
@@ -326,7 +332,7 @@ class Trial:
     def _run_step(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         first, plan = self.planner.first, self.plan
         self.steps.number += 1
-        self.pool.invalidate(self)
+        self._invalidate()
         self._pass = forward_pass = ForwardPass()
         self.steps.add_forward(forward_pass)
         if self.meter.always:
@@ -356,7 +362,9 @@ class Trial:
         finally:
             self.meter.inside -= 1
             self._pass = forward_pass.ended_by = None
-            self.pool.note_summary(self)
+            if not self.lease.is_noted:  # else it is told what has changed
+                self.pool.note_summary(self)
+                self.lease.is_noted = self.lease.is_open
         if not torch.is_grad_enabled():
             forward_pass.done = True
             if first is not None:
@@ -656,12 +664,17 @@ class Trial:
     # ---- the lease ----
 
     def _go_to(self, shard: int, direction: Direction) -> Any:
+        if self.lease.begin(self.steps.number, direction):
+            self._task = self.lease.task
+            self.pool.check_open(self)
+            return None
         task = Task(self.id, self.steps.number, shard, direction)
         if self._task != task:
             self._close_backward()
             ended, self._task = self._task, None
             after = (ended, self._task_start_s) if ended else None
             self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, True), after)
+            hold(self._task_device.generators(), self.random_state)
             self._task = task
         assert self.plan is not None
         device = self._task_device
@@ -684,7 +697,11 @@ class Trial:
         self._close_backward()
         if self._task is not None:
             task, self._task = self._task, None
-            self.pool.release(task, self._task_start_s)
+            goes_on = self.lease.end()
+            if goes_on is None:
+                self.pool.release(task, self._task_start_s)
+            elif not goes_on:
+                self.pool.hear(self)
 
     def promote_shard(self, device: Device, shard: int, offset: int, num_bytes: int, *, ahead: bool = False) -> None:
         """Carry out the scheduler's `Promote`, in this trial's thread; with `ahead`, in a device's."""

@@ -17,6 +17,7 @@ from hydra_tune.events import (
     Done,
     Drop,
     Enter,
+    Expired,
     Failed,
     Interrupted,
     Invalidated,
@@ -29,6 +30,7 @@ from hydra_tune.events import (
     PlanReady,
     Promote,
     Promoted,
+    Recall,
     Repacked,
     Reported,
     Run,
@@ -38,6 +40,7 @@ from hydra_tune.events import (
     TaskReady,
     TrialAdded,
     TrialEnded,
+    Worked,
 )
 from hydra_tune.ledger import Ledger
 from hydra_tune.policy import (
@@ -574,7 +577,9 @@ def test_a_policy_is_an_object_or_its_name():
     with pytest.raises(ConfigError, match=r"one of sharded-lrtf, fifo, .*; got 'lifo'"):
         policy_named("lifo")
     nothing = type("RanksNothing", (Fifo,), {"rank": lambda self, task, progress: progress.value})
-    with pytest.raises(ConfigError, match=r"a rank is a number, .*RanksNothing\(\) gave None for a trial's first task"):
+    with pytest.raises(
+        ConfigError, match=r"a rank is a number, .*RanksNothing\(.*\) gave None for a trial's first task"
+    ):
         policy_named(nothing())
     with pytest.raises(ConfigError, match="None for that of its search; got 'up'"):
         BestFirst("up")
@@ -1101,3 +1106,159 @@ def test_slots_are_aligned_where_their_sizes_are_though_the_budget_is_not():
     assert ledger.place((0, 1), 1_024) == 0
     assert ledger.place((0, 2), 512) is None
     ledger.validate()
+
+
+# ---- turns that last -----------------------------------------------------------------------------------
+
+
+def resident(work=(10, 20), held=10, step=5):
+    return TrialPlan(True, (Shard((0,), 0, *work),), (BlockProfile("0", 0),), held, step)
+
+
+def live(machine, *trials, total_steps=None, plan=None):
+    for trial in trials:
+        machine.handle(TrialAdded(trial, total_steps))
+        assert Admit(trial) in machine.handle(PlanReady(trial, plan or resident()))
+
+
+def wants_turn(machine, trial, step=1):
+    machine.handle(StepReady(trial))
+    return machine.handle(TaskReady(task(trial, 0, step=step)))
+
+
+def test_a_turn_lasts_where_all_are_resident(machine):
+    live(machine, 0, 1)
+    assert wants_turn(machine, 0) == [Run(task(0, 0), 0, lasts=True)]
+    assert machine.devices[0].ledger.work_bytes == 20, "of all its tasks"
+    assert wants_turn(machine, 1) == []
+    assert machine.idle_cause(0) == "", "between two tasks, too"
+    machine.validate()
+    assert machine.handle(Worked(0, 3.0, steps=2)) == []
+    assert machine.handle(Done(task(0, 0))) == [Run(task(1, 0), 0, lasts=True)]
+    assert machine.handle(StepDone(0, trained=False)) == []
+    assert machine.trials[0].progress.steps_done == 2 and machine.trials[0].progress.device_s == 3.0
+
+
+def test_a_quantum_is_over_for_who_waits(machine):
+    live(machine, 0, 1)
+    wants_turn(machine, 0)
+    assert machine.handle(Expired(0)) == [], "for nobody"
+    wants_turn(machine, 1)
+    assert machine.handle(Expired(0)) == [Recall(0, 0)]
+    assert machine.handle(Expired(0)) == [], "it is recalled"
+
+
+def test_at_the_end_of_a_quantum_the_policy_decides_but_nobody_starves():
+    machine = Machine([100], OldestFirst(), least_ahead_bytes=None)
+    live(machine, 0, 1)
+    wants_turn(machine, 0)
+    wants_turn(machine, 1)
+    most = PATIENCE * (2 + 1) + 1
+    assert [machine.handle(Expired(0)) for _ in range(most)] == [[]] * most
+    assert machine.handle(Expired(0)) == [Recall(0, 0)]
+    machine.validate()
+
+
+@pytest.mark.parametrize(
+    "comes",
+    [
+        lambda machine: machine.handle(PilotReady(1, least_bytes=100)),
+        lambda machine: machine.handle(PlanReady(1, resident(held=70))),
+        lambda machine: machine.handle(PlanReady(1, plan())),
+    ],
+    ids=["a pilot that waits", "an admission that waits", "a trial that is spilled"],
+)
+def test_who_needs_turns_of_a_task_ends_one_that_lasts(machine, comes):
+    live(machine, 0)
+    machine.handle(TrialAdded(1))
+    wants_turn(machine, 0)
+    said = comes(machine)
+    assert said[-1] == Recall(0, 0)
+    machine.validate()
+    machine.handle(Done(task(0, 0)))
+    machine.handle(StepDone(0, trained=False))
+    if said[0] == Admit(1):
+        assert wants_turn(machine, 0) == [Run(task(0, 0), 0)], "each task"
+
+
+def test_a_step_that_waits_for_bytes_ends_a_turn_that_lasts(machine):
+    live(machine, 0, 1, plan=resident(held=10, step=40))
+    wants_turn(machine, 0)
+    assert machine.handle(StepReady(1)) == [Recall(0, 0)], "10 + 40 + 10 + 40 + 20 > 100"
+    machine.handle(Done(task(0, 0)))
+    assert machine.handle(StepDone(0, trained=False)) == [Enter(1)]
+
+
+def test_a_turn_that_lasts_goes_with_its_trial(machine):
+    live(machine, 0, 1)
+    wants_turn(machine, 0)
+    wants_turn(machine, 1)
+    assert machine.handle(Interrupted(0)) == [Run(task(1, 0), 0, lasts=True)]
+    assert machine.handle(TrialEnded(1)) == []
+    assert machine.devices[0].ledger.work_bytes == 0
+
+
+def test_steps_of_a_turn_count_as_one_by_one():
+    one_by_one, at_once = Progress(0, Neighbours(), 10), Progress(0, Neighbours(), 10)
+    for progress in (one_by_one, at_once):
+        progress.spend(1.0)
+        progress.end_step(trained=True)
+    for _ in range(5):
+        one_by_one.spend(2.0)
+        one_by_one.end_step(trained=True)
+    at_once.spend(10.0)
+    at_once.end_steps(5)
+    assert at_once.remaining_s == pytest.approx(one_by_one.remaining_s) and at_once.steps_done == 6
+
+
+@pytest.mark.parametrize("quantum_s", [-1, inf, float("nan"), True, "1s"])
+def test_a_quantum_is_a_number_of_seconds(quantum_s):
+    assert ShardedLRTF().quantum_s == 0.5 and Fifo(quantum_s=2).quantum_s == 2 and Shuffled(3, quantum_s=0).seed == 3
+    with pytest.raises(ConfigError, match=r"quantum_s is for how many seconds .*Write Fifo\(quantum_s=0.5\)"):
+        Fifo(quantum_s=quantum_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 5))
+def test_whatever_resident_and_spilled_trials_do_no_turn_is_lost(seed, number):
+    """Each trial wants so many turns, of so many steps, and gets them, whoever ends a turn."""
+    rng = random.Random(seed)
+    machine = Machine([1000], rng.choice([Fifo(), ShardedLRTF(), OldestFirst()]), least_ahead_bytes=None)
+    plans = [resident() if rng.random() < 0.7 else plan((20,)) for _ in range(number)]
+    left, ready, recalled = [6] * number, [], set()
+    running = {}
+
+    def tell(event):
+        for said in machine.handle(event):
+            if isinstance(said, Run):
+                assert not running, "one lease a device"
+                running[said.task.trial] = said
+            elif isinstance(said, Promote):
+                ready.append(Promoted(said.task, said.device))
+            elif isinstance(said, Recall):
+                recalled.add(said.trial)
+            elif isinstance(said, Admit):
+                ready.append(StepReady(said.trial))
+            elif isinstance(said, Enter):
+                ready.append(TaskReady(task(said.trial, 0, step=left[said.trial])))
+        machine.validate()
+
+    for trial in range(number):
+        tell(TrialAdded(trial))
+        ready.append(PlanReady(trial, plans[trial]))
+    while ready or running:
+        if running and (not ready or rng.random() < 0.5):
+            ((trial, run),) = running.items()
+            if run.lasts and trial not in recalled and rng.random() < 0.5:
+                tell(Worked(trial, 1.0, steps=1))
+                tell(Expired(0))
+                continue
+            running.clear()
+            recalled.discard(trial)
+            left[trial] -= 1
+            tell(Done(run.task, 1.0))
+            tell(StepDone(trial))
+            ready.append(StepReady(trial) if left[trial] else TrialEnded(trial))
+        else:
+            tell(ready.pop(rng.randrange(len(ready))))
+    assert left == [0] * number

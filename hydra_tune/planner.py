@@ -85,6 +85,7 @@ class Planner:
         self._spills = False  # though it might fit
         self._settings: set[Hashable] = set()
         self._tied: set[int] = set()  # weights of several blocks, by id
+        self.covered: set[Any] = set()  # calls that the plan, a resident one, is known to cover
         self._summary: tuple[TrialPlan | None, int, dict[str, Any]] | None = None
 
     def start(self) -> None:
@@ -283,7 +284,7 @@ class Planner:
         trial, pool = self._trial, self._trial.pool
         if plan is self.plan:
             return
-        before = self.plan
+        before, self.covered = self.plan, set()
         alike = before is not None and (before.resident, before.cut, before.held_bytes) == (
             plan.resident, plan.cut, plan.held_bytes,
         )  # fmt: skip
@@ -311,7 +312,7 @@ class Planner:
             self.settle(self.plan_for(self._measures[-1].kind))
 
     def _leave_plan(self) -> None:
-        self.plan = None
+        self.plan, self.covered = None, set()
 
     def shard_of(self, block: Block) -> int:
         if block.name not in self._shard_of:

@@ -81,6 +81,7 @@ class Trial:
         self.random_state: RandomState | None = None  # the runner's, where there is one
         self.mode: TrialMode | None = None  # the runner's, under checks
         self._counting: TrialMode | None = None  # from a first step's begin to its end
+        self._uncounting: TrialMode | None = None  # the one before, which may be on the stack still
         # the task that has the lease
         self._task: Task | None = None
         self._task_device = home  # of that task, or the one before
@@ -196,10 +197,14 @@ class Trial:
     def boundary(self) -> None:
         """A place where no task of this trial can be under way: end what lingers."""
         self._refuse_other_threads()
+        if self._uncounting is not None:
+            self.unwatch_again()
         self._boundary()
 
     def _before_optimizer_step(self) -> None:
         """A first step that has ended has made a plan, by which a trial that fits is on the device from here on."""
+        if self._task is None and self.plan is not None and self.plan.resident and not self.steps.under_way:
+            return
         self.boundary()
         if self.plan is None and self.planner.first is None and not self.ended:
             self.planner.settle_last()
@@ -241,6 +246,14 @@ class Trial:
     # ---- the root module's forward ----
 
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        call = _call_key(args, kwargs) if self.planner.covered else None
+        if call is not None and call in self.planner.covered and self._pass is None:
+            self._refuse_other_threads()
+            self.pool.check_open(self)
+            self._leave_last_step()
+            self.steps.check_between()
+            self.steps.open()
+            return self._run_step(root, args, kwargs)
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
@@ -248,13 +261,20 @@ class Trial:
         if self._pass is not None or self._visiting:
             return root.original(*args, **kwargs)  # the model calls itself
         self.pool.check_open(self)
+        self._leave_last_step()
+        self._enter(args, kwargs)
+        if self.plan is not None and self.plan.resident:
+            self.planner.covered.add(_call_key(args, kwargs))
+        return self._run_step(root, args, kwargs)
+
+    def _leave_last_step(self) -> None:
         if self._backward_passes and torch._C._current_graph_task_id() == -1:
             self._forget_backward()
+        if self._uncounting is not None:
+            self.unwatch_again()
         self._boundary()
         if self.resumption is not None and not self.steps.under_way:
             self._before_step(self.resumption)
-        self._enter(args, kwargs)
-        return self._run_step(root, args, kwargs)
 
     def _before_step(self, resumption: Resumption) -> None:
         states = resumption.before_forward() if torch.is_grad_enabled() else None
@@ -318,10 +338,17 @@ class Trial:
             watch(self._counting)
 
     def unwatch(self) -> None:
-        if self._counting is not None:
-            unwatch(self._counting)
-            _let_go(self._counting)  # it may be another thread's
-            self._counting = None
+        """Also what a backward's end has taken off the stack: the engine puts that back."""
+        for mode in (self._counting, self._uncounting):
+            if mode is not None:
+                unwatch(mode)
+                _let_go(mode)  # it may be another thread's
+        self._counting, self._uncounting = None, self._counting
+
+    def unwatch_again(self) -> None:
+        mode, self._uncounting = self._uncounting, None
+        if mode is not None:
+            unwatch(mode)
 
     def have_alone(self) -> int:
         with gate.stepped_out():
@@ -382,7 +409,7 @@ class Trial:
             if self.plan is not None and self.plan.resident:
                 self._go_to(0, Direction.BACKWARD)
 
-        for tensor in tensors_in(outputs):
+        for tensor in [outputs] if type(outputs) is torch.Tensor else tensors_in(outputs):
             if tensor.grad_fn is not None:
                 tensor.register_hook(enter)
 
@@ -563,7 +590,7 @@ class Trial:
             return
         if self.ended:
             raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
-        if calls_backward(sys._getframe()):  # else the thread is autograd's own, of a GPU, and the caller waits
+        if not self._callers.is_last and calls_backward(sys._getframe()):  # else the thread is autograd's own, of a GPU, and the caller waits
             self._refuse_other_threads()
         outer = -1, set[ForwardPass]()
         if self._backward_id != -1 and calls_backward(sys._getframe(), 2):  # a checkpoint repeats what runs one
@@ -725,6 +752,19 @@ class Trial:
 
     def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
         self.planner.hold_weight(weight, reason)
+
+
+def _call_key(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What of a call decides how much room it needs; None of one whose arguments have others in them."""
+    told: list[Any] = [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            told += (value.shape, value.dtype)
+        elif value is None or type(value) in (bool, int, float, str):
+            told.append(value)
+        else:
+            return None
+    return (*told, *kwargs)
 
 
 def _let_go(mode: TrialMode) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
-from hydra_tune.errors import PrepareError, clear_frames
+from hydra_tune.errors import clear_frames
 from hydra_tune.garbage import collect_until
 from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.mode import TrialMode
@@ -58,19 +58,17 @@ class Context:
             if not trial.ended:
                 trial.pool.note_objective(trial, value, maximizes=maximizes)
 
-    def refuse_second_model(self, pool: ShardPool) -> None:
-        """Two models of one thread in one pool could wait for each other for ever."""
+    def live_trial(self, pool: ShardPool) -> Trial | None:
+        """The one of this thread in this pool, beside whose models another one is prepared: they reserve jointly, for
+        two trials of one thread could wait for each other for ever."""
         is_dropped = self._last is not None and self._collect(self._last)
         live = self._last() if self._last else None  # not before: its blocks may refer to their model
         if live is None or live.ended:
-            return
+            return None
         if is_dropped:
             live.end()  # its owner has dropped it; a loss or an optimizer that nobody has rebound yet keeps the trial
-        elif live.pool is pool:
-            raise PrepareError(
-                f"one model at a time is prepared in a trial, or by a thread in one pool; {live.name} still is. "
-                "Call hydra_tune.release(model) on the first one."
-            )
+            return None
+        return live if live.pool is pool else None
 
     @staticmethod
     def _collect(last: weakref.ref[Trial]) -> bool:

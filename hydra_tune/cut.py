@@ -13,12 +13,17 @@ from torch import nn
 
 from hydra_tune.blocks.block import Block
 from hydra_tune.partition import find_blocks, has_children
+from hydra_tune.root import SeveralModels
 from hydra_tune.shard import BlockProfile, Cut
 
 
 def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[BlockProfile] = ()) -> list[Block]:
     """The model's blocks, in order of registration; in the order of `profiles`, and by what these tell, if given."""
-    modules = dict(find_blocks(model, limit_bytes, opened=dict(cut.opened), kept=dict(cut.kept)))
+    opened, kept = set(dict(cut.opened)), set(dict(cut.kept))
+    if isinstance(model, SeveralModels):
+        opened |= {name for name, child in model.named_children() if has_children(child)}
+        kept |= {name for name, child in model.named_children() if not has_children(child)}
+    modules = dict(find_blocks(model, limit_bytes, opened=opened, kept=kept))
     by_name = dict(model.named_parameters(remove_duplicate=False))
     held = {by_name[name] for name, _ in cut.held} | _outside(model, modules.values())
     known = {profile.name: profile for profile in profiles if profile.name in modules}

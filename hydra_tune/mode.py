@@ -342,7 +342,7 @@ def _made(
     return made, written
 
 
-def _written_by(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments that it changes in place."""
     written = []
     for i, argument in enumerate(func._schema.arguments):

@@ -223,20 +223,20 @@ def _ends(blocks: Iterable[BlockProfile], limit_bytes: int, room_bytes: float) -
 # ---- which trials share a plan -----------------------------------------------------------------------
 
 
-def plan_key(root: nn.Module, optimizer: torch.optim.Optimizer | None, inputs: object, *others: Hashable) -> PlanKey:
-    """Equal for trials of one architecture, batch shape and dtype, whatever their learning rates; and of equal
-    `others`, whose `repr` tells them apart."""
+def plan_key(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *others: Hashable) -> PlanKey:
+    """Equal for trials of one architecture and dtype, whatever their learning rates; and of equal `others`, whose
+    `repr` tells them apart."""
     fingerprint = Fingerprint()
     order = {id(p): i for i, p in enumerate(root.parameters())}  # equal numbers are tied
     parameters = tuple(
         (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad, p.item() if _is_setting(p) else None)
         for name, p in root.named_parameters(remove_duplicate=False)
     )
-    state = None
-    if optimizer is not None:
+    states = []
+    for optimizer in optimizers:
         groups = [(options, [order.get(id(p)) for p in own]) for options, own in options_of(optimizer)]
-        state = fingerprint.number(type(optimizer)), groups
-    return fingerprint.key(fingerprint.of_model(root), parameters, state, input_signature(inputs), others)
+        states.append((fingerprint.number(type(optimizer)), groups))
+    return fingerprint.key(fingerprint.of_model(root), parameters, states, others)
 
 
 def _is_setting(parameter: torch.Tensor) -> bool:

@@ -47,7 +47,6 @@ class Planned(Client, Protocol):
     pool: ShardPool
     meter: TrialMeter
     residency: Residency
-    optimizer: torch.optim.Optimizer | None
     of_runner: bool
 
     @property
@@ -55,6 +54,9 @@ class Planned(Client, Protocol):
 
     @property
     def model(self) -> nn.Module: ...
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ class Plans:
     evaluation: TrialPlan | None
 
     def of(self, kind: Kind) -> TrialPlan | None:
-        return self.training if kind.trains else self.evaluation
+        """A forward without gradients that has been measured as a part of a training step has that one's."""
+        if kind.trains or self.evaluation is None:
+            return self.training
+        return self.evaluation
 
 
 class Planner:
@@ -89,9 +94,14 @@ class Planner:
         self._summary: tuple[TrialPlan | None, int, dict[str, Any]] | None = None
 
     def start(self) -> None:
-        """Cut the model for the first time."""
-        refuse_unsupported(self._trial.model)
-        self._adopt_cut(self._cut)
+        """Cut the model, or the models, that the trial has now."""
+        trial = self._trial
+        refuse_unsupported(trial.model)
+        self._settings.clear()
+        if self.plan is not None:
+            self.leave_plan()
+        self._key, self._measures = PlanKey(b"", ()), []
+        self._adopt_cut(Cut())
 
     def close(self) -> None:
         """Let go of the model and of the trial, so that no cycle keeps either."""
@@ -108,7 +118,8 @@ class Planner:
 
     # ---- the plan for a forward ----
 
-    def kind_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:
+    def kind_of(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:
+        """Of a forward of the model with this number."""
         glance, inputs = glance_at(self._trial.model), (args, kwargs)
         self._note_hooks(glance)
         now = glance.training, glance.switches
@@ -116,29 +127,29 @@ class Planner:
             self._settings.add(now)
         setting = (
             glance.parameters, glance.needs_gradient, glance.buffers, gradient_flags(inputs), switches(inputs),
-            autocast_mode(), now if now in self._settings else None,
+            autocast_mode(), now if now in self._settings else None, number,
         )  # fmt: skip
         return Kind(torch.is_grad_enabled(), setting, input_signature(inputs))
 
     def knows(self, kind: Kind) -> bool:
-        return any(measure.kind.covers(kind) for measure in self._measures)
+        return any(measure.covers(kind) for measure in self._measures)
 
     def learn(self, kind: Kind) -> bool:
         """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it."""
         trial = self._trial
-        key = plan_key(trial.model, trial.optimizer, ())
+        key = plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
             self._key, self._measures = key, []
             self._kinds.update(kind() for kind in key.kinds)
         shared = trial.pool.measures.get(key, [])
-        found = [m for m in shared if _comparable(m.kind).covers(_comparable(kind))]
+        found = [m for m in shared if m.covers(_comparable(kind))]
         if not found:
             return False
-        self._count(replace(found[0], kind=kind))
+        self._count(replace(found[0], kinds=(kind,), trains=kind.trains))
         return True
 
     def _count(self, measure: StepMeasure) -> None:
-        self._measures = [m for m in self._measures if not measure.kind.covers(m.kind)] + [measure]
+        self._measures = [m for m in self._measures if not measure.replaces(m)] + [measure]
         self._cut = measure.cut
         self._plans = Plans(None, None)
 
@@ -151,6 +162,7 @@ class Planner:
             self._plans = self._make_plans()
         plan = self._plans.of(kind)
         assert plan is not None
+        self._trial.pool.plans[self._key] = plan
         return plan
 
     # ---- a first step ----
@@ -158,14 +170,13 @@ class Planner:
     def begin(self, kind: Kind) -> FirstStep:
         """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
         trial, pool = self._trial, self._trial.pool
-        self._leave_plan()
-        trial.residency.bring_home(trial.optimizer)
+        self.leave_plan()
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
         room = pool.start_pilot(trial, empty=False, least_bytes=least if trial.of_runner else None)
         self._adopt_cut(self._cut)
         self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)  # type: ignore[arg-type]
-        trial.residency.hold(trial.model, self.blocks, trial.optimizer)
+        trial.residency.hold(trial.model, self.blocks, trial.optimizers)
         return self.first
 
     def end_first(self, step_bytes: int) -> None:
@@ -175,12 +186,12 @@ class Planner:
         self.first = None
         first.end()
         trial.pool.end_pilot(trial, first.peak_bytes)
-        trial.residency.bring_home(trial.optimizer)
+        trial.residency.bring_home(trial.optimizers)
         measure = StepMeasure(
-            first.kind, self._cut, first.profiles, step_bytes, first.kept_bytes, first.peak_bytes, tuple(first.profiles)
+            tuple(first.kinds), first.trains, self._cut, first.profiles, step_bytes, first.kept_bytes, first.peak_bytes
         )
         self._count(measure)
-        trial.pool.share(self._key, replace(measure, kind=_comparable(measure.kind)))
+        trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
 
     def give_up_first(self) -> None:
         """It was ended by an exception."""
@@ -189,7 +200,7 @@ class Planner:
             self.first = None
             first.end()
             trial.pool.end_pilot(trial, first.peak_bytes)
-            trial.residency.bring_home(trial.optimizer)
+            trial.residency.bring_home(trial.optimizers)
 
     def open_block(self, block: Block, reason: str) -> None:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
@@ -214,8 +225,8 @@ class Planner:
     # ---- plans ----
 
     def _make_plans(self) -> Plans:
-        trainings = [m for m in self._measures if m.kind.trains]
-        evaluations = [m for m in self._measures if not m.kind.trains]
+        trainings = [m for m in self._measures if m.trains]
+        evaluations = [m for m in self._measures if not m.trains]
         may_be_resident = not (self._spills or self._trial.residency.spilled)
         for resident in [True, False][not may_be_resident :]:
             made = Plans(self._make(trainings, resident), self._make(evaluations, resident))
@@ -237,7 +248,7 @@ class Planner:
         uncalled = [BlockProfile(b.name, b.weight_bytes, measured=False, visits=0) for b in self.blocks if b.name not in profiles]
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         kept = max(m.kept_bytes for m in measures)
-        trains = any(m.kind.trains for m in self._measures)
+        trains = any(m.trains for m in self._measures)
         return make_plan(
             [*uncalled, *known],
             budget_bytes=trial.pool.budget_bytes,
@@ -272,10 +283,21 @@ class Planner:
         weights = sum(map(storage_bytes, parameters))
         if not trains:
             return weights
-        optimizer, foreach = self._trial.optimizer, self._trial.device.foreach_by_default
         gradients = sum(gradient_bytes(p) for p in parameters if p.requires_grad)
-        state = optimizer_state_bytes(optimizer, parameters)
-        return weights + gradients + state + step_scratch_bytes(optimizer, parameters, foreach_by_default=foreach)
+        return weights + gradients + sum(self._stepping_bytes(parameters))
+
+    def _stepping_bytes(self, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
+        """Optimizer state, and what a step takes beside it. What no optimizer has yet may still get one."""
+        state = scratch = 0
+        foreach, left = self._trial.device.foreach_by_default, {id(p): p for p in parameters}
+        for optimizer in self._trial.optimizers:
+            own = [left.pop(id(p)) for group in optimizer.param_groups for p in group["params"] if id(p) in left]
+            state += optimizer_state_bytes(optimizer, own)
+            scratch = max(scratch, step_scratch_bytes(optimizer, own, foreach_by_default=foreach))
+        if not self._trial.optimizers:
+            state = optimizer_state_bytes(None, parameters)
+            scratch = step_scratch_bytes(None, parameters, foreach_by_default=foreach)
+        return state, scratch
 
     # ---- weights where the plan wants them ----
 
@@ -290,7 +312,7 @@ class Planner:
         )  # fmt: skip
         if not (alike and pool.readmit(trial, plan)):
             self.plan = None
-            trial.residency.bring_home(trial.optimizer)  # until it is admitted it holds nothing
+            trial.residency.bring_home(trial.optimizers)  # until it is admitted it holds nothing
             pool.admit(trial, plan)
         if before is None or not alike:
             self._adopt_cut(plan.cut, plan.blocks)
@@ -300,7 +322,7 @@ class Planner:
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         if plan.resident:
             self.unwrap()
-            trial.residency.hold(trial.model, [], trial.optimizer)
+            trial.residency.hold(trial.model, [], trial.optimizers)
         else:
             self.wrap()
             self._hold()
@@ -309,10 +331,12 @@ class Planner:
     def settle_last(self) -> None:
         """By what was measured last, if anything was."""
         if self._measures:
-            self.settle(self.plan_for(self._measures[-1].kind))
+            self.settle(self.plan_for(self._measures[-1].kinds[0]))
 
-    def _leave_plan(self) -> None:
+    def leave_plan(self) -> None:
+        """Weights are in host memory, until there is another one."""
         self.plan, self.covered = None, set()
+        self._trial.residency.bring_home(self._trial.optimizers)
 
     def shard_of(self, block: Block) -> int:
         if block.name not in self._shard_of:
@@ -350,7 +374,7 @@ class Planner:
 
     def _hold(self) -> None:
         trial = self._trial
-        trial.residency.hold(trial.model, self.blocks, trial.optimizer)
+        trial.residency.hold(trial.model, self.blocks, trial.optimizers)
 
     def _adopt_cut(self, cut: Cut, profiles: Sequence[BlockProfile] = ()) -> None:
         """Blocks that are cut as before stay who they are: a graph may refer to them."""
@@ -397,5 +421,5 @@ class Planner:
 
 def _comparable(kind: Kind) -> Kind:
     """Without what only one model has: the identities of its parameters."""
-    parameters, *setting = kind.setting  # type: ignore[misc]
+    parameters, *setting = kind.setting  # type: ignore
     return replace(kind, setting=(tuple((place, name) for place, name, *_ in parameters), *setting))

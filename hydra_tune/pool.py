@@ -116,6 +116,7 @@ class ShardPool:
         self._devices = open_devices(devices, memory)
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
+        self.plans: dict[PlanKey, TrialPlan] = {}  # the latest of each architecture
         self.measures: dict[PlanKey, list[StepMeasure]] = {}  # by `partition.plan_key`
         self.too_large: set[PlanKey] = set()  # keys of resident plans under which a trial ran out of memory
         self._machine = Machine(
@@ -320,6 +321,22 @@ class ShardPool:
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
             return trial
 
+    def grow_trial(self, trial: Client, host_bytes: int) -> None:
+        """It has another model, of so many bytes of host memory. It does not wait for them: it holds others.
+
+        Raises:
+            BudgetError: all trials together may not have so many.
+        """
+        with self._lock:
+            state, most = self._machine.trials[trial.id], self._machine.host_bytes
+            if most is not None and host_bytes > 0 and state.host_bytes + host_bytes > most:
+                raise BudgetError(
+                    f"{self._summaries[trial.id]['name']} needs {format_bytes(state.host_bytes + host_bytes)} of host "
+                    f"memory for its models, but all trials of this pool may have {format_bytes(most)}. Raise its "
+                    "host_memory=, or train smaller models."
+                ).lacking(state.host_bytes + host_bytes, most)
+            state.host_bytes += host_bytes
+
     def _await_place(self, event: e.TrialAdded, name: str | None, stop: Stop) -> int:
         self._handle(event)
         wait = Wait()
@@ -349,9 +366,10 @@ class ShardPool:
         with self._lock:
             for gone in [other for other in self.measures if not other.can_be_met]:
                 del self.measures[gone]
+                self.plans.pop(gone, None)
                 self.too_large.discard(gone)
             known = self.measures.get(key, [])
-            self.measures[key] = [*(m for m in known if not measure.kind.covers(m.kind)), measure]
+            self.measures[key] = [*(m for m in known if not measure.replaces(m)), measure]
 
     def free_bytes_of(self, trial: Client) -> int:
         """Of its home, where it has that to itself: all that no other trial holds for life."""

@@ -85,14 +85,19 @@ def prepare(
     end_orphans(model)
     chosen = pool or context.pool or default_pool()
     chosen.check_usable()
-    context.refuse_second_model(chosen)
+    beside = context.live_trial(chosen)
 
     def make(number: int, home: Device) -> Trial:
         return Trial(number, home, pool=chosen, name=name or context.name, stop=context.stop)
 
     with _binding:
         _refuse_shared(model)
-    trial = chosen.add_trial(make, num_steps, training_bytes(model, optimizer), name or context.name, context.stop)
+    host_bytes = training_bytes(model, optimizer)
+    if beside is not None:
+        trial = beside
+        chosen.grow_trial(trial, host_bytes)
+    else:
+        trial = chosen.add_trial(make, num_steps, host_bytes, name or context.name, context.stop)
     with _binding:
         try:
             _refuse_shared(model)
@@ -103,11 +108,15 @@ def prepare(
             progress = [] if resumption is None else resumption.begin(model, optimizer, plain, extra)
             trial.bind(model, optimizer)
         except BaseException:
-            trial.end()
+            if beside is None:
+                trial.end()
+            else:
+                chosen.grow_trial(trial, -host_bytes)
             raise
         _bound[id(model)] = model
     trial.resumption = resumption
-    context.register(trial)
+    if beside is None:
+        context.register(trial)
     if computes_elsewhere():
         torch.autograd.set_multithreading_enabled(False)
     each = zip_longest(plain, progress)
@@ -124,10 +133,10 @@ def release(model: nn.Module) -> None:
         PrepareError: the model is not prepared.
     """
     gate.leave()  # where an interruption has left it inside
-    found = [trial_of(module) for module in model.modules()] if isinstance(model, nn.Module) else []
-    trials = [trial for trial in found if trial is not None]
-    for trial in trials:
-        trial.end()
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    trials = [(trial, module) for module in modules if (trial := trial_of(module)) is not None]
+    for trial, module in trials:
+        trial.release(module)
     if not trials and not (isinstance(model, nn.Module) and end_orphans(model)):
         raise PrepareError(f"only a prepared model can be released; this {type(model).__name__} is not prepared.")
 

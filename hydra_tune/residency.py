@@ -169,7 +169,7 @@ class Residency:
         with self.meter.paused():
             self._weights = HostWeights(blocks, self.device)
 
-    def hold(self, model: nn.Module, except_blocks: Sequence[Block], optimizer: torch.optim.Optimizer | None) -> None:
+    def hold(self, model: nn.Module, except_blocks: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
         spilled = {(m, name) for b in except_blocks for m, name, _ in b.sites}
         held = {(h.module(), h.name) for h in self._held}
@@ -186,7 +186,7 @@ class Residency:
                 if name in module._buffers:
                     module._buffers[name] = moved[tensor]
         if moved:
-            self._move_state(optimizer)
+            self._move_state(optimizers)
 
     def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.meter.paused():
@@ -202,7 +202,7 @@ class Residency:
             self.meter.adopt([tensor])
         return tensor
 
-    def bring_home(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def bring_home(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Move what is held on the device back to host memory."""
         self._former.clear()
         moved: dict[torch.Tensor, torch.Tensor] = {}
@@ -227,23 +227,22 @@ class Residency:
                             buffer.data = host
                     module._buffers[held.name] = moved[buffer]
         self._held = []
-        self._move_state(optimizer)
+        self._move_state(optimizers)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self._log.count("spilled_bytes", self.device, tensor_bytes(tensor))
         return self.device.to_host([tensor], [tensor])[0]
 
-    def _move_state(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _move_state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """To its parameters, as `load_state_dict` would; groups and tensors stay who they are."""
-        if optimizer is None:
-            return
-        for group in optimizer.param_groups:
-            counts_there = group.get("capturable") or group.get("fused")
-            for p in group["params"]:
-                values = optimizer.state.get(p, {})
-                for x in tensors_in([v for key, v in values.items() if key != "step" or counts_there]):
-                    if x.device != p.device:
-                        x.data = x.data.to(p.device)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                counts_there = group.get("capturable") or group.get("fused")
+                for p in group["params"]:
+                    values = optimizer.state.get(p, {})
+                    for x in tensors_in([v for key, v in values.items() if key != "step" or counts_there]):
+                        if x.device != p.device:
+                            x.data = x.data.to(p.device)
 
     def close(self) -> None:
         self._retire_copies()

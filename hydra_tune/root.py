@@ -38,6 +38,14 @@ class Executor(Protocol):
     def end(self) -> None: ...
 
 
+class SeveralModels(nn.Module):
+    """Those of one trial, as one: never called."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._modules = {str(i): model for i, model in enumerate(models)}
+
+
 class RootForward(StandIn):
     """Stands in the prepared model's instance attribute `forward`."""
 

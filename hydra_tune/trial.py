@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +46,7 @@ from hydra_tune.pool import ShardPool
 from hydra_tune.randomness import RandomState, hold
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
-from hydra_tune.root import RootApply, RootForward, give_back, refuse_transforms
+from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
@@ -53,6 +54,21 @@ from hydra_tune.tree import map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
 ResultT = TypeVar("ResultT")
+
+
+@dataclass(eq=False)
+class _Root:
+    """One prepared model, with what stepping and configuring it has been hooked to."""
+
+    model: weakref.ref[nn.Module]
+    optimizer: torch.optim.Optimizer | None
+    use_cache_again: Callable[[], object]
+    hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+
+    def let_go(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.use_cache_again()
 
 
 class Trial:
@@ -70,14 +86,11 @@ class Trial:
         self.planner = Planner(self)
         self.residency = Residency(home, self.meter, pool.log_of(number))
         self.steps = Steps(self)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self._roots: list[_Root] = []  # the models that it has prepared, as long as they live
         self.ended = False
         self._plain = False  # the model, again
-        self._model: Callable[[], nn.Module | None] = lambda: None
         self._callers = Callers()
         self._process = os.getpid()
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._use_cache_again: Callable[[], object] = lambda: None
         self.random_state: RandomState | None = None  # the runner's, where there is one
         self.mode: TrialMode | None = None  # the runner's, under checks
         self._counting: TrialMode | None = None  # from a first step's begin to its end
@@ -119,13 +132,27 @@ class Trial:
 
     @property
     def has_model(self) -> bool:
-        return self._model() is not None
+        return any(root.model() is not None for root in self._roots)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [model for root in self._roots if (model := root.model()) is not None]
 
     @property
     def model(self) -> nn.Module:
-        model = self._model()
-        assert model is not None, "the model outlives its trial's work"
-        return model
+        """The one that it has prepared; of several, what has them as children."""
+        models = self.models
+        assert models, "a model outlives its trial's work"
+        return models[0] if len(models) == 1 else SeveralModels(models)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [root.optimizer for root in self._roots if root.optimizer is not None]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The first of them."""
+        return next(iter(self.optimizers), None)
 
     @property
     def is_plain(self) -> bool:
@@ -144,18 +171,39 @@ class Trial:
     # ---- the model's life in the pool ----
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Put the model's blocks under this trial. Nothing is cut or moved before the first forward."""
-        self._model = weakref.ref(model)
-        self.optimizer = optimizer
-        self.planner.start()
+        """Put the model's blocks under this trial, beside those of others that it has. Nothing is cut or moved before
+        the first forward."""
+        self.boundary()
+        self._roots = [root for root in self._roots if root.model() is not None]
+        finalizer = weakref.finalize(model, use_cache_again, use_no_cache(model))
+        finalizer.atexit = False
+        root = _Root(weakref.ref(model), optimizer, finalizer)
+        self._roots.append(root)
+        try:
+            self.planner.start()
+        except BaseException:
+            self._roots.remove(root)
+            finalizer()
+            raise
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
-        finalizer = weakref.finalize(model, use_cache_again, use_no_cache(model))
-        finalizer.atexit, self._use_cache_again = False, finalizer
         if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # They only let go early: an optimizer that wraps another, and has none, does without.
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()))
+            root.hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
+            root.hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()))
+
+    def release(self, model: nn.Module) -> None:
+        """Let go of this model; with the last one the trial ends."""
+        if len(self.models) <= 1:
+            self.end()
+            return
+        self.boundary()
+        self.planner.leave_plan()
+        for root in [root for root in self._roots if root.model() is model]:
+            self._roots.remove(root)
+            root.let_go()
+            give_back(model, self)
+        self.planner.start()
 
     def end(self) -> None:
         """Give back every byte; the model is plain again, on the host, with its current weights."""
@@ -169,18 +217,18 @@ class Trial:
         finally:  # last: from here on others may have its bytes
             torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
             self.pool.end_trial(self)
-            self._use_cache_again()
-            if self.has_model:  # so far `release` may be called again, should it be interrupted
-                give_back(self.model, self)
+            for root in self._roots:
+                root.let_go()
+            for model in self.models:  # so far `release` may be called again, should it be interrupted
+                give_back(model, self)
             self._plain = True
         self.planner.close()
         self.steps.close()
-        self.optimizer = self.resumption = None
+        self.resumption = None
+        self._roots = []
 
     def _leave_device(self) -> None:
         self.pool.await_copies(self)
-        for hook in self._hooks:
-            hook.remove()
         self.unwatch()
         self._close_backward()
         self.residency.await_gradients()
@@ -189,7 +237,7 @@ class Trial:
             self.planner.first = None
         self.planner.unwrap()  # parts of a model may live longer
         self.device.synchronize()  # it may have computed in a stream that is not the caller's
-        self.residency.bring_home(self.optimizer)
+        self.residency.bring_home(self.optimizers)
         self.residency.close()
 
     # ---- steps ----
@@ -246,7 +294,7 @@ class Trial:
     # ---- the root module's forward ----
 
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        call = _call_key(args, kwargs) if self.planner.covered else None
+        call = _call_key(root, args, kwargs) if self.planner.covered else None
         if call is not None and call in self.planner.covered and self._pass is None:
             self._refuse_other_threads()
             self.pool.check_open(self)
@@ -262,9 +310,9 @@ class Trial:
             return root.original(*args, **kwargs)  # the model calls itself
         self.pool.check_open(self)
         self._leave_last_step()
-        self._enter(args, kwargs)
+        self._enter(root, args, kwargs)
         if self.plan is not None and self.plan.resident:
-            self.planner.covered.add(_call_key(args, kwargs))
+            self.planner.covered.add(_call_key(root, args, kwargs))
         return self._run_step(root, args, kwargs)
 
     def _leave_last_step(self) -> None:
@@ -282,12 +330,17 @@ class Trial:
             self.checkpoint(states)
             resumption.publish()
 
-    def _enter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _enter(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Be in a step that has room for this forward."""
         planner = self.planner
-        kind = planner.kind_of(args, kwargs)
-        if planner.first is not None:
-            return  # of a step with several forwards
+        if len(self.models) < len(self._roots):  # one was collected
+            self._roots = [each for each in self._roots if each.model() is not None]
+            planner.leave_plan()
+            planner.start()
+        kind = planner.kind_of(self.models.index(root.module), args, kwargs)
+        if planner.first is not None:  # of a step with several forwards
+            planner.first.add(kind)
+            return
         if self.steps.under_way:
             if planner.knows(kind):
                 self.steps.open()
@@ -754,9 +807,9 @@ class Trial:
         self.planner.hold_weight(weight, reason)
 
 
-def _call_key(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What of a call decides how much room it needs; None of one whose arguments have others in them."""
-    told: list[Any] = [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
+    told: list[Any] = [id(root), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             told += (value.shape, value.dtype)

@@ -53,7 +53,7 @@ class FirstStep:
     """`profiles` by the names of blocks, in the order in which they ran."""
 
     def __init__(self, trial: Measured, kind: Kind, free_bytes: int, *, beside: bool) -> None:
-        self.kind = kind
+        self.kinds = [kind]
         self.free_bytes = free_bytes
         self.profiles: dict[str, BlockProfile] = {}
         self.kept_bytes = 0
@@ -66,6 +66,15 @@ class FirstStep:
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
         trial.meter.first = self
         self._limit()
+
+    @property
+    def trains(self) -> bool:
+        return any(kind.trains for kind in self.kinds)
+
+    def add(self, kind: Kind) -> None:
+        """Another forward of the step."""
+        if not any(own.covers(kind) for own in self.kinds):
+            self.kinds.append(kind)
 
     # ---- room ----
 
@@ -181,7 +190,7 @@ class FirstStep:
         profile = BlockProfile(
             block.name, block.weight_bytes, measure.forward_work_bytes, measure.backward_work_bytes,
             measure.saved_bytes, measure.boundary_bytes, measure.boundary_bytes, True,
-            measure.forward_s, measure.backward_s, visits=1 + self.kind.trains,
+            measure.forward_s, measure.backward_s, visits=1 + torch.is_grad_enabled(),
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,
         )  # fmt: skip
         known = self.profiles.pop(block.name, None)

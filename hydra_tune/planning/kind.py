@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,15 +29,22 @@ class Kind:
 
 @dataclass(frozen=True)
 class StepMeasure:
-    """What the first step with a forward of this kind has shown: blocks in the order in which they ran."""
+    """What a first step with forwards of these kinds has shown: blocks in the order in which they ran."""
 
-    kind: Kind
+    kinds: tuple[Kind, ...]
+    trains: bool
     cut: Cut
     blocks: dict[str, BlockProfile]
     step_bytes: int
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
     first_step_bytes: int = 0  # the most that this step itself had on the device
-    order: tuple[str, ...] = field(default=())
+
+    def covers(self, kind: Kind) -> bool:
+        return any(own.covers(kind) for own in self.kinds)
+
+    def replaces(self, other: StepMeasure) -> bool:
+        """Whether it tells all that the other one does, and later."""
+        return self.trains == other.trains and all(map(self.covers, other.kinds))
 
 
 def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:

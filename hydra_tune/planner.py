@@ -180,7 +180,7 @@ class Planner:
         return self.first
 
     def end_first(self, step_bytes: int) -> None:
-        """It has come to its end, with so many bytes outside of its visits to blocks; others may know what it showed."""
+        """It has come to its end, with so many bytes outside of its visits to blocks."""
         first, trial = self.first, self._trial
         assert first is not None
         self.first = None
@@ -230,10 +230,8 @@ class Planner:
         may_be_resident = not (self._spills or self._trial.residency.spilled)
         for resident in [True, False][not may_be_resident :]:
             made = Plans(self._make(trainings, resident), self._make(evaluations, resident))
-            both = [p for p in (made.training, made.evaluation) if p is not None]
-            if all(p.resident == resident for p in both):
-                held = max(p.held_bytes for p in both)
-                return Plans(*(None if p is None else replace(p, held_bytes=held) for p in vars(made).values()))
+            if all(p is None or p.resident == resident for p in (made.training, made.evaluation)):
+                return made
         raise AssertionError("a plan that may not be resident is spilled")
 
     def _make(self, measures: Sequence[StepMeasure], resident: bool) -> TrialPlan | None:
@@ -245,9 +243,10 @@ class Planner:
             for name, profile in measure.blocks.items():
                 profiles[name] = larger_of(profiles[name], profile) if name in profiles else profile
         known = [profiles[b.name] for b in self._in_order(list(profiles)) if b.name in profiles]
-        uncalled = [BlockProfile(b.name, b.weight_bytes, measured=False, visits=0) for b in self.blocks if b.name not in profiles]
+        others = [b for b in self.blocks if b.name not in profiles]
+        uncalled = [BlockProfile(b.name, b.weight_bytes, measured=False, visits=0) for b in others]
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
-        kept = max(m.kept_bytes for m in measures)
+        kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
         trains = any(m.trains for m in self._measures)
         return make_plan(
             [*uncalled, *known],

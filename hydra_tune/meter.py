@@ -233,6 +233,7 @@ class TrialMeter:
         self._outside_start: int | None = None
         self._outside_peak = 0
         self._is_outside = True  # of visits to shards
+        self._starts_later = False
         self.watched = False  # a dispatch mode of the trial's own is installed
         self.first: FirstStep | None = None  # under way: is told what is written, and makes room
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
@@ -299,6 +300,9 @@ class TrialMeter:
 
     def observe(self, device: Meter | None, outputs: list[torch.Tensor]) -> None:
         """Count what an operator made there."""
+        if self._starts_later:
+            self._starts_later = False
+            self.outside_starts()
         if device is not None:
             device.add(self.trial, outputs)
 
@@ -326,13 +330,20 @@ class TrialMeter:
 
     def outside_ends(self) -> None:
         self._is_outside = False
-        if self._outside_start is not None:
+        if self._starts_later:
+            self._starts_later = False
+        elif self._outside_start is not None:
             self._outside_peak = max(self._outside_peak, self.window_peak)
 
     def outside_starts(self) -> None:
         self._is_outside = True
         if self._outside_start is not None:
             self.start_window()
+
+    def outside_starts_later(self) -> None:
+        """With the next operator: what the visit has made is about to be freed."""
+        self._is_outside = True
+        self._starts_later = self._outside_start is not None
 
     def outside_peak(self) -> int:
         """The figure since `watch_outside`, which ends here."""

@@ -14,7 +14,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,6 @@ class Measurement:
         if torch.is_grad_enabled() and _has_generator(twin):
             return BlockMeasure(keeps=f"{block.name} draws from a generator of its own")
         with (
-            torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
             state_kept(self._device.generators()),
             SharedDraws() as shared,
             torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),

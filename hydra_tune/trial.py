@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hydra_tune.blocks.block import Block
+from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.call import Call, KeptCall, RepeatedCall
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.company import company
@@ -43,6 +44,7 @@ from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
+from hydra_tune.process_state import remembers_casts
 from hydra_tune.randomness import RandomState, hold
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
@@ -515,7 +517,7 @@ class Trial:
             return self._evaluate(block, args, kwargs, given)
         if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
-        call = RepeatedCall(block, self, forward_pass)
+        call = RepeatedCall(block, self, forward_pass, travels=self._may_travel(block, given))
         if first is not None:
             first.watch(call, given)
         versions = versions_of(given)
@@ -534,7 +536,7 @@ class Trial:
 
         def run() -> Any:
             caches = torch.is_autocast_cache_enabled()
-            with self.visit_forward(block) as copy:
+            with self.visit_forward(block, travels=False) as copy:
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
                     with block.given(copy.leaves(block.slot_parameters)):
@@ -545,16 +547,27 @@ class Trial:
 
         return self.with_room(block, run, lambda: versions == versions_of(given))
 
+    def _may_travel(self, block: Block, given: Sequence[torch.Tensor]) -> bool:
+        """Whether a call of the block may run away from home. The gradients of its weights end its backward."""
+        if block.at_home or not self.pool.travels or self.plan is None or self.plan.resident:
+            return False
+        if block.casts and remembers_casts():  # which the calls of several blocks share
+            return False
+        return any(are_trained(block.slot_parameters)) and all(map(may_move, given))
+
+    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.residency.received(device, tensors)
+
     @contextmanager
-    def visit_forward(self, block: Block) -> Iterator[DeviceCopy]:
-        with self._visit(block, Direction.FORWARD) as copy:
+    def visit_forward(self, block: Block, *, travels: bool) -> Iterator[DeviceCopy]:
+        with self._visit(block, Direction.FORWARD, travels=travels) as copy:
             yield copy
 
     @contextmanager
     def repeating(self, call: Call) -> Iterator[DeviceCopy]:
         self.visit_backward(call)
         caches = torch.is_autocast_cache_enabled()
-        with self._visit(call.block, Direction.BACKWARD) as copy:
+        with self._visit(call.block, Direction.BACKWARD, travels=True) as copy:  # it is where its backward is
             torch.set_autocast_cache_enabled(False)
             try:
                 yield copy
@@ -562,11 +575,12 @@ class Trial:
                 torch.set_autocast_cache_enabled(caches)
 
     @contextmanager
-    def _visit(self, block: Block, direction: Direction) -> Iterator[DeviceCopy]:
+    def _visit(self, block: Block, direction: Direction, *, travels: bool) -> Iterator[DeviceCopy]:
         """The block's weights on the device, for its forward or the repetition of that."""
-        copy = self._at(block, direction)
+        copy = self._at(block, direction, travels=travels)
         outermost = gate.enter()
         self._visiting = True
+        here, self.meter.here = self.meter.here, copy.device.meter
         self.meter.inside += 1
         if direction is Direction.FORWARD:
             self.meter.outside_ends()
@@ -574,6 +588,7 @@ class Trial:
             yield copy
         finally:
             self._visiting = False
+            self.meter.here = here
             self.meter.inside -= 1
             copy.used = copy.device.mark()
             if direction is Direction.FORWARD:
@@ -581,30 +596,31 @@ class Trial:
             if outermost:
                 gate.leave()
 
-    def _at(self, block: Block, direction: Direction) -> DeviceCopy:
+    def _at(self, block: Block, direction: Direction, *, travels: bool) -> DeviceCopy:
         """Be where the block's shard is; its copy there."""
         if self.planner.first is not None:
             copy = self.planner.first.copy_of(block)
         elif self.plan is not None and self.plan.resident:
             copy = DeviceCopy.of_none(self.device)
         else:
-            copy = self._go_to(self.planner.shard_of(block), direction)
+            copy = self._go_to(self.planner.shard_of(block), direction, travels=travels)
         self.residency.refresh(copy, block)
         return copy
 
     # ---- backward ----
 
-    def visit_backward(self, call: Call) -> DeviceCopy:
+    def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
         if self._open is not call or self._open_copy is None:
-            self._open_backward(call)
+            self._open_backward(call, travels=travels)
         assert self._open_copy is not None
         return self._open_copy
 
-    def _open_backward(self, call: Call) -> None:
+    def _open_backward(self, call: Call, *, travels: bool) -> None:
         self._enter_backward(call.forward_pass)
         self._close_backward()
         self.meter.outside_ends()
-        self._open_copy = self._at(call.block, Direction.BACKWARD)
+        self._open_copy = self._at(call.block, Direction.BACKWARD, travels=travels)
+        self.meter.here = self._open_copy.device.meter
         self._open = call
         self._touched.append(call)
 
@@ -613,6 +629,7 @@ class Trial:
         if self._open_copy is not None:
             self._open_copy.used = self._open_copy.device.mark()
             self.meter.outside_starts_later()
+            self.meter.here = self.meter.meter
         self._open = self._open_copy = None
 
     def send_home(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
@@ -681,8 +698,11 @@ class Trial:
 
     def _forget_backward(self) -> None:
         """It was ended by an exception, after which the engine calls nobody."""
-        self._backward_id, self._backward_passes, self._touched = -1, set(), []
+        self._backward_id, self._backward_passes = -1, set()
         self._close_backward()
+        for call in self._touched:
+            call.forget()
+        self._touched = []
         self.residency.await_gradients()
 
     # ---- room ----
@@ -743,17 +763,17 @@ class Trial:
 
     # ---- the lease ----
 
-    def _go_to(self, shard: int, direction: Direction) -> Any:
+    def _go_to(self, shard: int, direction: Direction, *, travels: bool = False) -> Any:
         if self.lease.begin(self.steps.number, direction):
             self._task = self.lease.task
             self.pool.check_open(self)
             return None
         task = Task(self.id, self.steps.number, shard, direction)
-        if self._task != task:
+        if self._task != task or not (travels or self._task_device is self.device):
             self._close_backward()
             ended, self._task = self._task, None
             after = (ended, self._task_start_s) if ended else None
-            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, True), after)
+            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, at_home=not travels), after)
             hold(self._task_device.generators(), self.random_state)
             self._task = task
         assert self.plan is not None
@@ -797,6 +817,7 @@ class Trial:
     def move_home(self, device: Device) -> None:
         """Carry out the scheduler's `Move`."""
         self.residency.move_home(device)
+        self._task_device = device
 
     # ---- for planner and first step ----
 

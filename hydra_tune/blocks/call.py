@@ -21,8 +21,10 @@ from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.move import brought, copies_for_graph, returned
 from hydra_tune.blocks.promote import promote
 from hydra_tune.blocks.shared_casts import SharedCasts
+from hydra_tune.device import Device
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.process_state import remembers_casts
@@ -43,10 +45,16 @@ class Executor(Protocol):
     @property
     def is_alone(self) -> bool: ...
 
-    def visit_forward(self, block: Block) -> AbstractContextManager[DeviceCopy]: ...
+    @property
+    def device(self) -> Device: ...
 
-    def visit_backward(self, call: Call) -> DeviceCopy:
-        """Have the block's shard on the device, from here until the next visit; its copy there."""
+    def visit_forward(self, block: Block, *, travels: bool) -> AbstractContextManager[DeviceCopy]: ...
+
+    def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
+        """Have the block's shard on the device, from here until the next visit; its copy there. With `travels`, on any
+        device, if it has none yet."""
+
+    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
     def repeating(self, call: Call) -> AbstractContextManager[DeviceCopy]: ...
 
@@ -97,7 +105,10 @@ class _EnoughError(BaseException):
 
 
 class Call:
-    """The part that repeating and keeping share. Lives as long as the graph of the call."""
+    """The part that repeating and keeping share. Lives as long as the graph of the call. With `travels`, each of its
+    visits may be away from home."""
+
+    travels = False
 
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         self.block = block
@@ -111,7 +122,7 @@ class Call:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block's forward in the user's graph, in a visit."""
         block = self.block
-        with self.trial.visit_forward(block) as copy:
+        with self.trial.visit_forward(block, travels=self.travels) as copy:
             self._copy, self._start = copy, copy.start
             self._end = self._start + copy.num_bytes
             self._versions = versions_of(block.slot_parameters)
@@ -119,13 +130,20 @@ class Call:
             _push_hooks(self._pack, self._unpack)
             try:
                 with block.given(weights):
-                    outputs = block.forward(args, kwargs)
+                    outputs = self._forward(copy, args, kwargs)
             finally:
                 _pop_hooks()
                 del self._copy
                 for i in self._casts:
                     self.trial.casts.free(block.slot_parameters[i])
-            return map_tensors(_apart_from(copy), outputs) if copy.num_bytes else outputs
+            outputs = map_tensors(_apart_from(copy), outputs) if copy.num_bytes else outputs
+            return self._returned(copy, outputs) if self.travels else outputs
+
+    def _forward(self, copy: DeviceCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self.block.forward(args, kwargs)
+
+    def _returned(self, copy: DeviceCopy, outputs: Any) -> Any:
+        raise NotImplementedError
 
     def _promoted(self, copy: DeviceCopy) -> list[torch.Tensor]:
         """The block's weights as its operators are to see them: outputs of `Promote`, where they are trained."""
@@ -211,18 +229,20 @@ class RepeatedCall(Call):
     """`_saved` are all that autograd has saved, in order, as long as it has them. What is a weight, or lies in the
     memory of an input, is there without a repetition."""
 
-    def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
+    def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass, *, travels: bool = False) -> None:
         super().__init__(block, trial, forward_pass)
+        self.travels = travels
         self._saved: list[weakref.ref[Saved]] = []
         self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
         self._next = 0  # to be made by the repetition under way
         self._inputs: list[tuple[int, int]] = []  # where their memory is
+        self._place: Device | None = None  # of the backward under way, if it may travel
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
         self._leaves, self._structure = flatten_call(args, kwargs)
         tensors = [x for x in self._leaves if isinstance(x, torch.Tensor)]
-        self._inputs = list(map(_memory_of, tensors))
+        self._inputs = [] if self.travels else list(map(_memory_of, tensors))  # those are to be where the backward is
         self._input_versions = versions_of(tensors)
         if block.clones:
             self.keep_clones()
@@ -235,6 +255,33 @@ class RepeatedCall(Call):
         if not block.is_checked:
             self._looks = list(map(_look_at, tensors_in(outputs)))
         return outputs
+
+    def _forward(self, copy: DeviceCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not self.travels:
+            return self.block.forward(args, kwargs)
+        with brought(self.trial, copy.device, self._leaves) as leaves:
+            return self.block.forward(*unflatten(leaves, self._structure))
+
+    def _returned(self, copy: DeviceCopy, outputs: Any) -> Any:
+        return returned(self.trial, self, copy.device, self.tensors, outputs)
+
+    def start_backward(self) -> None:
+        if self._place is None and not torch.is_grad_enabled():  # gradients of gradients are at home
+
+            def repeat() -> None:
+                self._place = self.trial.visit_backward(self, travels=True).device
+                if any(saved is not None and saved.value is None for saved in (r() for r in self._saved)):
+                    self._repeat()
+
+            self.trial.with_room(self.block, repeat, self._rewound)
+
+    def received_there(self, gradient: torch.Tensor) -> torch.Tensor:
+        home = self.trial.device
+        return gradient if self._place in (None, home) else self.trial.received(self._place, [gradient])[0]
+
+    def received_home(self, gradient: torch.Tensor) -> torch.Tensor:
+        home = self.trial.device
+        return gradient if self._place in (None, home) else self.trial.received(home, [gradient])[0]
 
     def rewind(self) -> None:
         """As if it had not run, for it had no room."""
@@ -282,6 +329,7 @@ class RepeatedCall(Call):
         return True
 
     def forget(self) -> None:
+        self._place = None
         for reference in self._saved:
             saved = reference()
             if saved is not None and isinstance(saved.value, torch.Tensor):
@@ -310,7 +358,7 @@ class RepeatedCall(Call):
                 self._packing_again(),
                 block.given(self._leaves_of(copy)),
             ):
-                args, kwargs = self._arguments()
+                args, kwargs = self._arguments(copy.device)
                 try:
                     self._check(block.forward(args, kwargs))
                 except _EnoughError:
@@ -337,8 +385,8 @@ class RepeatedCall(Call):
             weights[i] = weights[i].detach().to(dtype).requires_grad_(weights[i].requires_grad)
         return weights
 
-    def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        leaves = self._leaves
+    def _arguments(self, device: Device) -> tuple[Sequence[Any], dict[str, Any]]:
+        leaves = copies_for_graph(self.trial, device, self._leaves)
         if self.block.clones:  # no leaves, which may not be changed in place
             leaves = [_nonleaf_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         args, kwargs = unflatten(leaves, self._structure)

@@ -26,12 +26,13 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.host_buffer import same_bits, same_values, storage_bytes, versions_of
-from hydra_tune.meter import TrialMeter
+from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.snapshot import Snapshot
-from hydra_tune.tree import flatten_call, tensors_in, unflatten
+from hydra_tune.transfer import copied_bytes
+from hydra_tune.tree import flatten, flatten_call, tensors_in, unflatten
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -44,6 +45,8 @@ class BlockMeasure:
     whole     why it is to stay on the device with its own graph, or to be opened into its children; empty if not
     keeps     why its activations are kept; empty if its forward may be repeated
     clones    it changes an input in place
+    carried   bytes of its inputs, or of its outputs if these are more, as copies on another device
+    at_home   it needs what its trial has at home
     casts     weights that it uses only through autocast's copy, by their numbers in the block
     """
 
@@ -51,6 +54,8 @@ class BlockMeasure:
     backward_work_bytes: int = 0
     saved_bytes: int = 0
     boundary_bytes: int = 0
+    carried_bytes: int = 0
+    at_home: bool = True
     forward_s: float = 0.0
     backward_s: float = 0.0
     whole: str = ""
@@ -164,7 +169,8 @@ class Measurement:
         asked, given, arguments = self._arguments()
         objects = Snapshot({"an argument": [x for x in given if not isinstance(x, torch.Tensor)]}, twin)
         versions, weights = _versions(given), versions_of(self._leaves)
-        with self._measured() as used, _without_checkpoints(block):
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        with self._measured() as used, _without_checkpoints(block), self._meter.noting_uses(*tensors, self._at.slot) as outside:
             caches = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             _push_hooks(_drop, _refuse_unpacking(block))
@@ -177,6 +183,9 @@ class Measurement:
         forward_work, forward_s = used
         made = tensors_in(outputs)
         boundary = sum(map(storage_bytes, made))
+        carried = max(copied_bytes(tensors), copied_bytes(made))
+        at_home = bool(outside) or self._is_at_home(twin, tensors, outputs)
+        del tensors
         if versions_of(self._leaves) != weights:
             raise _FoundError(f"{block.name} changes a weight in its forward")
         if any(self._at.has(t) for m in twin.modules() for t in _tensors_of(m)):
@@ -218,9 +227,20 @@ class Measurement:
             self._device.synchronize()
         backward_work, backward_s = used
         return BlockMeasure(
-            forward_work, backward_work, saved, boundary, forward_s, backward_s,
+            forward_work, backward_work, saved, boundary, carried, bool(at_home or keeps or clones), forward_s, backward_s,
             keeps=keeps, clones=clones, writes_buffers=writes_buffers, casts=casts,
         )  # fmt: skip
+
+    def _is_at_home(self, twin: nn.Module, given: Sequence[torch.Tensor], outputs: Any) -> bool:
+        """It has tensors of its own beside its weights, gives a view of what it is given, or something that may hold
+        tensors, or says where to make some."""
+        block, (made, _) = self._block, flatten(outputs)
+        if block.held or _buffers_of(twin) or any(map(_tensors_of, twin.modules())) or block.names_device:
+            return True
+        if not all(isinstance(x, (torch.Tensor, bool, int, float, str, type(None))) for x in made):
+            return True
+        places = {s._cdata for x in given for s in storages_of(x)}
+        return any(s._cdata in places for x in tensors_in(made) for s in storages_of(x))
 
     def _casts(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
         """Of the weights that are promoted, those whose every use is a cast to autocast's dtype."""
@@ -255,7 +275,7 @@ class Measurement:
             outputs = self._forward(*arguments)
             self._device.synchronize()
         boundary = sum(map(storage_bytes, tensors_in(outputs)))
-        return BlockMeasure(used[0], 0, 0, boundary, used[1])
+        return BlockMeasure(used[0], 0, 0, boundary, forward_s=used[1])
 
     @contextmanager
     def _measured(self) -> Iterator[list[Any]]:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hydra_tune.blocks.block import Block
+from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.call import Call, KeptCall, RepeatedCall
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.shared_casts import SharedCasts
@@ -50,7 +50,7 @@ from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, re
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
-from hydra_tune.tree import map_tensors, tensors_in
+from hydra_tune.tree import flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
 ResultT = TypeVar("ResultT")
@@ -511,8 +511,8 @@ class Trial:
             return block.forward(args, kwargs)
         forward_pass = self._pass or next(iter(self._backward_passes))
         forward_pass.count(block.name)
-        given = tensors_in((args, kwargs))
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *block.parameters))):
+        given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
+        if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
             return self._evaluate(block, args, kwargs, given)
         if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)

@@ -233,6 +233,7 @@ class RepeatedCall(Call):
         super().__init__(block, trial, forward_pass)
         self._saved: list[weakref.ref[Saved]] = []
         self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
+        self._drops = False  # something that a repetition must make
         self._next = 0  # to be made by the repetition under way
         self._inputs: list[tuple[int, int]] = []  # where their memory is
 
@@ -250,7 +251,7 @@ class RepeatedCall(Call):
         with noting_draws(self._draws):
             outputs = super().run(args, kwargs)
         del self._inputs
-        if not block.is_checked:
+        if self._drops and not block.is_checked:
             self._looks = list(map(_look_at, tensors_in(outputs)))
         return outputs
 
@@ -280,6 +281,8 @@ class RepeatedCall(Call):
                 if start <= place < end:
                     saved.value = Versioned(tensor, version_of(tensor))
                     break
+            else:
+                self._drops = True
         self._saved.append(_ref(saved))
         return saved
 

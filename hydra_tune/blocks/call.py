@@ -12,8 +12,8 @@ the memory that it was in is another shard's by then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -21,7 +21,6 @@ from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.device_copy import DeviceCopy
-from hydra_tune.blocks.move import brought, copies_for_graph, returned
 from hydra_tune.blocks.promote import promote
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.device import Device
@@ -29,10 +28,12 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.process_state import remembers_casts
 from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
+from hydra_tune.shard import Direction
 from hydra_tune.surroundings import Surroundings
 from hydra_tune.tree import flatten_call, map_tensors, tensors_in, unflatten
 
 ResultT = TypeVar("ResultT")
+_ref = weakref.ref
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -45,18 +46,14 @@ class Executor(Protocol):
     @property
     def is_alone(self) -> bool: ...
 
-    @property
-    def device(self) -> Device: ...
+    def begin_visit(self, block: Block, direction: Direction, *, travels: bool = False) -> DeviceCopy:
+        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`. With
+        `travels`, perhaps on another one than the trial's home, or where the backward that it is for is."""
 
-    def visit_forward(self, block: Block, *, travels: bool) -> AbstractContextManager[DeviceCopy]: ...
+    def end_visit(self, copy: DeviceCopy, direction: Direction) -> None: ...
 
     def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
-        """Have the block's shard on the device, from here until the next visit; its copy there. With `travels`, on any
-        device, if it has none yet."""
-
-    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
-
-    def repeating(self, call: Call) -> AbstractContextManager[DeviceCopy]: ...
+        """Have the block's shard on the device, from here until the next visit; its copy there."""
 
     def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT: ...
 
@@ -72,6 +69,9 @@ class WeightView(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_cast: bool = False
+
+
+_new_view: Callable[[tuple[Any, ...]], WeightView] = partial(tuple.__new__, WeightView)  # in a fifth of the time
 
 
 class Versioned(NamedTuple):
@@ -96,19 +96,15 @@ class Saved:
     __slots__ = ("__weakref__", "value")
     value: WeightView | Versioned | torch.Tensor | None
 
-    def __init__(self, value: WeightView | Versioned | None) -> None:
-        self.value = value
-
 
 class _EnoughError(BaseException):
     """Ends a repetition: all that was saved is there. No model catches it."""
 
 
 class Call:
-    """The part that repeating and keeping share. Lives as long as the graph of the call. With `travels`, each of its
-    visits may be away from home."""
+    """The part that repeating and keeping share. Lives as long as the graph of the call."""
 
-    travels = False
+    travels = False  # see `travelling.py`
 
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         self.block = block
@@ -117,33 +113,48 @@ class Call:
         self._versions: Sequence[int] = ()  # of the weights in host memory
         self._casts = block.casts if block.casts and remembers_casts() else {}
 
+    @property
+    def has_casts(self) -> bool:
+        """Whether some gradients are those of autocast's copies."""
+        return bool(self._casts)
+
     # ---- forward ----
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block's forward in the user's graph, in a visit."""
-        block = self.block
-        with self.trial.visit_forward(block, travels=self.travels) as copy:
-            self._copy, self._start = copy, copy.start
-            self._end = self._start + copy.num_bytes
+        block, trial = self.block, self.trial
+        copy = trial.begin_visit(block, Direction.FORWARD, travels=self.travels)
+        try:
+            self._enter(copy)
             self._versions = versions_of(block.slot_parameters)
             weights = self._promoted(copy)
+            block.lend(weights)
             _push_hooks(self._pack, self._unpack)
             try:
-                with block.given(weights):
-                    outputs = self._forward(copy, args, kwargs)
+                outputs = self._forward_at(copy.device) if self.travels else block.forward(args, kwargs)
             finally:
                 _pop_hooks()
-                del self._copy
+                block.take_back(weights)
                 for i in self._casts:
-                    self.trial.casts.free(block.slot_parameters[i])
-            outputs = map_tensors(_apart_from(copy), outputs) if copy.num_bytes else outputs
-            return self._returned(copy, outputs) if self.travels else outputs
+                    trial.casts.free(block.slot_parameters[i])
+            if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):
+                outputs = map_tensors(_apart_from(copy), outputs)
+            return self._returned_from(copy.device, outputs) if self.travels else outputs
+        finally:
+            del self._copy
+            trial.end_visit(copy, Direction.FORWARD)
 
-    def _forward(self, copy: DeviceCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self.block.forward(args, kwargs)
-
-    def _returned(self, copy: DeviceCopy, outputs: Any) -> Any:
+    def _forward_at(self, device: Device) -> Any:
+        """Of a call that travels, on what it was given."""
         raise NotImplementedError
+
+    def _returned_from(self, device: Device, outputs: Any) -> Any:
+        raise NotImplementedError
+
+    def _enter(self, copy: DeviceCopy) -> None:
+        self._copy, self._start = copy, copy.start
+        self._end = copy.start + copy.num_bytes
+        self._weight_at = copy.weight_starting_at
 
     def _promoted(self, copy: DeviceCopy) -> list[torch.Tensor]:
         """The block's weights as its operators are to see them: outputs of `Promote`, where they are trained."""
@@ -168,18 +179,18 @@ class Call:
                 weight.__dict__.update(p.__dict__)
         return weights
 
-    def _weight_view(self, tensor: torch.Tensor) -> WeightView | None:
+    def _weight_view(self, tensor: torch.Tensor, place: int) -> WeightView | None:
         """None of what is no weight."""
-        try:
-            place = tensor.data_ptr()
-        except RuntimeError:  # it is sparse
+        if self._cast_places:
+            for start, end, parameter in self._cast_places:
+                if start <= place < end:
+                    offset = (place - start) // tensor.element_size()
+                    return WeightView(parameter, offset, tensor.size(), tensor.stride(), tensor.dtype, is_cast=True)
+        if not self._start <= place < self._end:
             return None
-        for start, end, parameter in self._cast_places:
-            if start <= place < end and tensor.numel():
-                offset = (place - start) // tensor.element_size()
-                return WeightView(parameter, offset, tensor.size(), tensor.stride(), tensor.dtype, is_cast=True)
-        if not (self._start <= place < self._end) or tensor.numel() == 0:
-            return None
+        whole = self._weight_at.get(place)
+        if whole is not None:
+            return _new_view((whole, 0, tensor.size(), tensor.stride(), tensor.dtype, False))
         parameter, start = self._copy.parameter_at(place)
         offset = (place - start) // tensor.element_size()
         return WeightView(parameter, offset, tensor.size(), tensor.stride(), tensor.dtype)
@@ -219,7 +230,7 @@ class Call:
 
 class KeptCall(Call):
     def _pack(self, tensor: torch.Tensor) -> WeightView | Versioned:
-        return self._weight_view(tensor) or Versioned(tensor, version_of(tensor))
+        return self._weight_view(tensor, _place_of(tensor)) or Versioned(tensor, version_of(tensor))
 
     def _unpack(self, packed: WeightView | Versioned) -> torch.Tensor:
         return packed.read() if type(packed) is Versioned else self.weight(packed)  # type: ignore[arg-type]
@@ -229,20 +240,19 @@ class RepeatedCall(Call):
     """`_saved` are all that autograd has saved, in order, as long as it has them. What is a weight, or lies in the
     memory of an input, is there without a repetition."""
 
-    def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass, *, travels: bool = False) -> None:
+    def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         super().__init__(block, trial, forward_pass)
-        self.travels = travels
         self._saved: list[weakref.ref[Saved]] = []
         self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
+        self._drops = False  # something that a repetition must make
         self._next = 0  # to be made by the repetition under way
         self._inputs: list[tuple[int, int]] = []  # where their memory is
-        self._place: Device | None = None  # of the backward under way, if it may travel
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
         self._leaves, self._structure = flatten_call(args, kwargs)
         tensors = [x for x in self._leaves if isinstance(x, torch.Tensor)]
-        self._inputs = [] if self.travels else list(map(_memory_of, tensors))  # those are to be where the backward is
+        self._inputs = [] if self.travels else list(map(_memory_of, tensors))
         self._input_versions = versions_of(tensors)
         if block.clones:
             self.keep_clones()
@@ -252,36 +262,9 @@ class RepeatedCall(Call):
         with noting_draws(self._draws):
             outputs = super().run(args, kwargs)
         del self._inputs
-        if not block.is_checked:
+        if self._drops and not block.is_checked:
             self._looks = list(map(_look_at, tensors_in(outputs)))
         return outputs
-
-    def _forward(self, copy: DeviceCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if not self.travels:
-            return self.block.forward(args, kwargs)
-        with brought(self.trial, copy.device, self._leaves) as leaves:
-            return self.block.forward(*unflatten(leaves, self._structure))
-
-    def _returned(self, copy: DeviceCopy, outputs: Any) -> Any:
-        return returned(self.trial, self, copy.device, self.tensors, outputs)
-
-    def start_backward(self) -> None:
-        if self._place is None and not torch.is_grad_enabled():  # gradients of gradients are at home
-
-            def repeat() -> None:
-                self._place = self.trial.visit_backward(self, travels=True).device
-                if any(saved is not None and saved.value is None for saved in (r() for r in self._saved)):
-                    self._repeat()
-
-            self.trial.with_room(self.block, repeat, self._rewound)
-
-    def received_there(self, gradient: torch.Tensor) -> torch.Tensor:
-        home = self.trial.device
-        return gradient if self._place in (None, home) else self.trial.received(self._place, [gradient])[0]
-
-    def received_home(self, gradient: torch.Tensor) -> torch.Tensor:
-        home = self.trial.device
-        return gradient if self._place in (None, home) else self.trial.received(home, [gradient])[0]
 
     def rewind(self) -> None:
         """As if it had not run, for it had no room."""
@@ -299,18 +282,20 @@ class RepeatedCall(Call):
         self._input_versions = versions_of(self.tensors)
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
-        value: WeightView | Versioned | None = self._weight_view(tensor)
-        if value is None and self._is_input(tensor):
-            value = Versioned(tensor, version_of(tensor))
-        saved = Saved(value)
-        self._saved.append(weakref.ref(saved))
+        saved = Saved()
+        saved.value = None
+        place = _place_of(tensor)
+        if self._start <= place < self._end or self._cast_places:
+            saved.value = self._weight_view(tensor, place)
+        if saved.value is None:
+            for start, end in self._inputs:
+                if start <= place < end:
+                    saved.value = Versioned(tensor, version_of(tensor))
+                    break
+            else:
+                self._drops = True
+        self._saved.append(_ref(saved))
         return saved
-
-    def _is_input(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided:
-            return False
-        place = tensor.data_ptr()
-        return any(start <= place < end for start, end in self._inputs)
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
         if saved.value is None:
@@ -329,7 +314,6 @@ class RepeatedCall(Call):
         return True
 
     def forget(self) -> None:
-        self._place = None
         for reference in self._saved:
             saved = reference()
             if saved is not None and isinstance(saved.value, torch.Tensor):
@@ -346,30 +330,43 @@ class RepeatedCall(Call):
                 f"a block's inputs stay as they are from its forward to its backward, which repeats the forward, but "
                 f"one of block {block.name} was changed in place in between. Give the model a copy of it."
             )
-        with trial.repeating(self) as copy:
-            self._copy, self._start = copy, copy.start
-            self._end = self._start + copy.num_bytes
+        trial.visit_backward(self)
+        copy = trial.begin_visit(block, Direction.BACKWARD, travels=self.travels)
+        try:
+            self._enter(copy)
             self._next = 0
-            with (
-                self._surroundings.restored(block.name, alone=trial.is_alone),
-                block.buffers_as(self._buffers),
-                drawing_again(self._draws),
-                torch.enable_grad(),
-                self._packing_again(),
-                block.given(self._leaves_of(copy)),
-            ):
-                args, kwargs = self._arguments(copy.device)
-                try:
-                    self._check(block.forward(args, kwargs))
-                except _EnoughError:
-                    pass
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    _explain(error, block.name)
-                    raise
+            with self._surroundings.restored(block.name, alone=trial.is_alone), drawing_again(self._draws):
+                self._run_again(copy)
+        finally:
+            del self._copy
+            trial.end_visit(copy, Direction.BACKWARD)
         if self._next < len(self._saved):
             raise self._made_other("fewer tensors")
+
+    def _run_again(self, copy: DeviceCopy) -> None:
+        block, caches, gradients = self.block, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+        weights = self._leaves_of(copy)
+        buffers = block.lend_buffers(self._buffers)
+        block.lend(weights)
+        torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit
+        torch._C._set_grad_enabled(True)
+        _push_hooks(self._pack_again, _is_never_unpacked)
+        try:
+            args, kwargs = self._arguments()
+            self._check(block.forward(args, kwargs))
+        except _EnoughError:
+            pass
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _explain(error, block.name)
+            raise
+        finally:
+            _pop_hooks()
+            torch._C._set_grad_enabled(gradients)
+            torch.set_autocast_cache_enabled(caches)
+            block.take_back(weights)
+            block.take_back_buffers(buffers)
 
     def _check(self, outputs: Any) -> None:
         """That the first of a block's repetitions has made what its forward made; later ones end as soon as they may.
@@ -385,21 +382,12 @@ class RepeatedCall(Call):
             weights[i] = weights[i].detach().to(dtype).requires_grad_(weights[i].requires_grad)
         return weights
 
-    def _arguments(self, device: Device) -> tuple[Sequence[Any], dict[str, Any]]:
-        leaves = copies_for_graph(self.trial, device, self._leaves)
+    def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        leaves = self._leaves
         if self.block.clones:  # no leaves, which may not be changed in place
             leaves = [_nonleaf_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         args, kwargs = unflatten(leaves, self._structure)
         return args, kwargs
-
-    @contextmanager
-    def _packing_again(self) -> Iterator[None]:
-        _push_hooks(self._pack_again, _is_never_unpacked)
-        try:
-            yield
-        finally:
-            _pop_hooks()
-            self.__dict__.pop("_copy", None)
 
     def _pack_again(self, tensor: torch.Tensor) -> None:
         if self._next >= len(self._saved):
@@ -418,6 +406,14 @@ class RepeatedCall(Call):
             "layer, or on random numbers other than torch's. Give it what it depends on as an argument, or draw from "
             "torch's."
         )
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    """0 of what has no memory of its own, or none at all."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _is_never_unpacked(_: Any) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Trial(Protocol):
 
 
 class Move(torch.autograd.Function):
-    """From an output where it was computed to its `copy` at home. The call is there as long as its graph can be used."""
+    """From an output where it was computed to its `copy` at home. The call lives as long as its graph can be used."""
 
     @staticmethod
     def forward(ctx: Any, call: weakref.ref[Call], copy: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Move(torch.autograd.Function):
         return copy
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
         call: Call | None = ctx.call()
         if call is None or gradient is None:
             return None, None, gradient

@@ -99,7 +99,7 @@ class FirstStep:
             self._drop_copy()
             while block.weight_bytes > self.free_bytes:
                 if not self.outgrow():
-                    raise torch.OutOfMemoryError(f"block {block.name} has {format_bytes(block.weight_bytes)} of weights")
+                    raise torch.OutOfMemoryError(f"it has {format_bytes(block.weight_bytes)} of weights")
             copy = self._trial.residency.promote(block)
             self._copy = block, copy
             self._limit()
@@ -152,7 +152,7 @@ class FirstStep:
                     call.keep_clones()
                     call.block.clones = True
                     name = call.block.name
-                    self.profiles[name] = replace(self.profiles[name], clones=True)
+                    self.profiles[name] = replace(self.profiles[name], clones=True, at_home=True)
 
     def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
@@ -190,14 +190,15 @@ class FirstStep:
     def _note(self, block: Block, measure: BlockMeasure) -> None:
         profile = BlockProfile(
             block.name, block.weight_bytes, measure.forward_work_bytes, measure.backward_work_bytes,
-            measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home,
+            measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
             measure.forward_s, measure.backward_s, visits=1 + torch.is_grad_enabled(),
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,
         )  # fmt: skip
         known = self.profiles.pop(block.name, None)
         if known is not None:
             profile = larger_of(known, profile)
-            profile = replace(profile, saved_bytes=known.saved_bytes + measure.saved_bytes)  # resident, each call keeps its own
+            # where all is resident, each call keeps its own
+            profile = replace(profile, saved_bytes=known.saved_bytes + measure.saved_bytes)
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)

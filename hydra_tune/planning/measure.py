@@ -170,7 +170,8 @@ class Measurement:
         objects = Snapshot({"an argument": [x for x in given if not isinstance(x, torch.Tensor)]}, twin)
         versions, weights = _versions(given), versions_of(self._leaves)
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
-        with self._measured() as used, _without_checkpoints(block), self._meter.noting_uses(*tensors, self._at.slot) as outside:
+        uses = self._meter.noting_uses(*tensors, self._at.slot)
+        with self._measured() as used, _without_checkpoints(block), uses as outside:
             caches = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             _push_hooks(_drop, _refuse_unpacking(block))
@@ -184,13 +185,13 @@ class Measurement:
         made = tensors_in(outputs)
         boundary = sum(map(storage_bytes, made))
         carried = max(copied_bytes(tensors), copied_bytes(made))
-        at_home = bool(outside) or self._is_at_home(twin, tensors, outputs)
-        del tensors
         if versions_of(self._leaves) != weights:
             raise _FoundError(f"{block.name} changes a weight in its forward")
         if any(self._at.has(t) for m in twin.modules() for t in _tensors_of(m)):
             raise _FoundError(f"{block.name} keeps a view of a weight in an attribute")
         clones = _versions(given) != versions
+        at_home = bool(outside or clones) or self._is_at_home(twin, tensors, outputs)
+        del tensors
         changed = [*before.changes_in_place(), *objects.changes_in_place()]
         keeps = f"{block.name} changes {changed[0]}" if changed else ""
         writes_buffers = any(d.get(n) is not b or not _is_equal(b, then) for d, n, b, then in buffers)
@@ -227,7 +228,7 @@ class Measurement:
             self._device.synchronize()
         backward_work, backward_s = used
         return BlockMeasure(
-            forward_work, backward_work, saved, boundary, carried, bool(at_home or keeps or clones), forward_s, backward_s,
+            forward_work, backward_work, saved, boundary, carried, at_home, forward_s, backward_s,
             keeps=keeps, clones=clones, writes_buffers=writes_buffers, casts=casts,
         )  # fmt: skip
 

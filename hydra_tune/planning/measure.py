@@ -25,6 +25,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
+from hydra_tune.fork import new_in_child
 from hydra_tune.host_buffer import same_bits, same_values, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.process_state import casts_to, remembers_casts
@@ -350,24 +351,49 @@ def _are_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(same_values, a, b))
 
 
+_lock = new_in_child(threading.Lock())
+_without: list[int] = []  # threads within `_without_checkpoints`
+_put_back: list[Callable[[], None]] = []
+
+
 @contextmanager
 def _without_checkpoints(block: Block) -> Iterator[None]:
     """One within a block would repeat its part outside of any visit. Other threads' go on."""
-    here, hook = threading.get_ident(), torch_checkpoint._checkpoint_hook.__init__
-    apply = torch_checkpoint.CheckpointFunction.apply
+    with _lock:
+        if not _without:
+            _put_back.append(_watch_checkpoints())
+        _without.append(threading.get_ident())
+    try:
+        yield
+    except _CheckpointError:
+        raise _FoundError(f"{block.name} has a checkpoint within") from None
+    finally:
+        with _lock:
+            _without.remove(threading.get_ident())
+            if not _without:
+                _put_back.pop()()
 
-    def unless_here(function: Callable[..., Any]) -> Callable[..., Any]:
+
+class _CheckpointError(Exception):
+    """Raised by one that begins in a thread that is to have none."""
+
+
+def _watch_checkpoints() -> Callable[[], None]:
+    """What puts back all as it was."""
+    hook, apply = torch_checkpoint._checkpoint_hook.__init__, torch_checkpoint.CheckpointFunction.apply
+
+    def unless_without(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == here:
-                raise _FoundError(f"{block.name} has a checkpoint within")
+            if threading.get_ident() in _without:
+                raise _CheckpointError
             return function(*args, **kwargs)
 
         return called
 
-    torch_checkpoint._checkpoint_hook.__init__ = unless_here(hook)  # type: ignore[method-assign]
-    torch_checkpoint.CheckpointFunction.apply = unless_here(apply)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
+    def put_back() -> None:
         torch_checkpoint._checkpoint_hook.__init__ = hook  # type: ignore[method-assign]
         del torch_checkpoint.CheckpointFunction.apply
+
+    torch_checkpoint._checkpoint_hook.__init__ = unless_without(hook)  # type: ignore[method-assign]
+    torch_checkpoint.CheckpointFunction.apply = unless_without(apply)  # type: ignore[method-assign]
+    return put_back

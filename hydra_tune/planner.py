@@ -20,7 +20,7 @@ from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.blocks.call_site import BlockForward
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Device
-from hydra_tune.errors import BlockTooLargeError, PrepareError
+from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
@@ -48,6 +48,7 @@ class Planned(Client, Protocol):
     meter: TrialMeter
     residency: Residency
     of_runner: bool
+    alone: bool
 
     @property
     def device(self) -> Device: ...
@@ -159,6 +160,7 @@ class Planner:
             BudgetError: there is none.
         """
         if self._plans.of(kind) is None:
+            self._spills = self._trial.alone or self._key in self._trial.pool.too_large
             self._plans = self._make_plans()
         plan = self._plans.of(kind)
         assert plan is not None
@@ -170,14 +172,32 @@ class Planner:
     def begin(self, kind: Kind) -> FirstStep:
         """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
         trial, pool = self._trial, self._trial.pool
+        self._refuse_again(kind)
         self.leave_plan()
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
-        room = pool.start_pilot(trial, empty=False, least_bytes=least if trial.of_runner else None)
+        beside = trial.of_runner and not trial.alone
+        room = pool.start_pilot(trial, empty=trial.alone, least_bytes=least if beside else None)
         self._adopt_cut(self._cut)
         self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)  # type: ignore[arg-type]
         trial.residency.hold(trial.model, self.blocks, trial.optimizers)
         return self.first
+
+    def _refuse_again(self, kind: Kind) -> None:
+        """What another trial of the same architecture has found not to fit, alone on the device."""
+        known = self._trial.pool.refusals.get((self._key, _comparable(kind)))
+        if known is not None:
+            error = BudgetError(str(known))
+            error.lack = known.lack
+            raise error
+
+    def note_refusal(self, error: BudgetError) -> None:
+        """What fits depends on the budget, not on the neighbours: of a first step that had all of it."""
+        first, trial = self.first, self._trial
+        if first is not None and first.free_bytes >= trial.pool.budget_bytes:
+            known = BudgetError(str(error))  # without its frames
+            known.lack = error.lack
+            trial.pool.refusals[self._key, _comparable(first.kinds[0])] = known
 
     def end_first(self, step_bytes: int) -> None:
         """It has come to its end, with so many bytes outside of its visits to blocks."""
@@ -248,7 +268,7 @@ class Planner:
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
         trains = any(m.trains for m in self._measures)
-        return make_plan(
+        plan = make_plan(
             [*uncalled, *known],
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._held_bytes(self._loose, trains) + buffers + kept,
@@ -258,6 +278,9 @@ class Planner:
             may_be_resident=resident,
             cut=self._cut,
         )
+        if trial.alone:
+            plan = replace(plan, held_bytes=trial.pool.budget_bytes - plan.step_bytes - plan.task_bytes)
+        return plan
 
     def _in_order(self, names: Sequence[str]) -> list[Block]:
         places = {name: i for i, name in enumerate(names)}

@@ -16,6 +16,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
+from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import autocast_mode, remembers_casts
@@ -83,6 +85,7 @@ class Trial:
         self.lease = pool.lease_of(number)
         self.name = name or f"trial {number}"
         self.of_runner = False  # whose trials end with their objective
+        self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.resumption: Resumption | None = None  # the runner's, where there is one
         self.planner = Planner(self)
@@ -434,13 +437,15 @@ class Trial:
                 first.kept_bytes = max(first.kept_bytes, 2 * sum(map(storage_bytes, tensors_in((args, kwargs)))) + made)
             self.leave()
         except BaseException as error:
-            self._leave_after_error()
+            refusal = error
             if isinstance(error, torch.OutOfMemoryError) and first is not None:
                 clear_frames(error)
-                raise BudgetError(
-                    f"the first step of {self.name} has no room on {self.device.name}: {error} Raise the pool's "
-                    "memory=, or lower the batch size."
-                ) from None
+                refusal = BudgetError(f"a first step has no room on {self.device.name}: {error}")
+            if isinstance(refusal, BudgetError):
+                self.planner.note_refusal(refusal)
+            self._leave_after_error()
+            if refusal is not error:
+                raise refusal from None
             raise
         finally:
             self.meter.inside -= 1
@@ -515,7 +520,7 @@ class Trial:
         forward_pass.count(block.name)
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
         if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
-            return self._evaluate(block, args, kwargs, given)
+            return self._evaluate_or_open(block, args, kwargs, given)
         if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
         if block.at_home or block.clones or not (self.pool.travels and self._may_travel(block, given)):
@@ -532,6 +537,20 @@ class Trial:
 
         return self.with_room(block, lambda: call.run(args, kwargs), rewound)
 
+    def _evaluate_or_open(
+        self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
+    ) -> Any:
+        versions = versions_of(given)
+        try:
+            return self._evaluate(block, args, kwargs, given)
+        except torch.OutOfMemoryError as error:
+            if self.planner.first is None or versions != versions_of(given):
+                raise
+            reason = str(error)
+            clear_frames(error)
+        self.planner.open_block(block, TOO_LARGE + reason)
+        return block.forward(args, kwargs)
+
     def _evaluate(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
     ) -> Any:
@@ -539,14 +558,15 @@ class Trial:
         versions = versions_of(given)
 
         def run() -> Any:
-            caches = torch.is_autocast_cache_enabled()
+            caches, first = torch.is_autocast_cache_enabled(), self.planner.first
             copy = self.begin_visit(block, Direction.FORWARD)
             try:
                 weights = copy.leaves(block.slot_parameters)
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
-                    outputs = block.forward(args, kwargs)
+                    with nullcontext() if first is None else first.measuring(block):
+                        outputs = block.forward(args, kwargs)
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
@@ -708,12 +728,11 @@ class Trial:
         Raises:
             BudgetError: it has run out of memory in all these ways.
         """
-        ways: list[Callable[[Block], None]] = [self._drop_others, self._repack]
         if self.planner.first is not None:
-            ways = [self._outgrow]
-        elif self.plan is None or self.plan.resident:
+            return self._with_more_room(self.planner.first, run, rewound)
+        if self.plan is None or self.plan.resident:
             return run()
-        for make_room in ways:
+        for make_room in (self._drop_others, self._repack):
             try:
                 return run()
             except torch.OutOfMemoryError as error:
@@ -732,9 +751,15 @@ class Trial:
                 "less. Raise the pool's memory=, or lower the batch size."
             ) from None
 
-    def _outgrow(self, block: Block) -> None:
-        if self.planner.first is not None:
-            self.planner.first.outgrow()
+    def _with_more_room(self, first: FirstStep, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
+        """Where others have a part of the device, with all of it."""
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError as error:
+                clear_frames(error)
+                if not (rewound() and first.outgrow()):
+                    raise
 
     def _drop_others(self, block: Block) -> None:
         logger.warning("%s: block %s ran out of memory; all other shards are dropped", self.name, block.name)

@@ -302,7 +302,7 @@ def test_devices_of_two_models_keep_their_tasks(monkeypatch, restless):
     monkeypatch.setattr(CpuDevice, "model", property(lambda device: device.number))
     with hydra_tune.ShardPool(["cpu", "cpu"], STACK_BUDGET) as pool:
         model = hydra_tune.prepare(Stack(Layer), pool=pool)
-        for _ in range(2):
+        for _ in range(3):
             model(torch.randn(8, WIDTH)).mean().backward()
     assert not restless
 
@@ -401,7 +401,7 @@ def test_evaluation_stays_at_home(restless):
     """It may give a block a cache to fill, and what is filled abroad would stay there."""
     with hydra_tune.ShardPool(["cpu", "cpu"], STACK_BUDGET) as pool:
         model = hydra_tune.prepare(Stack(Layer), pool=pool)
-        for _ in range(2):
+        for _ in range(3):
             model(torch.randn(8, WIDTH)).mean().backward()
         assert restless
         restless.clear()
@@ -423,7 +423,7 @@ def test_what_fails_abroad_leaves_nothing(restless):
     with hydra_tune.ShardPool(["cpu", "cpu"], STACK_BUDGET) as pool:
         model = Stack(Fails)
         hydra_tune.prepare(model, pool=pool)
-        for _ in range(2):
+        for _ in range(3):
             model(torch.randn(8, WIDTH)).mean().backward()
         armed.append(True)
         with pytest.raises(RuntimeError, match="as told"):

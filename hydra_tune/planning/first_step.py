@@ -10,8 +10,10 @@ Nothing of it is undone: what the step computes is the trial's.
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -30,6 +32,8 @@ from hydra_tune.planning.measure import BlockMeasure, Measurement
 from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.tree import flatten_call
+
+TOO_LARGE = "it does not fit the budget: "
 
 
 class Measured(Protocol):
@@ -124,6 +128,8 @@ class FirstStep:
     def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Measure this call of the block first, unless its like is known. False if the block is none any more: it was
         opened into its children, or is held as a whole."""
+        if not torch.is_grad_enabled():
+            return True  # it is measured while it runs, for nothing is kept of it
         key = self._key(block, args, kwargs)
         measure = self._known.get(key)
         if measure is None:
@@ -137,6 +143,18 @@ class FirstStep:
         block.casts = dict(measure.casts)
         self._note(block, measure)
         return True
+
+    @contextmanager
+    def measuring(self, block: Block) -> Iterator[None]:
+        """Around a visit without gradients."""
+        meter, device = self._trial.meter, self._trial.residency.device
+        device.synchronize()
+        before, start_s = meter.start_window(), time.perf_counter()
+        yield
+        device.synchronize()
+        seconds = time.perf_counter() - start_s
+        used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
+        self._note(block, BlockMeasure(used, 0, 0, kept, forward_s=seconds))
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""
@@ -183,7 +201,7 @@ class FirstStep:
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():
-                    return BlockMeasure(whole=_TOO_LARGE + str(error))
+                    return BlockMeasure(whole=TOO_LARGE + str(error))
             finally:
                 trial.meter.outside_starts()
 
@@ -202,6 +220,3 @@ class FirstStep:
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
-
-
-_TOO_LARGE = "it does not fit the budget: "

@@ -71,7 +71,7 @@ class _FoundError(Exception):
 
 
 class Measurement:
-    """Of one block with these arguments, in a visit; `model` is what it is a part of."""
+    """Of one block with these arguments, in a visit, with gradients on; `model` is what it is a part of."""
 
     def __init__(self, block: Block, model: nn.Module, at: DeviceCopy, device: Device, meter: TrialMeter) -> None:
         self._block, self._model, self._at, self._device, self._meter = block, model, at, device, meter
@@ -88,7 +88,7 @@ class Measurement:
             twin = self._twin()
         except Exception as error:  # an attribute that can't be copied, as a lock
             return BlockMeasure(keeps=f"{block.name} can't be copied ({type(error).__name__}: {error})")
-        if torch.is_grad_enabled() and _has_generator(twin):
+        if _has_generator(twin):
             return BlockMeasure(keeps=f"{block.name} draws from a generator of its own")
         with (
             state_kept(self._device.generators()),
@@ -97,7 +97,7 @@ class Measurement:
         ):
             try:
                 with noting_draws(records):
-                    measure = self._train(twin, records) if torch.is_grad_enabled() else self._evaluate(twin)
+                    measure = self._train(twin, records)
             except _FoundError as found:
                 measure = BlockMeasure(whole=str(found))
             finally:
@@ -154,7 +154,7 @@ class Measurement:
             if isinstance(leaf, torch.Tensor):
                 if id(leaf) not in known:
                     own = leaf.detach()
-                    if leaf.requires_grad and torch.is_grad_enabled():
+                    if leaf.requires_grad:
                         asked.append(own.requires_grad_())
                     known[id(leaf)] = own.clone()
                 given.append(known[id(leaf)])
@@ -270,14 +270,6 @@ class Measurement:
         if mixed:
             raise _FoundError(f"{self._block.name} uses a weight both as it is and as autocast's copy")
         return tuple((i, dtype) for i in sorted(cast.keys() - direct))
-
-    def _evaluate(self, twin: nn.Module) -> BlockMeasure:
-        _, _, arguments = self._arguments()
-        with self._measured() as used:
-            outputs = self._forward(*arguments)
-            self._device.synchronize()
-        boundary = sum(map(storage_bytes, tensors_in(outputs)))
-        return BlockMeasure(used[0], 0, 0, boundary, forward_s=used[1])
 
     @contextmanager
     def _measured(self) -> Iterator[list[Any]]:

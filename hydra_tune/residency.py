@@ -68,7 +68,7 @@ class Residency:
     def _retire_copies(self) -> None:
         for copy in list(self.copies.values()):  # another trial may drop an idle one
             copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
-            copy.retire()
+            self._let_go(copy)
         self.copies.clear()
 
     def promote(self, block: Block) -> DeviceCopy:
@@ -117,6 +117,9 @@ class Residency:
         copy = self.copies.pop((device.number, shard), None)
         if copy is None:
             return
+        self._let_go(copy)
+
+    def _let_go(self, copy: DeviceCopy) -> None:
         copy.retire()
         if copy.counted:
             copy.device.meter.remove(copy.slot)

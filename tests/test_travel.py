@@ -284,7 +284,7 @@ def test_trials_of_a_runner_that_lack_room_abroad_draw_the_same_numbers(monkeypa
 
         monkeypatch.setattr(Layer, "forward", forward)
         objective = objective_of(results)
-        with hydra_tune.ShardPool(["cpu"] * devices, 2 * BUDGET, seed=3) as pool:
+        with hydra_tune.ShardPool(["cpu"] * devices, BUDGET, seed=3) as pool:
             runner = hydra_tune.HydraTrialRunner(pool, concurrency=concurrency)
             runner.optimize(optuna.create_study(), lambda trial: objective(trial.number), n_trials=4)
         return results
@@ -438,7 +438,7 @@ def test_a_trial_moves_home_with_all_it_has(monkeypatch):
     """The first device has two trials, the second none: one of them goes, with a weight outside of its blocks. The
     meters, which count each tensor where it is, would refuse to let tensors of two homes meet."""
     results = {}
-    with TurnsPool(["cpu", "cpu"], BUDGET, turns_seed=0) as pool:
+    with TurnsPool(["cpu", "cpu"], BUDGET, turns_seed=2) as pool:
         run_in_turns(monkeypatch, pool, [objective_of(results)] * 3)
     said = [i for _, instructions in pool.story for i in instructions if isinstance(i, Move)]
     assert said

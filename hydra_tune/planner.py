@@ -30,10 +30,11 @@ from hydra_tune.partition import gradient_flags, input_signature, make_plan, pla
 from hydra_tune.plan_summary import summary_of
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
+from hydra_tune.planning.on_paper import least_bytes
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.residency import Residency
-from hydra_tune.root import refuse_unsupported
+from hydra_tune.root import SeveralModels, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 
 logger = logging.getLogger("hydra_tune")
@@ -191,13 +192,23 @@ class Planner:
             error.lack = known.lack
             raise error
 
-    def note_refusal(self, error: BudgetError) -> None:
-        """What fits depends on the budget, not on the neighbours: of a first step that had all of it."""
+    def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
+        """The error that ends a first step, with the least budget that would do. What fits depends on the budget, not
+        on the neighbours: where the step had all of it, trials alike are refused by the same words."""
         first, trial = self.first, self._trial
-        if first is not None and first.free_bytes >= trial.pool.budget_bytes:
-            known = BudgetError(str(error))  # without its frames
-            known.lack = error.lack
+        if first is None:
+            return error
+        budget_bytes, model = trial.pool.budget_bytes, trial.model
+        known = BudgetError(str(error))  # without its frames
+        known.lack = error.lack
+        least = None
+        if not isinstance(model, SeveralModels):
+            least = least_bytes(model, self.blocks, args, kwargs, lambda ps: self._held_bytes(ps, first.trains))
+        if least is not None and least > budget_bytes:
+            known = BudgetError(f"{error} About {format_bytes(least)} would do.").lacking(least, budget_bytes)
+        if first.free_bytes >= budget_bytes:
             trial.pool.refusals[self._key, _comparable(first.kinds[0])] = known
+        return known
 
     def end_first(self, step_bytes: int) -> None:
         """It has come to its end, with so many bytes outside of its visits to blocks."""

@@ -440,7 +440,7 @@ class Trial:
                 clear_frames(error)
                 refusal = BudgetError(f"a first step has no room on {self.device.name}: {error}")
             if isinstance(refusal, BudgetError):
-                self.planner.note_refusal(refusal)
+                refusal = self.planner.refusal_of(refusal, args, kwargs)
             self._leave_after_error()
             if refusal is not error:
                 raise refusal from None

@@ -354,7 +354,7 @@ class Trial:
             self.steps.leave()
         self.steps.check_between()
         if not (planner.knows(kind) or planner.learn(kind)):
-            self._begin_first_step(kind)
+            self._begin_first_step(kind, (args, kwargs))
             return
         planner.settle(planner.plan_for(kind))
         self.steps.open()
@@ -363,7 +363,7 @@ class Trial:
     def _may_begin_anew(self) -> bool:
         return False
 
-    def _begin_first_step(self, kind: Kind) -> None:
+    def _begin_first_step(self, kind: Kind, inputs: object) -> None:
         self.meter.counting = True
         self._count()
         self.planner.begin(kind)
@@ -373,6 +373,7 @@ class Trial:
             self.planner.settle(self.planner.plan_for(kind))
             self.steps.open()
             return
+        self.meter.adopt(tensors_in(inputs))  # which a loop keeps until it has the next ones, and the plan counts so
         self.meter.watch_outside()
         self.steps.open_first()
 

@@ -28,7 +28,7 @@ from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import BlockMeasure, Measurement
+from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.tree import flatten_call
@@ -68,6 +68,7 @@ class FirstStep:
         self._known: dict[Any, BlockMeasure] = {}
         self._start_bytes = trial.meter.trial_bytes
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
+        self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = self
         self._limit()
 
@@ -163,6 +164,8 @@ class FirstStep:
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
+        if self._guarded and any(s._cdata in self._guarded for tensor in tensors for s in storages_of(tensor)):
+            raise WritesInputError
         for storage in {s._cdata for tensor in tensors for s in storages_of(tensor)}:
             for reference in self._watched.pop(storage, ()):
                 call = reference()
@@ -196,12 +199,19 @@ class FirstStep:
             trial.meter.outside_ends()
             try:
                 at = self.copy_of(block)
-                return Measurement(block, trial.model, at, trial.residency.device, trial.meter).run(args, kwargs)
+                measurement = Measurement(block, trial.model, at, trial.residency.device, trial.meter)
+                self._guarded = {s._cdata for x in flatten_call(args, kwargs)[0] for s in _storages_of(x)}
+                try:
+                    return measurement.run(args, kwargs)
+                except WritesInputError:
+                    self._guarded = set()
+                    return measurement.run(args, kwargs, clones=True)
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():
                     return BlockMeasure(whole=TOO_LARGE + str(error))
             finally:
+                self._guarded = set()
                 trial.meter.outside_starts()
 
     def _note(self, block: Block, measure: BlockMeasure) -> None:
@@ -219,3 +229,7 @@ class FirstStep:
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
+
+
+def _storages_of(value: Any) -> list[torch.UntypedStorage]:
+    return storages_of(value) if isinstance(value, torch.Tensor) else []

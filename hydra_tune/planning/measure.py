@@ -1,7 +1,7 @@
 """Measures a block on copies of it and of its arguments, so that nothing is left to undo.
 
     the block   --copy--> its modules, attributes and buffers; the weights are those of its visit
-    arguments   --copy--> tensors without a history
+    arguments   --copy--> tensors without a history; clones, if the block changes them in place
 
 The copy runs forward as in training, with what autograd saves dropped; then forward and backward, as a repetition
 does. Random numbers that it draws are taken back. What it shows beside bytes and seconds, as a list that grows with
@@ -60,6 +60,10 @@ class BlockMeasure:
     casts: tuple[tuple[int, torch.dtype], ...] = ()
 
 
+class WritesInputError(Exception):
+    """The block is about to change an input in place, which was not copied: it is to be measured on clones."""
+
+
 class _FoundError(Exception):
     """The block is not to be run apart: why."""
 
@@ -70,11 +74,14 @@ class Measurement:
     def __init__(self, block: Block, model: nn.Module, at: DeviceCopy, device: Device, meter: TrialMeter) -> None:
         self._block, self._model, self._at, self._device, self._meter = block, model, at, device, meter
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockMeasure:
-        """
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, clones: bool = False) -> BlockMeasure:
+        """With `clones` of its inputs, where it changes these in place.
+
         Raises:
             torch.OutOfMemoryError: it has no room.
+            WritesInputError: it needs clones.
         """
+        self._clones = clones
         block, records = self._block, DrawRecord()
         leaves, structure = flatten_call(args, kwargs)
         self._args, self._structure = leaves, structure
@@ -92,6 +99,10 @@ class Measurement:
             try:
                 with noting_draws(records):
                     measure = self._train(twin, records)
+            except RuntimeError as error:
+                if clones or "leaf Variable that requires grad" not in str(error):
+                    raise
+                raise WritesInputError from None
             except _FoundError as found:
                 measure = BlockMeasure(whole=str(found))
             finally:
@@ -150,7 +161,7 @@ class Measurement:
                     own = leaf.detach()
                     if leaf.requires_grad:
                         asked.append(own.requires_grad_())
-                    known[id(leaf)] = own.clone()
+                    known[id(leaf)] = own.clone() if self._clones else own
                 given.append(known[id(leaf)])
             else:
                 given.append(_copy_of(leaf))
@@ -163,7 +174,7 @@ class Measurement:
         buffers = [(d, n, b, b.clone()) for d, n, b in _buffers_of(twin)]
         asked, given, arguments = self._arguments()
         objects = Snapshot({"an argument": [x for x in given if not isinstance(x, torch.Tensor)]}, twin)
-        versions, weights = _versions(given), versions_of(self._leaves)
+        weights = versions_of(self._leaves)
         with self._measured() as used, _without_checkpoints(block):
             caches = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
@@ -181,7 +192,6 @@ class Measurement:
             raise _FoundError(f"{block.name} changes a weight in its forward")
         if any(self._at.has(t) for m in twin.modules() for t in _tensors_of(m)):
             raise _FoundError(f"{block.name} keeps a view of a weight in an attribute")
-        clones = _versions(given) != versions
         changed = [*before.changes_in_place(), *objects.changes_in_place()]
         keeps = f"{block.name} changes {changed[0]}" if changed else ""
         writes_buffers = any(d.get(n) is not b or not _is_equal(b, then) for d, n, b, then in buffers)
@@ -219,7 +229,7 @@ class Measurement:
         backward_work, backward_s = used
         return BlockMeasure(
             forward_work, backward_work, saved, boundary, forward_s, backward_s,
-            keeps=keeps, clones=clones, writes_buffers=writes_buffers, casts=casts,
+            keeps=keeps, clones=self._clones, writes_buffers=writes_buffers, casts=casts,
         )  # fmt: skip
 
     def _casts(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
@@ -283,10 +293,6 @@ def _buffers_of(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tens
 
 def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and (a.layout is not torch.strided or same_bits(a.contiguous(), b.contiguous()))
-
-
-def _versions(leaves: Sequence[Any]) -> list[int]:
-    return versions_of([x for x in leaves if isinstance(x, torch.Tensor)])
 
 
 def _copy_of(value: Any) -> Any:

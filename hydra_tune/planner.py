@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.blocks.call_site import BlockForward
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Device
-from hydra_tune.errors import BlockTooLargeError, PrepareError
+from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
@@ -80,6 +81,7 @@ class Planner:
         self._trial = trial
         self.blocks: list[Block] = []
         self.plan: TrialPlan | None = None
+        self._next_plan: TrialPlan | None = None  # made, but not settled yet
         self.first: FirstStep | None = None
         self._plans = Plans(None, None)
         self._measures: list[StepMeasure] = []  # of forwards that this trial has made
@@ -111,7 +113,7 @@ class Planner:
 
     def summary(self) -> dict[str, Any]:
         """Plain data on the plan, the same as long as that is."""
-        plan, budget_bytes = self.plan, self._trial.device.budget_bytes
+        plan, budget_bytes = self.plan or self._next_plan, self._trial.device.budget_bytes
         if self._summary is None or self._summary[:2] != (plan, budget_bytes):
             self._summary = plan, budget_bytes, summary_of(plan, budget_bytes)
         return self._summary[2]
@@ -139,6 +141,7 @@ class Planner:
         trial = self._trial
         key = plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
+            refuse_unsupported(trial.model)
             self._key, self._measures = key, []
             self._kinds.update(kind() for kind in key.kinds)
         shared = trial.pool.measures.get(key, [])
@@ -171,6 +174,7 @@ class Planner:
         """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
         trial, pool = self._trial, self._trial.pool
         self.leave_plan()
+        self._next_plan = None
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
         room = pool.start_pilot(trial, empty=False, least_bytes=least if trial.of_runner else None)
@@ -192,6 +196,8 @@ class Planner:
         )
         self._count(measure)
         trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
+        with suppress(BudgetError):  # which the next forward raises
+            self._next_plan = self.plan_for(first.kinds[0])
 
     def give_up_first(self) -> None:
         """It was ended by an exception."""
@@ -315,7 +321,7 @@ class Planner:
             pool.admit(trial, plan)
         if before is None or not alike:
             self._adopt_cut(plan.cut, plan.blocks)
-        self.plan = plan
+        self.plan, self._next_plan = plan, None
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
@@ -383,7 +389,7 @@ class Planner:
         self.blocks = cuts.blocks_of(self._trial.model, self._trial.pool.budget_bytes, cut, profiles)
         for i, block in enumerate(self.blocks):
             old = before.get(block.name)
-            if old is not None and old.module is block.module and old.slot_parameters == block.slot_parameters:
+            if old is not None and old.module is block.module and _are_the_same(old, block):
                 old.keeps, old.clones = block.keeps or old.keeps, block.clones or old.clones
                 old.writes_buffers, old.is_current = block.writes_buffers, True
                 old.casts = block.casts or old.casts
@@ -416,6 +422,11 @@ class Planner:
             block.is_current = False
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
                 ours.give_back()
+
+
+def _are_the_same(a: Block, b: Block) -> bool:
+    """Whether both promote the same parameters."""
+    return list(map(id, a.slot_parameters)) == list(map(id, b.slot_parameters))
 
 
 def _comparable(kind: Kind) -> Kind:

@@ -46,7 +46,7 @@ from hydra_tune.pool import ShardPool
 from hydra_tune.randomness import RandomState, hold
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
-from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_transforms
+from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
@@ -333,6 +333,8 @@ class Trial:
     def _enter(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Be in a step that has room for this forward."""
         planner = self.planner
+        if self.plan is None or not self.plan.resident:
+            refuse_global_hooks()
         if len(self.models) < len(self._roots):  # one was collected
             self._roots = [each for each in self._roots if each.model() is not None]
             planner.leave_plan()
@@ -360,6 +362,7 @@ class Trial:
         return False
 
     def _begin_first_step(self, kind: Kind) -> None:
+        refuse_global_hooks()
         self.meter.counting = True
         self._count()
         self.planner.begin(kind)

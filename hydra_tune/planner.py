@@ -413,7 +413,8 @@ class Planner:
         """From here on blocks run in visits."""
         for block in self.blocks:
             block.is_current = True
-            if not isinstance(block.module.__dict__.get("forward"), BlockForward):
+            present = block.module.__dict__.get("forward")
+            if not isinstance(present, BlockForward) or present.block is not block:
                 block.module.forward = BlockForward(block, self._trial)  # type: ignore[arg-type]
 
     def unwrap(self) -> None:
@@ -425,8 +426,9 @@ class Planner:
 
 
 def _are_the_same(a: Block, b: Block) -> bool:
-    """Whether both promote the same parameters."""
-    return list(map(id, a.slot_parameters)) == list(map(id, b.slot_parameters))
+    """Whether both promote the same parameters, and run the same forward."""
+    alike = list(map(id, a.slot_parameters)) == list(map(id, b.slot_parameters))
+    return alike and a.own_forward is b.own_forward
 
 
 def _comparable(kind: Kind) -> Kind:

@@ -208,9 +208,9 @@ class Planner:
             trial.pool.end_pilot(trial, first.peak_bytes)
             trial.residency.bring_home(trial.optimizers)
 
-    def open_block(self, block: Block, reason: str) -> None:
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
-        opened = cuts.opened(self._cut, block, reason)
+        opened = cuts.opened(self._cut, block, reason) if opens else None
         if opened is None and reason.startswith("it does not fit"):
             budget = self._trial.device.budget_bytes
             raise BlockTooLargeError(

@@ -16,6 +16,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -795,8 +796,17 @@ class Trial:
 
     # ---- for planner and first step ----
 
-    def open_block(self, block: Block, reason: str) -> None:
-        self.planner.open_block(block, reason)
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Other blocks that the one being measured calls run as they are."""
+        self._visiting = True
+        try:
+            yield
+        finally:
+            self._visiting = False
+
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
+        self.planner.open_block(block, reason, opens=opens)
 
     def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
         self.planner.hold_weight(weight, reason)

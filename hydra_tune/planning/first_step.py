@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -44,7 +45,9 @@ class Measured(Protocol):
     def have_alone(self) -> int:
         """Wait until the other trials' steps have ended; the bytes that there are then."""
 
-    def open_block(self, block: Block, reason: str) -> None: ...
+    def measuring(self) -> AbstractContextManager[None]: ...
+
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None: ...
 
     def hold_weight(self, weight: nn.Parameter, reason: str) -> None: ...
 
@@ -129,7 +132,7 @@ class FirstStep:
         if measure is None:
             measure = self._known[key] = self._measure(block, args, kwargs)
         if measure.whole:
-            self._trial.open_block(block, measure.whole)
+            self._trial.open_block(block, measure.whole, opens=measure.opens)
             return False
         block.keeps = block.keeps or measure.keeps
         block.clones |= measure.clones
@@ -178,7 +181,8 @@ class FirstStep:
             trial.meter.outside_ends()
             try:
                 at = self.copy_of(block)
-                return Measurement(block, trial.model, at, trial.residency.device, trial.meter).run(args, kwargs)
+                with trial.measuring():
+                    return Measurement(block, trial.model, at, trial.residency.device, trial.meter).run(args, kwargs)
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():

@@ -222,11 +222,12 @@ class Planner:
         self._adopt_cut(opened or cuts.kept(self._cut, block, reason))
         self._hold()
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
-        """Within a first step: it is on the device from here on."""
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
+        """Within a first step: a weight of this block is on the device from here on; the block as it is then."""
         name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
         self._adopt_cut(cuts.held(self._cut, name, reason))
         self._hold()
+        return next(each for each in self.blocks if each.module is block.module)
 
     # ---- plans ----
 

@@ -511,8 +511,11 @@ class Trial:
     def _run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
-        if first is not None and not self._backward_passes and not first.before(block, args, kwargs):
-            return block.forward(args, kwargs)
+        if first is not None and not self._backward_passes:
+            measured = first.before(block, args, kwargs)
+            if measured is None:
+                return block.forward(args, kwargs)
+            block = measured
         forward_pass = self._pass or next(iter(self._backward_passes))
         forward_pass.count(block.name)
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
@@ -808,8 +811,8 @@ class Trial:
     def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
         self.planner.open_block(block, reason, opens=opens)
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
-        self.planner.hold_weight(weight, reason)
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
+        return self.planner.hold_weight(block, weight, reason)
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

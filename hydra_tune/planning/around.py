@@ -20,14 +20,20 @@ _MOST_FUNCTIONS = 1_000
 
 
 class Around:
-    """A context manager, once: what is reached is the same afterwards."""
+    """A context manager, once: what is reached is the same afterwards, as are `weights` that live on the device."""
 
-    def __init__(self, twin: nn.Module, given: Sequence[Any], forward: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        twin: nn.Module,
+        given: Sequence[Any],
+        forward: Callable[..., Any] | None,
+        weights: Sequence[torch.Tensor],
+    ) -> None:
         self._attributes = Snapshot.of_modules(twin.named_modules(), twin)
         reached = {"an argument": list(given), "its forward": forward, **_globals_of(twin, forward)}
         self._others = Snapshot(reached, twin)
         tensors = {id(t): t for t in (*self._attributes.tensors, *self._others.tensors) if _may_be_put_back(t)}
-        self._tensors = [(t, version_of(t), t.detach().clone()) for t in tensors.values()]
+        self._tensors = [(t, version_of(t), t.detach().clone()) for t in (*weights, *tensors.values())]
         self._stack = ExitStack()
 
     def __enter__(self) -> Around:

@@ -49,7 +49,7 @@ class Measured(Protocol):
 
     def open_block(self, block: Block, reason: str, *, opens: bool) -> None: ...
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None: ...
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block: ...
 
 
 class FirstStep:
@@ -124,22 +124,27 @@ class FirstStep:
 
     # ---- blocks ----
 
-    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Measure this call of the block first, unless its like is known. False if the block is none any more: it was
-        opened into its children, or is held as a whole."""
-        key = self._key(block, args, kwargs)
-        measure = self._known.get(key)
-        if measure is None:
-            measure = self._known[key] = self._measure(block, args, kwargs)
+    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Block | None:
+        """Measure this call of the block first, unless its like is known; the block as it is then. None if it is none
+        any more: it was opened into its children, or is held as a whole."""
+        while True:
+            key = self._key(block, args, kwargs)
+            measure = self._known.get(key)
+            if measure is None:
+                measure = self._known[key] = self._measure(block, args, kwargs)
+            if not measure.holds:
+                break
+            for weight in [block.slot_parameters[i] for i in measure.holds]:
+                block = self._trial.hold_weight(block, weight, "its block changes it in its forward")
         if measure.whole:
             self._trial.open_block(block, measure.whole, opens=measure.opens)
-            return False
+            return None
         block.keeps = block.keeps or measure.keeps
         block.clones |= measure.clones
         block.writes_buffers = measure.writes_buffers
         block.casts = dict(measure.casts)
         self._note(block, measure)
-        return True
+        return block
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""

@@ -51,6 +51,7 @@ class BlockMeasure:
 
     whole     why it is to stay on the device with its own graph, or to be opened into its children; empty if not
     opens     its children do instead
+    holds     weights that it changes in its forward, by their numbers in the block: these are to stay on the device
     keeps     why its activations are kept; empty if its forward may be repeated
     clones    it changes an input in place
     casts     weights that it uses only through autocast's copy, by their numbers in the block
@@ -64,6 +65,7 @@ class BlockMeasure:
     backward_s: float = 0.0
     whole: str = ""
     opens: bool = True
+    holds: tuple[int, ...] = ()
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True
@@ -71,11 +73,11 @@ class BlockMeasure:
 
 
 class _FoundError(Exception):
-    """The block is not to be run apart: why. Nor are its children, unless it `opens`."""
+    """The block is not to be run apart: why. Nor are its children, unless it `opens`; or only without these weights."""
 
-    def __init__(self, why: str, *, opens: bool = True) -> None:
+    def __init__(self, why: str, *, opens: bool = True, holds: tuple[int, ...] = ()) -> None:
         super().__init__(why)
-        self.opens = opens
+        self.measure = BlockMeasure(holds=holds) if holds else BlockMeasure(whole=why, opens=opens)
 
 
 class Measurement:
@@ -98,8 +100,10 @@ class Measurement:
         if torch.is_grad_enabled() and _has_generator(twin):
             return BlockMeasure(keeps=f"{block.name} draws from a generator of its own")
         with self._meter.paused():
-            self._around = Around(twin, objects, block.own_forward)
-            weights = list(map(digest, self._leaves))
+            own = self._leaves[: len(block.slot_parameters)]
+            held = [leaf.data for leaf in self._leaves[len(own) :]]
+            self._around = Around(twin, objects, block.own_forward, held)
+            weights = list(map(digest, own))
         with (
             self._around,
             state_kept(self._device.generators()),
@@ -110,14 +114,17 @@ class Measurement:
                 with noting_draws(records):
                     measure = self._train(twin, records) if torch.is_grad_enabled() else self._evaluate(twin)
             except _FoundError as found:
-                measure = BlockMeasure(whole=str(found), opens=found.opens)
+                measure = found.measure
             finally:
                 drew = shared.are_some
                 shared.take_back()
         with self._meter.paused():
-            if list(map(digest, self._leaves)) != weights:  # nan, too, is worth another copy
+            now = list(map(digest, own))
+            if now != weights:
                 self._at.fill()
-                measure = BlockMeasure(whole=f"{block.name} changes a weight in its forward", opens=False)
+                written = [i for i, (a, b) in enumerate(zip(weights, now, strict=True)) if a != b and a == a]
+                if written:
+                    return BlockMeasure(holds=tuple(written))
         if drew and not measure.keeps:
             measure = replace(measure, keeps=f"{block.name} draws from Python's or NumPy's random numbers")
         changing = next((type(x).__name__ for x in objects if not _stays_as_it_is(x)), None)
@@ -204,8 +211,11 @@ class Measurement:
         forward_work, forward_s = used
         made = tensors_in(outputs)
         boundary = sum(map(storage_bytes, made))
-        if versions_of(self._leaves) != weights:
-            raise _FoundError(f"{block.name} changes a weight in its forward", opens=False)
+        own = versions_of(self._leaves)[: len(block.slot_parameters)]
+        if own != weights[: len(own)]:
+            holds = tuple(i for i, (a, b) in enumerate(zip(weights, own, strict=False)) if a != b)
+            self._at.fill()
+            raise _FoundError(f"{block.name} changes a weight in its forward", holds=holds)
         self._refuse_weights(outputs)
         if any(self._at.has(t) for m in twin.modules() for t in _tensors_of(m)):
             raise _FoundError(f"{block.name} keeps a view of a weight in an attribute")

@@ -15,8 +15,8 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ from hydra_tune.process_state import autocast_mode
 from hydra_tune.randomness import RandomState, hold
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
-from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_transforms
+from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
@@ -336,6 +336,8 @@ class Trial:
     def _enter(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Be in a step that has room for this forward."""
         planner = self.planner
+        if self.plan is None or not self.plan.resident:
+            refuse_global_hooks()
         if len(self.models) < len(self._roots):  # one was collected
             self._roots = [each for each in self._roots if each.model() is not None]
             planner.leave_plan()
@@ -364,6 +366,7 @@ class Trial:
         return False
 
     def _begin_first_step(self, kind: Kind, inputs: object) -> None:
+        refuse_global_hooks()
         self.meter.counting = True
         self._count()
         self.planner.begin(kind)
@@ -513,8 +516,11 @@ class Trial:
     def _run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
-        if first is not None and not self._backward_passes and not first.before(block, args, kwargs):
-            return block.forward(args, kwargs)
+        if first is not None and not self._backward_passes:
+            measured = first.before(block, args, kwargs)
+            if measured is None:
+                return block.forward(args, kwargs)
+            block = measured
         forward_pass = self._pass or next(iter(self._backward_passes))
         forward_pass.count(block.name)
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
@@ -544,7 +550,7 @@ class Trial:
                 raise
             reason = str(error)
             clear_frames(error)
-        self.planner.open_block(block, TOO_LARGE + reason)
+        self.planner.open_block(block, TOO_LARGE + reason, opens=True)
         return block.forward(args, kwargs)
 
     def _evaluate(
@@ -818,11 +824,20 @@ class Trial:
 
     # ---- for planner and first step ----
 
-    def open_block(self, block: Block, reason: str) -> None:
-        self.planner.open_block(block, reason)
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Other blocks that the one being measured calls run as they are."""
+        self._visiting = True
+        try:
+            yield
+        finally:
+            self._visiting = False
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
-        self.planner.hold_weight(weight, reason)
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
+        self.planner.open_block(block, reason, opens=opens)
+
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
+        return self.planner.hold_weight(block, weight, reason)
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -130,19 +130,22 @@ class Block:
     # ---- buffers, which a repetition must find as the first run did, and leave as they are now ----
 
     def buffers_now(self) -> list[torch.Tensor | None]:
-        """The values that a forward finds: copies, for it may write them, by operators that raise no version too."""
-        if not (self._buffers and self.writes_buffers):
+        """What a forward finds: copies, where it may write them, by operators that raise no version too."""
+        if not self._buffers:
             return []
+        now = [d.get(name) for d, name in self._buffers]
+        if not self.writes_buffers:
+            return now
         with torch.no_grad():
-            return [None if b is None else b.clone() for b in (d.get(name) for d, name in self._buffers)]
+            return [None if b is None else b.clone() for b in now]
 
     def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Its modules have copies of what `buffers_now` has told; those of before, for `take_back_buffers`."""
+        """Its modules have what `buffers_now` has told, or copies of it; those of before, for `take_back_buffers`."""
         if not then:
             return []
         now = [d.get(name) for d, name in self._buffers]
         for (d, name), value in zip(self._buffers, then, strict=True):
-            d[name] = None if value is None else value.clone()
+            d[name] = value.clone() if value is not None and self.writes_buffers else value
         return now
 
     def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:

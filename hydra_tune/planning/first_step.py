@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -48,9 +48,11 @@ class Measured(Protocol):
     def have_alone(self) -> int:
         """Wait until the other trials' steps have ended; the bytes that there are then."""
 
-    def open_block(self, block: Block, reason: str) -> None: ...
+    def measuring(self) -> AbstractContextManager[None]: ...
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None: ...
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None: ...
+
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block: ...
 
 
 class FirstStep:
@@ -126,24 +128,29 @@ class FirstStep:
 
     # ---- blocks ----
 
-    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Measure this call of the block first, unless its like is known. False if the block is none any more: it was
-        opened into its children, or is held as a whole."""
+    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Block | None:
+        """Measure this call of the block first, unless its like is known; the block as it is then. None if it is none
+        any more: it was opened into its children, or is held as a whole."""
         if not torch.is_grad_enabled():
-            return True  # it is measured while it runs, for nothing is kept of it
-        key = self._key(block, args, kwargs)
-        measure = self._known.get(key)
-        if measure is None:
-            measure = self._known[key] = self._measure(block, args, kwargs)
+            return block  # it is measured while it runs, for nothing is kept of it
+        while True:
+            key = self._key(block, args, kwargs)
+            measure = self._known.get(key)
+            if measure is None:
+                measure = self._known[key] = self._measure(block, args, kwargs)
+            if not measure.holds:
+                break
+            for weight in [block.slot_parameters[i] for i in measure.holds]:
+                block = self._trial.hold_weight(block, weight, "its block changes it in its forward")
         if measure.whole:
-            self._trial.open_block(block, measure.whole)
-            return False
+            self._trial.open_block(block, measure.whole, opens=measure.opens)
+            return None
         block.keeps = block.keeps or measure.keeps
         block.clones |= measure.clones
         block.writes_buffers = measure.writes_buffers
         block.casts = dict(measure.casts)
         self._note(block, measure)
-        return True
+        return block
 
     @contextmanager
     def measuring(self, block: Block) -> Iterator[None]:
@@ -201,11 +208,12 @@ class FirstStep:
                 at = self.copy_of(block)
                 measurement = Measurement(block, trial.model, at, trial.residency.device, trial.meter)
                 self._guarded = {s._cdata for x in flatten_call(args, kwargs)[0] for s in _storages_of(x)}
-                try:
-                    return measurement.run(args, kwargs)
-                except WritesInputError:
-                    self._guarded = set()
-                    return measurement.run(args, kwargs, clones=True)
+                with trial.measuring():
+                    try:
+                        return measurement.run(args, kwargs)
+                    except WritesInputError:
+                        self._guarded = set()
+                        return measurement.run(args, kwargs, clones=True)
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():

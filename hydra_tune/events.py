@@ -165,9 +165,9 @@ class Reported:
 
 
 @dataclass(slots=True)
-class Interrupted:
-    """The trial's thread was interrupted, perhaps within an event. It keeps its home, and holds and awaits nothing
-    until it is admitted anew."""
+class Withdrawn:
+    """The trial does not wait any more for what it was not yet granted: a pilot, its admission, a step, a device to
+    itself. What it holds it keeps."""
 
     trial: int
 
@@ -179,7 +179,7 @@ class TrialEnded:
 
 Event: TypeAlias = (
     TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | Outgrown | StepDone | TaskReady | Promoted | Done
-    | Worked | Expired | OutOfMemory | Repacked | Failed | Invalidated | Reported | Interrupted | TrialEnded
+    | Worked | Expired | OutOfMemory | Repacked | Failed | Invalidated | Reported | Withdrawn | TrialEnded
 )  # fmt: skip
 
 # ---- instructions ------------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ class Meter:
                     to._enter(key, storage, trial, counted.num_bytes)
 
     def recount(self) -> None:
-        """After a change that was interrupted halfway."""
+        """Of those that live."""
         with _lock:
             for key, counted in self._storages.copy().items():
                 if counted.ref() is None:
@@ -242,15 +242,6 @@ class TrialMeter:
     def is_idle(self) -> bool:
         """Outside of models and pilots, whose work would be counted."""
         return not (self.inside or self.watched or self.first)
-
-    def reset(self) -> None:
-        """After an interruption: idle."""
-        self.here = self.meter
-        self.meter.recount()
-        self.limit(None)
-        self._is_outside = True
-        self.inside, self.watched, self.first = 0, False, None
-        self.counting, self._outside_start = self.always, None
 
     def device_of(self, operator: Any, inputs: list[torch.Tensor]) -> Meter | None:
         """Where an operator on these inputs makes its outputs; None: in host memory, or nowhere new.

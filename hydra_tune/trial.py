@@ -38,6 +38,7 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
+from hydra_tune.interrupts import interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
@@ -189,8 +190,8 @@ class Trial:
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # They only let go early: an optimizer that wraps another, and has none, does without.
-            root.hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
-            root.hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()))
+            root.hooks.append(optimizer.register_step_pre_hook(lambda *_: _at_boundary(self._before_optimizer_step())))
+            root.hooks.append(optimizer.register_step_post_hook(lambda *_: _at_boundary(self._after_optimizer_step())))
 
     def release(self, model: nn.Module) -> None:
         """Let go of this model; with the last one the trial ends."""
@@ -215,11 +216,11 @@ class Trial:
         try:
             self._leave_device()
         finally:  # last: from here on others may have its bytes
-            torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
+            torch._C._set_grad_enabled(with_gradients)  # should that have failed
             self.pool.end_trial(self)
             for root in self._roots:
                 root.let_go()
-            for model in self.models:  # so far `release` may be called again, should it be interrupted
+            for model in self.models:  # so far `release` may be called again, should it have failed
                 give_back(model, self)
             self._plain = True
         self.planner.close()
@@ -307,7 +308,7 @@ class Trial:
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
         self._refuse_other_threads()
         if self._pass is not None or self._visiting:
-            return root.original(*args, **kwargs)  # the model calls itself
+            return root.run(args, kwargs)  # the model calls itself
         self.pool.check_open(self)
         self._leave_last_step()
         self._enter(root, args, kwargs)
@@ -423,7 +424,7 @@ class Trial:
                 self.meter.adopt(tensors_in((args, kwargs)))
             if first is None and plan is not None and plan.resident:
                 self._go_to(0, Direction.FORWARD)
-            outputs = root.original(*args, **kwargs)
+            outputs = root.run(args, kwargs)
             if forward_pass.ended_by is not None:
                 raise forward_pass.ended_by
             if first is not None:
@@ -651,7 +652,9 @@ class Trial:
         self._backward_id = current
         self._backward_passes = {forward_pass}
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph, *outer))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: _at_boundary(self._end_backward(keeps_graph, *outer))
+        )
         if not self.steps.under_way:
             if self.plan is None:
                 raise PrepareError(
@@ -818,6 +821,11 @@ def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) ->
         else:
             return None
     return (*told, *kwargs)
+
+
+def _at_boundary(_: None) -> None:
+    """What came before it is done."""
+    interrupts.check()
 
 
 def _let_go(mode: TrialMode) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from hydra_tune.errors import UncuttableError
 from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.interrupts import interruptible
 from hydra_tune.module_states import ModuleStates
 from hydra_tune.own_forward import own_forward_of
 
@@ -92,6 +93,7 @@ class Block:
         """Whether an attribute of its modules says where to make tensors, by a device's number."""
         return any(_is_numbered_device(value) for module in self.modules for value in vars(module).values())
 
+    @interruptible
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The module's own forward, whatever stands in its place; one set on the instance goes before its class's."""
         if self.own_forward is not None:

@@ -420,5 +420,6 @@ class Planner:
 
 def _comparable(kind: Kind) -> Kind:
     """Without what only one model has: the identities of its parameters."""
-    parameters, *setting = kind.setting  # type: ignore
-    return replace(kind, setting=(tuple((place, name) for place, name, *_ in parameters), *setting))
+    setting: Any = kind.setting
+    parameters, *others = setting
+    return replace(kind, setting=(tuple((place, name) for place, name, *_ in parameters), *others))

@@ -139,15 +139,20 @@ class Residency:
         """Fresh host tensors, laid out as their master, so that autograd can take them for `.grad` as they are. With
         `late` nobody reads them before `await_gradients`."""
         self.await_gradients()  # a plan has room for those of one block beside the next one's
-        given = [(g, p) for g, p in zip(gradients, masters, strict=True) if g is not None]
-        num_bytes, start_s = sum(tensor_bytes(g) for g, _ in given), self._log.now_s()
+        given = [g for g in gradients if g is not None]
+        like = masters
+        if len(given) < len(masters):
+            like = [p for g, p in zip(gradients, masters, strict=True) if g is not None]
+        num_bytes, start_s = sum(map(tensor_bytes, given)), self._log.now_s()
         with self.meter.paused():
-            spilled, arrival = device.spill([g for g, _ in given], [p for _, p in given])
+            spilled, arrival = device.spill(given, like)
             if late and not torch.is_anomaly_enabled():  # that reads what a node returns
                 self._arrival = arrival
             else:
                 arrival.wait()
         self._log.count("spilled_bytes", device, num_bytes, arrival.marks or start_s)
+        if like is masters:
+            return spilled  # type: ignore[return-value]
         hosts = iter(spilled)
         return [None if g is None else next(hosts) for g in gradients]
 
@@ -169,7 +174,9 @@ class Residency:
         with self.meter.paused():
             self._weights = HostWeights(blocks, self.device)
 
-    def hold(self, model: nn.Module, except_blocks: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def hold(
+        self, model: nn.Module, except_blocks: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
         spilled = {(m, name) for b in except_blocks for m, name, _ in b.sites}
         held = {(h.module(), h.name) for h in self._held}

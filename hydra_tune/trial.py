@@ -15,15 +15,14 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from hydra_tune.blocks.block import Block
+from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.call import Call, KeptCall, RepeatedCall
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.shared_casts import SharedCasts
@@ -44,6 +43,7 @@ from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
+from hydra_tune.process_state import autocast_mode
 from hydra_tune.randomness import RandomState, hold
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
@@ -51,7 +51,7 @@ from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, re
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
-from hydra_tune.tree import map_tensors, tensors_in
+from hydra_tune.tree import flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
 ResultT = TypeVar("ResultT")
@@ -338,7 +338,8 @@ class Trial:
             self._roots = [each for each in self._roots if each.model() is not None]
             planner.leave_plan()
             planner.start()
-        kind = planner.kind_of(self.models.index(root.module), args, kwargs)
+        number, call = self.models.index(root.module), _call_key(root, args, kwargs)
+        kind = root.kind_of(call, lambda: planner.kind_of(number, args, kwargs))
         if planner.first is not None:  # of a step with several forwards
             planner.first.add(kind)
             return
@@ -511,8 +512,8 @@ class Trial:
             return block.forward(args, kwargs)
         forward_pass = self._pass or next(iter(self._backward_passes))
         forward_pass.count(block.name)
-        given = tensors_in((args, kwargs))
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *block.parameters))):
+        given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
+        if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
             return self._evaluate(block, args, kwargs, given)
         if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
@@ -535,52 +536,39 @@ class Trial:
 
         def run() -> Any:
             caches = torch.is_autocast_cache_enabled()
-            with self.visit_forward(block) as copy:
+            copy = self.begin_visit(block, Direction.FORWARD)
+            try:
+                weights = copy.leaves(block.slot_parameters)
+                block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
-                    with block.given(copy.leaves(block.slot_parameters)):
-                        outputs = block.forward(args, kwargs)
+                    outputs = block.forward(args, kwargs)
                 finally:
                     torch.set_autocast_cache_enabled(caches)
+                    block.take_back(weights)
                 return map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
+            finally:
+                self.end_visit(copy, Direction.FORWARD)
 
         return self.with_room(block, run, lambda: versions == versions_of(given))
 
-    @contextmanager
-    def visit_forward(self, block: Block) -> Iterator[DeviceCopy]:
-        with self._visit(block, Direction.FORWARD) as copy:
-            yield copy
-
-    @contextmanager
-    def repeating(self, call: Call) -> Iterator[DeviceCopy]:
-        self.visit_backward(call)
-        caches = torch.is_autocast_cache_enabled()
-        with self._visit(call.block, Direction.BACKWARD) as copy:
-            torch.set_autocast_cache_enabled(False)
-            try:
-                yield copy
-            finally:
-                torch.set_autocast_cache_enabled(caches)
-
-    @contextmanager
-    def _visit(self, block: Block, direction: Direction) -> Iterator[DeviceCopy]:
-        """The block's weights on the device, for its forward or the repetition of that."""
+    def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
+        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
         copy = self._at(block, direction)
-        outermost = gate.enter()
+        gate.enter()
         self._visiting = True
         self.meter.inside += 1
         if direction is Direction.FORWARD:
             self.meter.outside_ends()
-        try:
-            yield copy
-        finally:
-            self._visiting = False
-            self.meter.inside -= 1
-            copy.used = copy.device.mark()
-            if direction is Direction.FORWARD:
-                self.meter.outside_starts()
-            if outermost:
-                gate.leave()
+        return copy
+
+    def end_visit(self, copy: DeviceCopy, direction: Direction) -> None:
+        self._visiting = False
+        self.meter.inside -= 1
+        copy.used = copy.device.mark()
+        if direction is Direction.FORWARD:
+            self.meter.outside_starts()
+        gate.leave()
 
     def _at(self, block: Block, direction: Direction) -> DeviceCopy:
         """Be where the block's shard is; its copy there."""
@@ -625,10 +613,14 @@ class Trial:
             call.forget()
             self._close_backward()
             return sent
-        gradients = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
+        if call.has_casts:
+            gradients = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
         if self.residency.spilled or self.planner.first is not None:
-            alone = call.forward_pass.calls.get(call.block.name, 0) == 1
-            late = alone and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
+            late = (
+                self._task_device.spills_behind
+                and call.forward_pass.calls.get(call.block.name, 0) == 1
+                and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
+            )
             sent = self.residency.spill_gradients(self._task_device, parameters, gradients, late=late)
         else:
             sent = list(gradients)
@@ -644,7 +636,7 @@ class Trial:
             return
         if self.ended:
             raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
-        if not self._callers.is_last and calls_backward(sys._getframe()):  # else the thread is autograd's own, of a GPU, and the caller waits
+        if not self._callers.is_last and calls_backward(sys._getframe()):  # else autograd's own thread, of a GPU
             self._refuse_other_threads()
         outer = -1, set[ForwardPass]()
         if self._backward_id != -1 and calls_backward(sys._getframe(), 2):  # a checkpoint repeats what runs one
@@ -812,10 +804,10 @@ class Trial:
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What of a call decides how much room it needs; None of one whose arguments have others in them."""
-    told: list[Any] = [id(root), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
+    told: list[Any] = [id(root), torch.is_grad_enabled(), *autocast_mode()]
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
-            told += (value.shape, value.dtype)
+            told += (value.shape, value.dtype, value.requires_grad)
         elif value is None or type(value) in (bool, int, float, str):
             told.append(value)
         else:

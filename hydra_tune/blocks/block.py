@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -100,24 +99,30 @@ class Block:
             return self.own_forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    @contextmanager
-    def given(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, its modules have these in the places of their parameters."""
-        try:
-            for module, name, i in self.sites:
-                if module._parameters.get(name) is not self.slot_parameters[i]:
-                    raise UncuttableError(
-                        f"a prepared model keeps its Parameter objects, but one of {self.name} was replaced since, "
-                        "perhaps by torch.func.functional_call. Call hydra_tune.release(model), replace it, and "
-                        "prepare the model again."
-                    )
-                module._parameters[name] = weights[i]  # type: ignore[assignment]
+    def lend(self, weights: Sequence[torch.Tensor]) -> None:
+        """Its modules have these in the places of their parameters, until `take_back`."""
+        own = self.slot_parameters
+        for module, name, i in self.sites:
+            parameters = module._parameters
+            if parameters.get(name) is not own[i]:
+                self.take_back(weights)
+                raise UncuttableError(
+                    f"a prepared model keeps its Parameter objects, but one of {self.name} was replaced since, "
+                    "perhaps by torch.func.functional_call. Call hydra_tune.release(model), replace it, and "
+                    "prepare the model again."
+                )
+            parameters[name] = weights[i]  # type: ignore[assignment]
+        if self._recurrent:
             self._refresh_flat_weights()
-            yield
-        finally:
-            for module, name, i in self.sites:
-                if module._parameters.get(name) is weights[i]:
-                    module._parameters[name] = self.slot_parameters[i]
+
+    def take_back(self, weights: Sequence[torch.Tensor]) -> None:
+        """What the forward itself has set stays."""
+        own = self.slot_parameters
+        for module, name, i in self.sites:
+            parameters = module._parameters
+            if parameters.get(name) is weights[i]:
+                parameters[name] = own[i]
+        if self._recurrent:
             self._refresh_flat_weights()
 
     def _refresh_flat_weights(self) -> None:
@@ -133,18 +138,17 @@ class Block:
         with torch.no_grad():
             return [None if b is None else b.clone() for b in (d.get(name) for d, name in self._buffers)]
 
-    @contextmanager
-    def buffers_as(self, then: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """Inside, its modules have copies of what `buffers_now` has told; afterwards those of before."""
+    def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Its modules have copies of what `buffers_now` has told; those of before, for `take_back_buffers`."""
         if not then:
-            yield
-            return
+            return []
         now = [d.get(name) for d, name in self._buffers]
-        try:
-            for (d, name), value in zip(self._buffers, then, strict=True):
-                d[name] = None if value is None else value.clone()
-            yield
-        finally:
+        for (d, name), value in zip(self._buffers, then, strict=True):
+            d[name] = None if value is None else value.clone()
+        return now
+
+    def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:
+        if now:
             for (d, name), value in zip(self._buffers, now, strict=True):
                 d[name] = value
 

@@ -12,8 +12,8 @@ the memory that it was in is another shard's by then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -27,10 +27,12 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.process_state import remembers_casts
 from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
+from hydra_tune.shard import Direction
 from hydra_tune.surroundings import Surroundings
 from hydra_tune.tree import flatten_call, map_tensors, tensors_in, unflatten
 
 ResultT = TypeVar("ResultT")
+_ref = weakref.ref
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -43,12 +45,13 @@ class Executor(Protocol):
     @property
     def is_alone(self) -> bool: ...
 
-    def visit_forward(self, block: Block) -> AbstractContextManager[DeviceCopy]: ...
+    def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
+        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
+
+    def end_visit(self, copy: DeviceCopy, direction: Direction) -> None: ...
 
     def visit_backward(self, call: Call) -> DeviceCopy:
         """Have the block's shard on the device, from here until the next visit; its copy there."""
-
-    def repeating(self, call: Call) -> AbstractContextManager[DeviceCopy]: ...
 
     def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT: ...
 
@@ -64,6 +67,9 @@ class WeightView(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_cast: bool = False
+
+
+_new_view: Callable[[tuple[Any, ...]], WeightView] = partial(tuple.__new__, WeightView)  # in a fifth of the time
 
 
 class Versioned(NamedTuple):
@@ -88,9 +94,6 @@ class Saved:
     __slots__ = ("__weakref__", "value")
     value: WeightView | Versioned | torch.Tensor | None
 
-    def __init__(self, value: WeightView | Versioned | None) -> None:
-        self.value = value
-
 
 class _EnoughError(BaseException):
     """Ends a repetition: all that was saved is there. No model catches it."""
@@ -106,26 +109,41 @@ class Call:
         self._versions: Sequence[int] = ()  # of the weights in host memory
         self._casts = block.casts if block.casts and remembers_casts() else {}
 
+    @property
+    def has_casts(self) -> bool:
+        """Whether some gradients are those of autocast's copies."""
+        return bool(self._casts)
+
     # ---- forward ----
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block's forward in the user's graph, in a visit."""
-        block = self.block
-        with self.trial.visit_forward(block) as copy:
-            self._copy, self._start = copy, copy.start
-            self._end = self._start + copy.num_bytes
+        block, trial = self.block, self.trial
+        copy = trial.begin_visit(block, Direction.FORWARD)
+        try:
+            self._enter(copy)
             self._versions = versions_of(block.slot_parameters)
             weights = self._promoted(copy)
+            block.lend(weights)
             _push_hooks(self._pack, self._unpack)
             try:
-                with block.given(weights):
-                    outputs = block.forward(args, kwargs)
+                outputs = block.forward(args, kwargs)
             finally:
                 _pop_hooks()
-                del self._copy
+                block.take_back(weights)
                 for i in self._casts:
-                    self.trial.casts.free(block.slot_parameters[i])
-            return map_tensors(_apart_from(copy), outputs) if copy.num_bytes else outputs
+                    trial.casts.free(block.slot_parameters[i])
+            if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):
+                return map_tensors(_apart_from(copy), outputs)
+            return outputs
+        finally:
+            del self._copy
+            trial.end_visit(copy, Direction.FORWARD)
+
+    def _enter(self, copy: DeviceCopy) -> None:
+        self._copy, self._start = copy, copy.start
+        self._end = copy.start + copy.num_bytes
+        self._weight_at = copy.weight_starting_at
 
     def _promoted(self, copy: DeviceCopy) -> list[torch.Tensor]:
         """The block's weights as its operators are to see them: outputs of `Promote`, where they are trained."""
@@ -150,18 +168,18 @@ class Call:
                 weight.__dict__.update(p.__dict__)
         return weights
 
-    def _weight_view(self, tensor: torch.Tensor) -> WeightView | None:
+    def _weight_view(self, tensor: torch.Tensor, place: int) -> WeightView | None:
         """None of what is no weight."""
-        try:
-            place = tensor.data_ptr()
-        except RuntimeError:  # it is sparse
+        if self._cast_places:
+            for start, end, parameter in self._cast_places:
+                if start <= place < end:
+                    offset = (place - start) // tensor.element_size()
+                    return WeightView(parameter, offset, tensor.size(), tensor.stride(), tensor.dtype, is_cast=True)
+        if not self._start <= place < self._end:
             return None
-        for start, end, parameter in self._cast_places:
-            if start <= place < end and tensor.numel():
-                offset = (place - start) // tensor.element_size()
-                return WeightView(parameter, offset, tensor.size(), tensor.stride(), tensor.dtype, is_cast=True)
-        if not (self._start <= place < self._end) or tensor.numel() == 0:
-            return None
+        whole = self._weight_at.get(place)
+        if whole is not None:
+            return _new_view((whole, 0, tensor.size(), tensor.stride(), tensor.dtype, False))
         parameter, start = self._copy.parameter_at(place)
         offset = (place - start) // tensor.element_size()
         return WeightView(parameter, offset, tensor.size(), tensor.stride(), tensor.dtype)
@@ -201,7 +219,7 @@ class Call:
 
 class KeptCall(Call):
     def _pack(self, tensor: torch.Tensor) -> WeightView | Versioned:
-        return self._weight_view(tensor) or Versioned(tensor, version_of(tensor))
+        return self._weight_view(tensor, _place_of(tensor)) or Versioned(tensor, version_of(tensor))
 
     def _unpack(self, packed: WeightView | Versioned) -> torch.Tensor:
         return packed.read() if type(packed) is Versioned else self.weight(packed)  # type: ignore[arg-type]
@@ -215,6 +233,7 @@ class RepeatedCall(Call):
         super().__init__(block, trial, forward_pass)
         self._saved: list[weakref.ref[Saved]] = []
         self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
+        self._drops = False  # something that a repetition must make
         self._next = 0  # to be made by the repetition under way
         self._inputs: list[tuple[int, int]] = []  # where their memory is
 
@@ -232,7 +251,7 @@ class RepeatedCall(Call):
         with noting_draws(self._draws):
             outputs = super().run(args, kwargs)
         del self._inputs
-        if not block.is_checked:
+        if self._drops and not block.is_checked:
             self._looks = list(map(_look_at, tensors_in(outputs)))
         return outputs
 
@@ -252,18 +271,20 @@ class RepeatedCall(Call):
         self._input_versions = versions_of(self.tensors)
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
-        value: WeightView | Versioned | None = self._weight_view(tensor)
-        if value is None and self._is_input(tensor):
-            value = Versioned(tensor, version_of(tensor))
-        saved = Saved(value)
-        self._saved.append(weakref.ref(saved))
+        saved = Saved()
+        saved.value = None
+        place = _place_of(tensor)
+        if self._start <= place < self._end or self._cast_places:
+            saved.value = self._weight_view(tensor, place)
+        if saved.value is None:
+            for start, end in self._inputs:
+                if start <= place < end:
+                    saved.value = Versioned(tensor, version_of(tensor))
+                    break
+            else:
+                self._drops = True
+        self._saved.append(_ref(saved))
         return saved
-
-    def _is_input(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided:
-            return False
-        place = tensor.data_ptr()
-        return any(start <= place < end for start, end in self._inputs)
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
         if saved.value is None:
@@ -298,30 +319,43 @@ class RepeatedCall(Call):
                 f"a block's inputs stay as they are from its forward to its backward, which repeats the forward, but "
                 f"one of block {block.name} was changed in place in between. Give the model a copy of it."
             )
-        with trial.repeating(self) as copy:
-            self._copy, self._start = copy, copy.start
-            self._end = self._start + copy.num_bytes
+        trial.visit_backward(self)
+        copy = trial.begin_visit(block, Direction.BACKWARD)
+        try:
+            self._enter(copy)
             self._next = 0
-            with (
-                self._surroundings.restored(block.name, alone=trial.is_alone),
-                block.buffers_as(self._buffers),
-                drawing_again(self._draws),
-                torch.enable_grad(),
-                self._packing_again(),
-                block.given(self._leaves_of(copy)),
-            ):
-                args, kwargs = self._arguments()
-                try:
-                    self._check(block.forward(args, kwargs))
-                except _EnoughError:
-                    pass
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    _explain(error, block.name)
-                    raise
+            with self._surroundings.restored(block.name, alone=trial.is_alone), drawing_again(self._draws):
+                self._run_again(copy)
+        finally:
+            del self._copy
+            trial.end_visit(copy, Direction.BACKWARD)
         if self._next < len(self._saved):
             raise self._made_other("fewer tensors")
+
+    def _run_again(self, copy: DeviceCopy) -> None:
+        block, caches, gradients = self.block, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+        weights = self._leaves_of(copy)
+        buffers = block.lend_buffers(self._buffers)
+        block.lend(weights)
+        torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit
+        torch._C._set_grad_enabled(True)
+        _push_hooks(self._pack_again, _is_never_unpacked)
+        try:
+            args, kwargs = self._arguments()
+            self._check(block.forward(args, kwargs))
+        except _EnoughError:
+            pass
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _explain(error, block.name)
+            raise
+        finally:
+            _pop_hooks()
+            torch._C._set_grad_enabled(gradients)
+            torch.set_autocast_cache_enabled(caches)
+            block.take_back(weights)
+            block.take_back_buffers(buffers)
 
     def _check(self, outputs: Any) -> None:
         """That the first of a block's repetitions has made what its forward made; later ones end as soon as they may.
@@ -344,15 +378,6 @@ class RepeatedCall(Call):
         args, kwargs = unflatten(leaves, self._structure)
         return args, kwargs
 
-    @contextmanager
-    def _packing_again(self) -> Iterator[None]:
-        _push_hooks(self._pack_again, _is_never_unpacked)
-        try:
-            yield
-        finally:
-            _pop_hooks()
-            self.__dict__.pop("_copy", None)
-
     def _pack_again(self, tensor: torch.Tensor) -> None:
         if self._next >= len(self._saved):
             raise self._made_other("more tensors")
@@ -370,6 +395,14 @@ class RepeatedCall(Call):
             "layer, or on random numbers other than torch's. Give it what it depends on as an argument, or draw from "
             "torch's."
         )
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    """0 of what has no memory of its own, or none at all."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _is_never_unpacked(_: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from hydra_tune.blocks.block import Block, are_trained, leaf_like
 from hydra_tune.device import Device
 from hydra_tune.host_buffer import places_of, storage_bytes, tensor_bytes, versions_of
 from hydra_tune.host_weights import HostWeights
+
+_DTYPE = attrgetter("dtype")
 
 
 class DeviceCopy:
@@ -33,6 +36,8 @@ class DeviceCopy:
         self.used: Any = None  # the last moment of computing that needs the slot, as `Device.mark` tells it
         self._parameters = list({id(p): p for block in blocks for p in block.slot_parameters}.values())
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
+        # of each block's weights, by the id of its list of them; where some are not here, nothing
+        self._numbers_of = {id(b.slot_parameters): [self._numbers[id(p)] for p in b.slot_parameters] for b in blocks}
         self._data = [p.data for p in self._parameters]  # asked once: a forward may lend modules others meanwhile
         self._views: list[torch.Tensor] = []
         self._starts: list[int] = []  # of each weight in the slot, in bytes
@@ -55,6 +60,9 @@ class DeviceCopy:
         if host is not None:
             self._copies += [(slot[to : to + size], host.piece(place, size)) for place, to, size in runs]
         self._sources = places_of(self._data)
+        self._layouts = _layouts_of(self._data)
+        places = [self.start + place for place in self._starts]
+        self.weight_starting_at = dict(zip(places, self._parameters, strict=True))
         self.copied_bytes = sum(tensor_bytes(to) for to, _ in self._copies)
 
     @classmethod
@@ -76,8 +84,10 @@ class DeviceCopy:
 
     def stale(self, parameters: Sequence[nn.Parameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) of those of these that were written on the host since, and are to be copied anew."""
-        parameters = [p for p in parameters if id(p) in self._numbers]  # others live on the device
-        numbers = [self._numbers[id(p)] for p in parameters]
+        numbers = self._numbers_of.get(id(parameters))
+        if numbers is None:
+            parameters = [p for p in parameters if id(p) in self._numbers]  # others live on the device
+            numbers = [self._numbers[id(p)] for p in parameters]
         versions, sources = versions_of(parameters), places_of(parameters)
         if versions == [self._versions[i] for i in numbers] and sources == [self._sources[i] for i in numbers]:
             return []
@@ -92,11 +102,7 @@ class DeviceCopy:
         """Whether it may be filled again for these: the weights are where and what they were."""
         if list(self.blocks) != list(blocks):
             return False
-        data = [p.data for p in self._parameters]
-        return places_of(data) == self._sources and all(
-            (a.dtype, a.size(), a.stride()) == (b.dtype, b.size(), b.stride())
-            for a, b in zip(data, self._data, strict=True)
-        )
+        return places_of(self._parameters) == self._sources and _layouts_of(self._parameters) == self._layouts
 
     def retire(self) -> None:
         """The slot's memory will be another copy's."""
@@ -111,7 +117,11 @@ class DeviceCopy:
 
     def aliases(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """Fresh tensors over the weights' values, without a history."""
-        return [self.weight(p).data for p in parameters]
+        numbers = self._numbers_of.get(id(parameters))
+        if numbers is None:
+            return [self.weight(p).data for p in parameters]
+        views = self._views
+        return [views[i].data for i in numbers]
 
     def leaves(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Parameters over the weights' values, for a forward whose graph is nobody's."""
@@ -136,3 +146,8 @@ class DeviceCopy:
         """Whose values are at an address in the slot, and where these begin."""
         i = bisect_right(self._starts, place - self.start) - 1
         return self._parameters[i], self.start + self._starts[i]
+
+
+def _layouts_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
+    """What is asked for at each promotion: whole lists at once, in PyTorch's own functions."""
+    return list(map(_DTYPE, tensors)), list(map(torch.Tensor.size, tensors)), list(map(torch.Tensor.stride, tensors))

@@ -99,7 +99,7 @@ class FirstStep:
             self._drop_copy()
             while block.weight_bytes > self.free_bytes:
                 if not self.outgrow():
-                    raise torch.OutOfMemoryError(f"block {block.name} has {format_bytes(block.weight_bytes)} of weights")
+                    raise torch.OutOfMemoryError(f"it has {format_bytes(block.weight_bytes)} of weights")
             copy = self._trial.residency.promote(block)
             self._copy = block, copy
             self._limit()
@@ -196,7 +196,8 @@ class FirstStep:
         known = self.profiles.pop(block.name, None)
         if known is not None:
             profile = larger_of(known, profile)
-            profile = replace(profile, saved_bytes=known.saved_bytes + measure.saved_bytes)  # resident, each call keeps its own
+            # where all is resident, each call keeps its own
+            profile = replace(profile, saved_bytes=known.saved_bytes + measure.saved_bytes)
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)

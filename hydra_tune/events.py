@@ -42,8 +42,11 @@ class PilotReady:
 
 @dataclass(slots=True)
 class PilotDone:
+    """`trained`: it was a mini-batch."""
+
     trial: int
     peak_bytes: int
+    trained: bool = False
 
 
 @dataclass(slots=True)

@@ -356,8 +356,8 @@ class ShardPool:
             self.await_copies(trial)
             return self._ask(e.PilotReady(trial.id, empty, least_bytes), e.StartPilot)
 
-    def end_pilot(self, trial: Client, peak_bytes: int) -> None:
-        self._tell(e.PilotDone(trial.id, peak_bytes))
+    def end_pilot(self, trial: Client, peak_bytes: int, *, trained: bool = False) -> None:
+        self._tell(e.PilotDone(trial.id, peak_bytes, trained))
 
     def share(self, key: PlanKey, measure: StepMeasure) -> None:
         """Keep what a first step has shown for the trials to come; let go of what none can need, for a class of its

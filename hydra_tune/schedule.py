@@ -219,6 +219,7 @@ class Machine:
         device = self._home(event.trial)
         assert device.ledger.pilot == event.trial, self._impossible(event)
         device.ledger.end_pilot(event.peak_bytes)
+        self.trials[event.trial].progress.steps_done += event.trained
         device.end_measuring(event.trial)
         return self._advance(device)
 

@@ -190,8 +190,8 @@ class Trial:
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # They only let go early: an optimizer that wraps another, and has none, does without.
-            root.hooks.append(optimizer.register_step_pre_hook(lambda *_: _at_boundary(self._before_optimizer_step())))
-            root.hooks.append(optimizer.register_step_post_hook(lambda *_: _at_boundary(self._after_optimizer_step())))
+            root.hooks.append(optimizer.register_step_pre_hook(_then_check(self._before_optimizer_step)))
+            root.hooks.append(optimizer.register_step_post_hook(_then_check(self._after_optimizer_step)))
 
     def release(self, model: nn.Module) -> None:
         """Let go of this model; with the last one the trial ends."""
@@ -377,7 +377,7 @@ class Trial:
     def _end_first_step(self) -> None:
         step_bytes = self.meter.outside_peak()
         self._end_counting()
-        self.planner.end_first(step_bytes)
+        self.planner.end_first(step_bytes, trained=self.steps.trains)
 
     def _end_counting(self) -> None:
         self.meter.counting = self.meter.always
@@ -645,7 +645,7 @@ class Trial:
         self._backward_passes = {forward_pass}
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: _at_boundary(self._end_backward(keeps_graph, *outer))
+            _then_check(lambda: self._end_backward(keeps_graph, *outer))
         )
         if not self.steps.under_way:
             if self.plan is None:
@@ -815,9 +815,14 @@ def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return (*told, *kwargs)
 
 
-def _at_boundary(_: None) -> None:
-    """What came before it is done."""
-    interrupts.check()
+def _then_check(function: Callable[[], None]) -> Callable[..., None]:
+    """At whose end a Ctrl-C that came meanwhile is raised."""
+
+    def call(*_: Any) -> None:
+        function()
+        interrupts.check()
+
+    return call
 
 
 def _let_go(mode: TrialMode) -> None:

@@ -48,6 +48,7 @@ class Planned(Client, Protocol):
     meter: TrialMeter
     residency: Residency
     of_runner: bool
+    alone: bool
 
     @property
     def device(self) -> Device: ...
@@ -159,6 +160,7 @@ class Planner:
             BudgetError: there is none.
         """
         if self._plans.of(kind) is None:
+            self._spills = self._trial.alone or self._key in self._trial.pool.too_large
             self._plans = self._make_plans()
         plan = self._plans.of(kind)
         assert plan is not None
@@ -173,7 +175,8 @@ class Planner:
         self.leave_plan()
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
-        room = pool.start_pilot(trial, empty=False, least_bytes=least if trial.of_runner else None)
+        beside = trial.of_runner and not trial.alone
+        room = pool.start_pilot(trial, empty=trial.alone, least_bytes=least if beside else None)
         self._adopt_cut(self._cut)
         self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)  # type: ignore[arg-type]
         trial.residency.hold(trial.model, self.blocks, trial.optimizers)
@@ -248,7 +251,7 @@ class Planner:
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
         trains = any(m.trains for m in self._measures)
-        return make_plan(
+        plan = make_plan(
             [*uncalled, *known],
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._held_bytes(self._loose, trains) + buffers + kept,
@@ -258,6 +261,9 @@ class Planner:
             may_be_resident=resident,
             cut=self._cut,
         )
+        if trial.alone:
+            plan = replace(plan, held_bytes=trial.pool.budget_bytes - plan.step_bytes - plan.task_bytes)
+        return plan
 
     def _in_order(self, names: Sequence[str]) -> list[Block]:
         places = {name: i for i, name in enumerate(names)}

@@ -235,8 +235,17 @@ class TrialMeter:
         self._is_outside = True  # of visits to shards
         self._starts_later = False
         self.watched = False  # a dispatch mode of the trial's own is installed
-        self.first: FirstStep | None = None  # under way: is told what is written, and makes room
+        self._first: weakref.ref[FirstStep] | None = None  # a mode on the thread's stack keeps this meter
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
+
+    @property
+    def first(self) -> FirstStep | None:
+        """Under way: is told what is written, and makes room."""
+        return None if self._first is None else self._first()
+
+    @first.setter
+    def first(self, first: FirstStep | None) -> None:
+        self._first = None if first is None else weakref.ref(first)
 
     @property
     def is_idle(self) -> bool:

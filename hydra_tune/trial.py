@@ -44,7 +44,7 @@ from hydra_tune.planner import Planner
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import autocast_mode
-from hydra_tune.randomness import RandomState, hold
+from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_transforms
@@ -258,6 +258,7 @@ class Trial:
         self.boundary()
         if self.plan is None and self.planner.first is None and not self.ended:
             self.planner.settle_last()
+            self.pool.note_summary(self)
 
     def _after_optimizer_step(self) -> None:
         self._invalidate()
@@ -378,6 +379,9 @@ class Trial:
     def _end_first_step(self) -> None:
         step_bytes = self.meter.outside_peak()
         self._end_counting()
+        if self.planner.first is not None and self.planner.first.failed:
+            self.planner.give_up_first()
+            return
         self.planner.end_first(step_bytes, trained=self.steps.trains)
 
     def _end_counting(self) -> None:
@@ -533,7 +537,7 @@ class Trial:
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
     ) -> Any:
         """No backward follows, so it may change what it is given."""
-        versions = versions_of(given)
+        versions, draws, buffers = versions_of(given), DrawRecord(), block.buffers_now()
 
         def run() -> Any:
             caches = torch.is_autocast_cache_enabled()
@@ -543,7 +547,8 @@ class Trial:
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
-                    outputs = block.forward(args, kwargs)
+                    with noting_draws(draws):
+                        outputs = block.forward(args, kwargs)
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
@@ -551,7 +556,12 @@ class Trial:
             finally:
                 self.end_visit(copy, Direction.FORWARD)
 
-        return self.with_room(block, run, lambda: versions == versions_of(given))
+        def rewound() -> bool:
+            rewind(draws)
+            block.put_back_buffers(buffers)
+            return versions == versions_of(given)
+
+        return self.with_room(block, run, rewound)
 
     def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
         """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
@@ -677,6 +687,8 @@ class Trial:
 
     def _forget_backward(self) -> None:
         """It was ended by an exception, after which the engine calls nobody."""
+        if self.planner.first is not None:
+            self.planner.first.failed = True
         self._backward_id, self._backward_passes, self._touched = -1, set(), []
         self._close_backward()
         self.residency.await_gradients()
@@ -761,6 +773,8 @@ class Trial:
     def _leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
         self._visiting = False
+        if self.planner.first is not None:
+            self.planner.first.failed = True
         if not self.of_runner:
             self.leave()
             if self.planner.first is not None:

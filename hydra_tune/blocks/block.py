@@ -138,6 +138,16 @@ class Block:
         with torch.no_grad():
             return [None if b is None else b.clone() for b in (d.get(name) for d, name in self._buffers)]
 
+    def put_back_buffers(self, then: Sequence[torch.Tensor | None]) -> None:
+        """The forward has not run after all."""
+        for (d, name), value in zip(self._buffers if then else [], then, strict=True):
+            now = d.get(name)
+            if now is None or value is None or (now.shape, now.dtype) != (value.shape, value.dtype):
+                d[name] = value
+            else:
+                with torch.no_grad():
+                    now.copy_(value)
+
     def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Its modules have copies of what `buffers_now` has told; those of before, for `take_back_buffers`."""
         if not then:

@@ -107,9 +107,9 @@ class Trial:
         self._visiting = False  # a block's forward is under way, or its repetition
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
-        self._open: Call | None = None  # the call whose block's backward is under way
+        self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
         self._open_copy: DeviceCopy | None = None
-        self._touched: list[Call] = []  # in the backward under way
+        self._touched: list[weakref.ref[Call]] = []  # in the backward under way
 
     # ---- what it is ----
 
@@ -595,7 +595,7 @@ class Trial:
     # ---- backward ----
 
     def visit_backward(self, call: Call) -> DeviceCopy:
-        if self._open is not call or self._open_copy is None:
+        if self._open is None or self._open() is not call or self._open_copy is None:
             self._open_backward(call)
         assert self._open_copy is not None
         return self._open_copy
@@ -605,8 +605,8 @@ class Trial:
         self._close_backward()
         self.meter.outside_ends()
         self._open_copy = self._at(call.block, Direction.BACKWARD)
-        self._open = call
-        self._touched.append(call)
+        self._open = weakref.ref(call)
+        self._touched.append(self._open)
 
     def _close_backward(self) -> None:
         """The block's backward is over, or another's begins."""
@@ -674,8 +674,9 @@ class Trial:
                 forward_pass.done = True
         self._backward_id, self._backward_passes = outer, outer_passes
         self._close_backward()
-        for call in self._touched:
-            call.forget()
+        for reference in self._touched:
+            if (call := reference()) is not None:
+                call.forget()
         self._touched = []
         self.residency.await_gradients()
         self.steps.trains |= not within_forward

@@ -16,6 +16,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ from hydra_tune.interrupts import interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
+from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import autocast_mode
@@ -354,7 +356,7 @@ class Trial:
             self.steps.leave()
         self.steps.check_between()
         if not (planner.knows(kind) or planner.learn(kind)):
-            self._begin_first_step(kind)
+            self._begin_first_step(kind, (args, kwargs))
             return
         planner.settle(planner.plan_for(kind))
         self.steps.open()
@@ -363,7 +365,7 @@ class Trial:
     def _may_begin_anew(self) -> bool:
         return False
 
-    def _begin_first_step(self, kind: Kind) -> None:
+    def _begin_first_step(self, kind: Kind, inputs: object) -> None:
         self.meter.counting = True
         self._count()
         self.planner.begin(kind)
@@ -373,6 +375,7 @@ class Trial:
             self.planner.settle(self.planner.plan_for(kind))
             self.steps.open()
             return
+        self.meter.adopt(tensors_in(inputs))  # which a loop keeps until it has the next ones, and the plan counts so
         self.meter.watch_outside()
         self.steps.open_first()
 
@@ -438,13 +441,15 @@ class Trial:
                 first.kept_bytes = max(first.kept_bytes, 2 * sum(map(storage_bytes, tensors_in((args, kwargs)))) + made)
             self.leave()
         except BaseException as error:
-            self._leave_after_error()
+            refusal = error
             if isinstance(error, torch.OutOfMemoryError) and first is not None:
                 clear_frames(error)
-                raise BudgetError(
-                    f"the first step of {self.name} has no room on {self.device.name}: {error} Raise the pool's "
-                    "memory=, or lower the batch size."
-                ) from None
+                refusal = BudgetError(f"a first step has no room on {self.device.name}: {error}")
+            if isinstance(refusal, BudgetError):
+                refusal = self.planner.refusal_of(refusal, args, kwargs)
+            self._leave_after_error()
+            if refusal is not error:
+                raise refusal from None
             raise
         finally:
             self.meter.inside -= 1
@@ -519,7 +524,7 @@ class Trial:
         forward_pass.count(block.name)
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
         if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
-            return self._evaluate(block, args, kwargs, given)
+            return self._evaluate_or_open(block, args, kwargs, given)
         if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
         call = RepeatedCall(block, self, forward_pass)
@@ -533,6 +538,20 @@ class Trial:
 
         return self.with_room(block, lambda: call.run(args, kwargs), rewound)
 
+    def _evaluate_or_open(
+        self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
+    ) -> Any:
+        versions = versions_of(given)
+        try:
+            return self._evaluate(block, args, kwargs, given)
+        except torch.OutOfMemoryError as error:
+            if self.planner.first is None or versions != versions_of(given):
+                raise
+            reason = str(error)
+            clear_frames(error)
+        self.planner.open_block(block, TOO_LARGE + reason)
+        return block.forward(args, kwargs)
+
     def _evaluate(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
     ) -> Any:
@@ -540,14 +559,14 @@ class Trial:
         versions, draws, buffers = versions_of(given), DrawRecord(), block.buffers_now()
 
         def run() -> Any:
-            caches = torch.is_autocast_cache_enabled()
+            caches, first = torch.is_autocast_cache_enabled(), self.planner.first
             copy = self.begin_visit(block, Direction.FORWARD)
             try:
                 weights = copy.leaves(block.slot_parameters)
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
-                    with noting_draws(draws):
+                    with noting_draws(draws), nullcontext() if first is None else first.measuring(block):
                         outputs = block.forward(args, kwargs)
                 finally:
                     torch.set_autocast_cache_enabled(caches)
@@ -703,12 +722,11 @@ class Trial:
         Raises:
             BudgetError: it has run out of memory in all these ways.
         """
-        ways: list[Callable[[Block], None]] = [self._drop_others, self._repack]
         if self.planner.first is not None:
-            ways = [self._outgrow]
-        elif self.plan is None or self.plan.resident:
+            return self._with_more_room(self.planner.first, run, rewound)
+        if self.plan is None or self.plan.resident:
             return run()
-        for make_room in ways:
+        for make_room in (self._drop_others, self._repack):
             try:
                 return run()
             except torch.OutOfMemoryError as error:
@@ -727,9 +745,15 @@ class Trial:
                 "less. Raise the pool's memory=, or lower the batch size."
             ) from None
 
-    def _outgrow(self, block: Block) -> None:
-        if self.planner.first is not None:
-            self.planner.first.outgrow()
+    def _with_more_room(self, first: FirstStep, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
+        """Where others have a part of the device, with all of it."""
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError as error:
+                clear_frames(error)
+                if not (rewound() and first.outgrow()):
+                    raise
 
     def _drop_others(self, block: Block) -> None:
         logger.warning("%s: block %s ran out of memory; all other shards are dropped", self.name, block.name)

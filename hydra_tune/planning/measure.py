@@ -1,7 +1,7 @@
 """Measures a block on copies of it and of its arguments, so that nothing is left to undo.
 
     the block   --copy--> its modules, attributes and buffers; the weights are those of its visit
-    arguments   --copy--> tensors without a history
+    arguments   --copy--> tensors without a history; clones, if the block changes them in place
 
 The copy runs forward as in training, with what autograd saves dropped; then forward and backward, as a repetition
 does. Random numbers that it draws are taken back. What it shows beside bytes and seconds, as a list that grows with
@@ -61,21 +61,28 @@ class BlockMeasure:
     casts: tuple[tuple[int, torch.dtype], ...] = ()
 
 
+class WritesInputError(Exception):
+    """The block is about to change an input in place, which was not copied: it is to be measured on clones."""
+
+
 class _FoundError(Exception):
     """The block is not to be run apart: why."""
 
 
 class Measurement:
-    """Of one block with these arguments, in a visit; `model` is what it is a part of."""
+    """Of one block with these arguments, in a visit, with gradients on; `model` is what it is a part of."""
 
     def __init__(self, block: Block, model: nn.Module, at: DeviceCopy, device: Device, meter: TrialMeter) -> None:
         self._block, self._model, self._at, self._device, self._meter = block, model, at, device, meter
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockMeasure:
-        """
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, clones: bool = False) -> BlockMeasure:
+        """With `clones` of its inputs, where it changes these in place.
+
         Raises:
             torch.OutOfMemoryError: it has no room.
+            WritesInputError: it needs clones.
         """
+        self._clones = clones
         block, records = self._block, DrawRecord()
         leaves, structure = flatten_call(args, kwargs)
         self._args, self._structure = leaves, structure
@@ -83,7 +90,7 @@ class Measurement:
             twin = self._twin()
         except Exception as error:  # an attribute that can't be copied, as a lock
             return BlockMeasure(keeps=f"{block.name} can't be copied ({type(error).__name__}: {error})")
-        if torch.is_grad_enabled() and _has_generator(twin):
+        if _has_generator(twin):
             return BlockMeasure(keeps=f"{block.name} draws from a generator of its own")
         with (
             state_kept(self._device.generators()),
@@ -92,7 +99,11 @@ class Measurement:
         ):
             try:
                 with noting_draws(records):
-                    measure = self._train(twin, records) if torch.is_grad_enabled() else self._evaluate(twin)
+                    measure = self._train(twin, records)
+            except RuntimeError as error:
+                if clones or "leaf Variable that requires grad" not in str(error):
+                    raise
+                raise WritesInputError from None
             except _FoundError as found:
                 measure = BlockMeasure(whole=str(found))
             finally:
@@ -149,9 +160,9 @@ class Measurement:
             if isinstance(leaf, torch.Tensor):
                 if id(leaf) not in known:
                     own = leaf.detach()
-                    if leaf.requires_grad and torch.is_grad_enabled():
+                    if leaf.requires_grad:
                         asked.append(own.requires_grad_())
-                    known[id(leaf)] = own.clone()
+                    known[id(leaf)] = own.clone() if self._clones else own
                 given.append(known[id(leaf)])
             else:
                 given.append(_copy_of(leaf))
@@ -164,7 +175,7 @@ class Measurement:
         buffers = [(d, n, b, b.clone()) for d, n, b in _buffers_of(twin)]
         asked, given, arguments = self._arguments()
         objects = Snapshot({"an argument": [x for x in given if not isinstance(x, torch.Tensor)]}, twin)
-        versions, weights = _versions(given), versions_of(self._leaves)
+        weights = versions_of(self._leaves)
         with self._measured() as used, _without_checkpoints(block):
             caches = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
@@ -182,7 +193,6 @@ class Measurement:
             raise _FoundError(f"{block.name} changes a weight in its forward")
         if any(self._at.has(t) for m in twin.modules() for t in _tensors_of(m)):
             raise _FoundError(f"{block.name} keeps a view of a weight in an attribute")
-        clones = _versions(given) != versions
         changed = [*before.changes_in_place(), *objects.changes_in_place()]
         keeps = f"{block.name} changes {changed[0]}" if changed else ""
         writes_buffers = any(d.get(n) is not b or not _is_equal(b, then) for d, n, b, then in buffers)
@@ -220,7 +230,7 @@ class Measurement:
         backward_work, backward_s = used
         return BlockMeasure(
             forward_work, backward_work, saved, boundary, forward_s, backward_s,
-            keeps=keeps, clones=clones, writes_buffers=writes_buffers, casts=casts,
+            keeps=keeps, clones=self._clones, writes_buffers=writes_buffers, casts=casts,
         )  # fmt: skip
 
     def _casts(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
@@ -249,14 +259,6 @@ class Measurement:
         if mixed:
             raise _FoundError(f"{self._block.name} uses a weight both as it is and as autocast's copy")
         return tuple((i, dtype) for i in sorted(cast.keys() - direct))
-
-    def _evaluate(self, twin: nn.Module) -> BlockMeasure:
-        _, _, arguments = self._arguments()
-        with self._measured() as used:
-            outputs = self._forward(*arguments)
-            self._device.synchronize()
-        boundary = sum(map(storage_bytes, tensors_in(outputs)))
-        return BlockMeasure(used[0], 0, 0, boundary, used[1])
 
     @contextmanager
     def _measured(self) -> Iterator[list[Any]]:
@@ -292,10 +294,6 @@ def _buffers_of(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tens
 
 def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and (a.layout is not torch.strided or same_bits(a.contiguous(), b.contiguous()))
-
-
-def _versions(leaves: Sequence[Any]) -> list[int]:
-    return versions_of([x for x in leaves if isinstance(x, torch.Tensor)])
 
 
 def _copy_of(value: Any) -> Any:

@@ -214,13 +214,13 @@ class Planner:
             trial.pool.refusals[self._key, _comparable(first.kinds[0])] = known
         return known
 
-    def end_first(self, step_bytes: int) -> None:
+    def end_first(self, step_bytes: int, *, trained: bool) -> None:
         """It has come to its end, with so many bytes outside of its visits to blocks."""
         first, trial = self.first, self._trial
         assert first is not None
         self.first = None
         first.end()
-        trial.pool.end_pilot(trial, first.peak_bytes)
+        trial.pool.end_pilot(trial, first.peak_bytes, trained=trained)
         trial.residency.bring_home(trial.optimizers)
         measure = StepMeasure(
             tuple(first.kinds), first.trains, self._cut, first.profiles, step_bytes, first.kept_bytes, first.peak_bytes

@@ -115,8 +115,11 @@ class Residency:
 
     def drop_shard(self, device: Device, shard: int) -> None:
         copy = self.copies.pop((device.number, shard), None)
-        if copy is None:
-            return
+        if copy is not None:
+            self.drop(copy)
+
+    def drop(self, copy: DeviceCopy) -> None:
+        """Whoever has it still, as an exception's frames: its slot counts no more."""
         copy.retire()
         if copy.counted:
             copy.device.meter.remove(copy.slot)

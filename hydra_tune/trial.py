@@ -38,6 +38,7 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
+from hydra_tune.interrupts import interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
@@ -45,7 +46,7 @@ from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import autocast_mode
-from hydra_tune.randomness import RandomState, hold
+from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
@@ -108,9 +109,9 @@ class Trial:
         self._visiting = False  # a block's forward is under way, or its repetition
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
-        self._open: Call | None = None  # the call whose block's backward is under way
+        self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
         self._open_copy: DeviceCopy | None = None
-        self._touched: list[Call] = []  # in the backward under way
+        self._touched: list[weakref.ref[Call]] = []  # in the backward under way
 
     # ---- what it is ----
 
@@ -192,8 +193,8 @@ class Trial:
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # They only let go early: an optimizer that wraps another, and has none, does without.
-            root.hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
-            root.hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()))
+            root.hooks.append(optimizer.register_step_pre_hook(_then_check(self._before_optimizer_step)))
+            root.hooks.append(optimizer.register_step_post_hook(_then_check(self._after_optimizer_step)))
 
     def release(self, model: nn.Module) -> None:
         """Let go of this model; with the last one the trial ends."""
@@ -218,11 +219,11 @@ class Trial:
         try:
             self._leave_device()
         finally:  # last: from here on others may have its bytes
-            torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
+            torch._C._set_grad_enabled(with_gradients)  # should that have failed
             self.pool.end_trial(self)
             for root in self._roots:
                 root.let_go()
-            for model in self.models:  # so far `release` may be called again, should it be interrupted
+            for model in self.models:  # so far `release` may be called again, should it have failed
                 give_back(model, self)
             self._plain = True
         self.planner.close()
@@ -259,6 +260,7 @@ class Trial:
         self.boundary()
         if self.plan is None and self.planner.first is None and not self.ended:
             self.planner.settle_last()
+            self.pool.note_summary(self)
 
     def _after_optimizer_step(self) -> None:
         self._invalidate()
@@ -310,7 +312,7 @@ class Trial:
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
         self._refuse_other_threads()
         if self._pass is not None or self._visiting:
-            return root.original(*args, **kwargs)  # the model calls itself
+            return root.run(args, kwargs)  # the model calls itself
         self.pool.check_open(self)
         self._leave_last_step()
         self._enter(root, args, kwargs)
@@ -383,7 +385,10 @@ class Trial:
     def _end_first_step(self) -> None:
         step_bytes = self.meter.outside_peak()
         self._end_counting()
-        self.planner.end_first(step_bytes)
+        if self.planner.first is not None and self.planner.first.failed:
+            self.planner.give_up_first()
+            return
+        self.planner.end_first(step_bytes, trained=self.steps.trains)
 
     def _end_counting(self) -> None:
         self.meter.counting = self.meter.always
@@ -431,7 +436,7 @@ class Trial:
                 self.meter.adopt(tensors_in((args, kwargs)))
             if first is None and plan is not None and plan.resident:
                 self._go_to(0, Direction.FORWARD)
-            outputs = root.original(*args, **kwargs)
+            outputs = root.run(args, kwargs)
             if forward_pass.ended_by is not None:
                 raise forward_pass.ended_by
             if first is not None:
@@ -557,7 +562,7 @@ class Trial:
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
     ) -> Any:
         """No backward follows, so it may change what it is given."""
-        versions = versions_of(given)
+        versions, draws, buffers = versions_of(given), DrawRecord(), block.buffers_now()
 
         def run() -> Any:
             caches, first = torch.is_autocast_cache_enabled(), self.planner.first
@@ -567,7 +572,7 @@ class Trial:
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
-                    with nullcontext() if first is None else first.measuring(block):
+                    with noting_draws(draws), nullcontext() if first is None else first.measuring(block):
                         outputs = block.forward(args, kwargs)
                 finally:
                     torch.set_autocast_cache_enabled(caches)
@@ -576,7 +581,12 @@ class Trial:
             finally:
                 self.end_visit(copy, Direction.FORWARD)
 
-        return self.with_room(block, run, lambda: versions == versions_of(given))
+        def rewound() -> bool:
+            rewind(draws)
+            block.put_back_buffers(buffers)
+            return versions == versions_of(given)
+
+        return self.with_room(block, run, rewound)
 
     def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
         """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
@@ -610,7 +620,7 @@ class Trial:
     # ---- backward ----
 
     def visit_backward(self, call: Call) -> DeviceCopy:
-        if self._open is not call or self._open_copy is None:
+        if self._open is None or self._open() is not call or self._open_copy is None:
             self._open_backward(call)
         assert self._open_copy is not None
         return self._open_copy
@@ -620,8 +630,8 @@ class Trial:
         self._close_backward()
         self.meter.outside_ends()
         self._open_copy = self._at(call.block, Direction.BACKWARD)
-        self._open = call
-        self._touched.append(call)
+        self._open = weakref.ref(call)
+        self._touched.append(self._open)
 
     def _close_backward(self) -> None:
         """The block's backward is over, or another's begins."""
@@ -670,7 +680,9 @@ class Trial:
         self._backward_id = current
         self._backward_passes = {forward_pass}
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph, *outer))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            _then_check(lambda: self._end_backward(keeps_graph, *outer))
+        )
         if not self.steps.under_way:
             if self.plan is None:
                 raise PrepareError(
@@ -687,8 +699,9 @@ class Trial:
                 forward_pass.done = True
         self._backward_id, self._backward_passes = outer, outer_passes
         self._close_backward()
-        for call in self._touched:
-            call.forget()
+        for reference in self._touched:
+            if (call := reference()) is not None:
+                call.forget()
         self._touched = []
         self.residency.await_gradients()
         self.steps.trains |= not within_forward
@@ -700,6 +713,8 @@ class Trial:
 
     def _forget_backward(self) -> None:
         """It was ended by an exception, after which the engine calls nobody."""
+        if self.planner.first is not None:
+            self.planner.first.failed = True
         self._backward_id, self._backward_passes, self._touched = -1, set(), []
         self._close_backward()
         self.residency.await_gradients()
@@ -789,6 +804,8 @@ class Trial:
     def _leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
         self._visiting = False
+        if self.planner.first is not None:
+            self.planner.first.failed = True
         if not self.of_runner:
             self.leave()
             if self.planner.first is not None:
@@ -851,6 +868,16 @@ def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) ->
         else:
             return None
     return (*told, *kwargs)
+
+
+def _then_check(function: Callable[[], None]) -> Callable[..., None]:
+    """At whose end a Ctrl-C that came meanwhile is raised."""
+
+    def call(*_: Any) -> None:
+        function()
+        interrupts.check()
+
+    return call
 
 
 def _let_go(mode: TrialMode) -> None:

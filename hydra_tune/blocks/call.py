@@ -267,6 +267,7 @@ class RepeatedCall(Call):
         """As if it had not run, for it had no room."""
         self._saved, self._looks = [], []
         rewind(self._draws)
+        self.block.put_back_buffers(self._buffers)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

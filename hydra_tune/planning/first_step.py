@@ -64,6 +64,7 @@ class FirstStep:
         self.profiles: dict[str, BlockProfile] = {}
         self.kept_bytes = 0
         self.peak_bytes = 0
+        self.failed = False  # an exception has ended its forward or backward: it tells nothing
         self._trial = trial
         self._beside = beside
         self._copy: tuple[Block, DeviceCopy] | None = None
@@ -117,7 +118,7 @@ class FirstStep:
             block, copy = self._copy
             self._copy = None
             copy.used = copy.device.mark()
-            copy.retire()
+            self._trial.residency.drop(copy)
             self._trial.residency.device.free_slot(None, block.weight_bytes)
             self._limit()
 

@@ -28,6 +28,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
+from hydra_tune.fork import new_in_child
 from hydra_tune.hooks import user_hooks
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
@@ -404,24 +405,49 @@ def _are_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(same_values, a, b))
 
 
+class _Here(threading.local):
+    """The block that the thread measures."""
+
+    block: Block | None = None
+
+
+_here = _Here()
+_lock = new_in_child(threading.Lock())
+_watching: list[Callable[[], None]] = []  # one a thread that measures: what the first has set goes with the last
+
+
 @contextmanager
 def _without_checkpoints(block: Block) -> Iterator[None]:
     """One within a block would repeat its part outside of any visit. Other threads' go on."""
-    here, hook = threading.get_ident(), torch_checkpoint._checkpoint_hook.__init__
-    apply = torch_checkpoint.CheckpointFunction.apply
-
-    def unless_here(function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == here:
-                raise _FoundError(f"{block.name} has a checkpoint within")
-            return function(*args, **kwargs)
-
-        return called
-
-    torch_checkpoint._checkpoint_hook.__init__ = unless_here(hook)  # type: ignore[method-assign]
-    torch_checkpoint.CheckpointFunction.apply = unless_here(apply)  # type: ignore[method-assign]
+    with _lock:
+        _watching.append(_watching[0] if _watching else _watch_checkpoints())
+    _here.block = block
     try:
         yield
     finally:
+        _here.block = None
+        with _lock:
+            unwatch = _watching.pop()
+            if not _watching:
+                unwatch()
+
+
+def _watch_checkpoints() -> Callable[[], None]:
+    """What undoes it."""
+    hook, function = torch_checkpoint._checkpoint_hook.__init__, torch_checkpoint.CheckpointFunction
+
+    def unless_measured(called: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _here.block is not None:
+                raise _FoundError(f"{_here.block.name} has a checkpoint within")
+            return called(*args, **kwargs)
+
+        return call
+
+    def unwatch() -> None:
         torch_checkpoint._checkpoint_hook.__init__ = hook  # type: ignore[method-assign]
-        del torch_checkpoint.CheckpointFunction.apply
+        del function.apply
+
+    torch_checkpoint._checkpoint_hook.__init__ = unless_measured(hook)  # type: ignore[method-assign]
+    function.apply = unless_measured(function.apply)  # type: ignore[method-assign]
+    return unwatch

@@ -216,7 +216,7 @@ class Meter:
                     to._enter(key, storage, trial, counted.num_bytes)
 
     def recount(self) -> None:
-        """After a change that was interrupted halfway."""
+        """Of those that live."""
         with _lock:
             for key, counted in self._storages.copy().items():
                 if counted.ref() is None:
@@ -241,23 +241,23 @@ class TrialMeter:
         self._is_outside = True  # of visits to shards
         self._starts_later = False
         self.watched = False  # a dispatch mode of the trial's own is installed
-        self.first: FirstStep | None = None  # under way: is told what is written, and makes room
+        self._first: weakref.ref[FirstStep] | None = None  # a mode on the thread's stack keeps this meter
         self._uses: Uses | None = None  # noted, of what is on the device
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
+
+    @property
+    def first(self) -> FirstStep | None:
+        """Under way: is told what is written, and makes room."""
+        return None if self._first is None else self._first()
+
+    @first.setter
+    def first(self, first: FirstStep | None) -> None:
+        self._first = None if first is None else weakref.ref(first)
 
     @property
     def is_idle(self) -> bool:
         """Outside of models and pilots, whose work would be counted."""
         return not (self.inside or self.watched or self.first)
-
-    def reset(self) -> None:
-        """After an interruption: idle."""
-        self.here = self.meter
-        self.meter.recount()
-        self.limit(None)
-        self._is_outside = True
-        self.inside, self.watched, self.first = 0, False, None
-        self.counting, self._outside_start = self.always, None
 
     def device_of(self, operator: Any, inputs: list[torch.Tensor]) -> Meter | None:
         """Where an operator on these inputs makes its outputs; None: in host memory, or nowhere new.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,10 +31,11 @@ from hydra_tune.partition import gradient_flags, input_signature, make_plan, pla
 from hydra_tune.plan_summary import summary_of
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
+from hydra_tune.planning.on_paper import least_bytes
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.residency import Residency
-from hydra_tune.root import refuse_unsupported
+from hydra_tune.root import SeveralModels, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 
 logger = logging.getLogger("hydra_tune")
@@ -81,6 +83,7 @@ class Planner:
         self._trial = trial
         self.blocks: list[Block] = []
         self.plan: TrialPlan | None = None
+        self._next_plan: TrialPlan | None = None  # made, but not settled yet
         self.first: FirstStep | None = None
         self._plans = Plans(None, None)
         self._measures: list[StepMeasure] = []  # of forwards that this trial has made
@@ -112,7 +115,7 @@ class Planner:
 
     def summary(self) -> dict[str, Any]:
         """Plain data on the plan, the same as long as that is."""
-        plan, budget_bytes = self.plan, self._trial.device.budget_bytes
+        plan, budget_bytes = self.plan or self._next_plan, self._trial.device.budget_bytes
         if self._summary is None or self._summary[:2] != (plan, budget_bytes):
             self._summary = plan, budget_bytes, summary_of(plan, budget_bytes)
         return self._summary[2]
@@ -140,6 +143,7 @@ class Planner:
         trial = self._trial
         key = plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
+            refuse_unsupported(trial.model)
             self._key, self._measures = key, []
             self._kinds.update(kind() for kind in key.kinds)
         shared = trial.pool.measures.get(key, [])
@@ -174,6 +178,7 @@ class Planner:
         trial, pool = self._trial, self._trial.pool
         self._refuse_again(kind)
         self.leave_plan()
+        self._next_plan = None
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
         beside = trial.of_runner and not trial.alone
@@ -191,27 +196,39 @@ class Planner:
             error.lack = known.lack
             raise error
 
-    def note_refusal(self, error: BudgetError) -> None:
-        """What fits depends on the budget, not on the neighbours: of a first step that had all of it."""
+    def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
+        """The error that ends a first step, with the least budget that would do. What fits depends on the budget, not
+        on the neighbours: where the step had all of it, trials alike are refused by the same words."""
         first, trial = self.first, self._trial
-        if first is not None and first.free_bytes >= trial.pool.budget_bytes:
-            known = BudgetError(str(error))  # without its frames
-            known.lack = error.lack
+        if first is None:
+            return error
+        budget_bytes, model = trial.pool.budget_bytes, trial.model
+        known = BudgetError(str(error))  # without its frames
+        known.lack = error.lack
+        least = None
+        if not isinstance(model, SeveralModels):
+            least = least_bytes(model, self.blocks, args, kwargs, lambda ps: self._held_bytes(ps, first.trains))
+        if least is not None and least > budget_bytes:
+            known = BudgetError(f"{error} About {format_bytes(least)} would do.").lacking(least, budget_bytes)
+        if first.free_bytes >= budget_bytes:
             trial.pool.refusals[self._key, _comparable(first.kinds[0])] = known
+        return known
 
-    def end_first(self, step_bytes: int) -> None:
+    def end_first(self, step_bytes: int, *, trained: bool) -> None:
         """It has come to its end, with so many bytes outside of its visits to blocks."""
         first, trial = self.first, self._trial
         assert first is not None
         self.first = None
         first.end()
-        trial.pool.end_pilot(trial, first.peak_bytes)
+        trial.pool.end_pilot(trial, first.peak_bytes, trained=trained)
         trial.residency.bring_home(trial.optimizers)
         measure = StepMeasure(
             tuple(first.kinds), first.trains, self._cut, first.profiles, step_bytes, first.kept_bytes, first.peak_bytes
         )
         self._count(measure)
         trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
+        with suppress(BudgetError):  # which the next forward raises
+            self._next_plan = self.plan_for(first.kinds[0])
 
     def give_up_first(self) -> None:
         """It was ended by an exception."""
@@ -222,9 +239,9 @@ class Planner:
             trial.pool.end_pilot(trial, first.peak_bytes)
             trial.residency.bring_home(trial.optimizers)
 
-    def open_block(self, block: Block, reason: str) -> None:
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
-        opened = cuts.opened(self._cut, block, reason)
+        opened = cuts.opened(self._cut, block, reason) if opens else None
         if opened is None and reason.startswith("it does not fit"):
             budget = self._trial.device.budget_bytes
             raise BlockTooLargeError(
@@ -236,11 +253,12 @@ class Planner:
         self._adopt_cut(opened or cuts.kept(self._cut, block, reason))
         self._hold()
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
-        """Within a first step: it is on the device from here on."""
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
+        """Within a first step: a weight of this block is on the device from here on; the block as it is then."""
         name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
         self._adopt_cut(cuts.held(self._cut, name, reason))
         self._hold()
+        return next(each for each in self.blocks if each.module is block.module)
 
     # ---- plans ----
 
@@ -338,7 +356,7 @@ class Planner:
             pool.admit(trial, plan)
         if before is None or not alike:
             self._adopt_cut(plan.cut, plan.blocks)
-        self.plan = plan
+        self.plan, self._next_plan = plan, None
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]
         for block, profile in zip(self.blocks, plan.blocks, strict=True):
@@ -408,7 +426,7 @@ class Planner:
         self.blocks = cuts.blocks_of(self._trial.model, self._trial.pool.budget_bytes, cut, profiles)
         for i, block in enumerate(self.blocks):
             old = before.get(block.name)
-            if old is not None and old.module is block.module and old.slot_parameters == block.slot_parameters:
+            if old is not None and old.module is block.module and _are_the_same(old, block):
                 old.keeps, old.clones = block.keeps or old.keeps, block.clones or old.clones
                 old.writes_buffers, old.is_current = block.writes_buffers, True
                 old.casts = block.casts or old.casts
@@ -432,7 +450,8 @@ class Planner:
         """From here on blocks run in visits."""
         for block in self.blocks:
             block.is_current = True
-            if not isinstance(block.module.__dict__.get("forward"), BlockForward):
+            present = block.module.__dict__.get("forward")
+            if not isinstance(present, BlockForward) or present.block is not block:
                 block.module.forward = BlockForward(block, self._trial)  # type: ignore[arg-type]
 
     def unwrap(self) -> None:
@@ -441,6 +460,12 @@ class Planner:
             block.is_current = False
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
                 ours.give_back()
+
+
+def _are_the_same(a: Block, b: Block) -> bool:
+    """Whether both promote the same parameters, and run the same forward."""
+    alike = list(map(id, a.slot_parameters)) == list(map(id, b.slot_parameters))
+    return alike and a.own_forward is b.own_forward
 
 
 def _comparable(kind: Kind) -> Kind:

@@ -68,7 +68,7 @@ class Residency:
     def _retire_copies(self) -> None:
         for copy in list(self.copies.values()):  # another trial may drop an idle one
             copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
-            self._let_go(copy)
+            self.drop(copy)
         self.copies.clear()
 
     def promote(self, block: Block) -> DeviceCopy:
@@ -115,11 +115,11 @@ class Residency:
 
     def drop_shard(self, device: Device, shard: int) -> None:
         copy = self.copies.pop((device.number, shard), None)
-        if copy is None:
-            return
-        self._let_go(copy)
+        if copy is not None:
+            self.drop(copy)
 
-    def _let_go(self, copy: DeviceCopy) -> None:
+    def drop(self, copy: DeviceCopy) -> None:
+        """Whoever has it still, as an exception's frames: its slot counts no more."""
         copy.retire()
         if copy.counted:
             copy.device.meter.remove(copy.slot)

@@ -15,8 +15,8 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
+from hydra_tune.interrupts import interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
@@ -47,10 +48,10 @@ from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import autocast_mode, remembers_casts
-from hydra_tune.randomness import RandomState, hold
+from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
-from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_transforms
+from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
@@ -110,9 +111,9 @@ class Trial:
         self._visiting = False  # a block's forward is under way, or its repetition
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
-        self._open: Call | None = None  # the call whose block's backward is under way
+        self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
         self._open_copy: DeviceCopy | None = None
-        self._touched: list[Call] = []  # in the backward under way
+        self._touched: list[weakref.ref[Call]] = []  # in the backward under way
 
     # ---- what it is ----
 
@@ -194,8 +195,8 @@ class Trial:
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # They only let go early: an optimizer that wraps another, and has none, does without.
-            root.hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
-            root.hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()))
+            root.hooks.append(optimizer.register_step_pre_hook(_then_check(self._before_optimizer_step)))
+            root.hooks.append(optimizer.register_step_post_hook(_then_check(self._after_optimizer_step)))
 
     def release(self, model: nn.Module) -> None:
         """Let go of this model; with the last one the trial ends."""
@@ -220,11 +221,11 @@ class Trial:
         try:
             self._leave_device()
         finally:  # last: from here on others may have its bytes
-            torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
+            torch._C._set_grad_enabled(with_gradients)  # should that have failed
             self.pool.end_trial(self)
             for root in self._roots:
                 root.let_go()
-            for model in self.models:  # so far `release` may be called again, should it be interrupted
+            for model in self.models:  # so far `release` may be called again, should it have failed
                 give_back(model, self)
             self._plain = True
         self.planner.close()
@@ -261,6 +262,7 @@ class Trial:
         self.boundary()
         if self.plan is None and self.planner.first is None and not self.ended:
             self.planner.settle_last()
+            self.pool.note_summary(self)
 
     def _after_optimizer_step(self) -> None:
         self._invalidate()
@@ -312,7 +314,7 @@ class Trial:
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
         self._refuse_other_threads()
         if self._pass is not None or self._visiting:
-            return root.original(*args, **kwargs)  # the model calls itself
+            return root.run(args, kwargs)  # the model calls itself
         self.pool.check_open(self)
         self._leave_last_step()
         self._enter(root, args, kwargs)
@@ -338,6 +340,8 @@ class Trial:
     def _enter(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Be in a step that has room for this forward."""
         planner = self.planner
+        if self.plan is None or not self.plan.resident:
+            refuse_global_hooks()
         if len(self.models) < len(self._roots):  # one was collected
             self._roots = [each for each in self._roots if each.model() is not None]
             planner.leave_plan()
@@ -356,7 +360,7 @@ class Trial:
             self.steps.leave()
         self.steps.check_between()
         if not (planner.knows(kind) or planner.learn(kind)):
-            self._begin_first_step(kind)
+            self._begin_first_step(kind, (args, kwargs))
             return
         planner.settle(planner.plan_for(kind))
         self.steps.open()
@@ -365,7 +369,8 @@ class Trial:
     def _may_begin_anew(self) -> bool:
         return False
 
-    def _begin_first_step(self, kind: Kind) -> None:
+    def _begin_first_step(self, kind: Kind, inputs: object) -> None:
+        refuse_global_hooks()
         self.meter.counting = True
         self._count()
         self.planner.begin(kind)
@@ -375,13 +380,17 @@ class Trial:
             self.planner.settle(self.planner.plan_for(kind))
             self.steps.open()
             return
+        self.meter.adopt(tensors_in(inputs))  # which a loop keeps until it has the next ones, and the plan counts so
         self.meter.watch_outside()
         self.steps.open_first()
 
     def _end_first_step(self) -> None:
         step_bytes = self.meter.outside_peak()
         self._end_counting()
-        self.planner.end_first(step_bytes)
+        if self.planner.first is not None and self.planner.first.failed:
+            self.planner.give_up_first()
+            return
+        self.planner.end_first(step_bytes, trained=self.steps.trains)
 
     def _end_counting(self) -> None:
         self.meter.counting = self.meter.always
@@ -429,7 +438,7 @@ class Trial:
                 self.meter.adopt(tensors_in((args, kwargs)))
             if first is None and plan is not None and plan.resident:
                 self._go_to(0, Direction.FORWARD)
-            outputs = root.original(*args, **kwargs)
+            outputs = root.run(args, kwargs)
             if forward_pass.ended_by is not None:
                 raise forward_pass.ended_by
             if first is not None:
@@ -442,7 +451,7 @@ class Trial:
                 clear_frames(error)
                 refusal = BudgetError(f"a first step has no room on {self.device.name}: {error}")
             if isinstance(refusal, BudgetError):
-                self.planner.note_refusal(refusal)
+                refusal = self.planner.refusal_of(refusal, args, kwargs)
             self._leave_after_error()
             if refusal is not error:
                 raise refusal from None
@@ -514,8 +523,11 @@ class Trial:
     def _run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
-        if first is not None and not self._backward_passes and not first.before(block, args, kwargs):
-            return block.forward(args, kwargs)
+        if first is not None and not self._backward_passes:
+            measured = first.before(block, args, kwargs)
+            if measured is None:
+                return block.forward(args, kwargs)
+            block = measured
         forward_pass = self._pass or next(iter(self._backward_passes))
         forward_pass.count(block.name)
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
@@ -548,14 +560,14 @@ class Trial:
                 raise
             reason = str(error)
             clear_frames(error)
-        self.planner.open_block(block, TOO_LARGE + reason)
+        self.planner.open_block(block, TOO_LARGE + reason, opens=True)
         return block.forward(args, kwargs)
 
     def _evaluate(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
     ) -> Any:
         """No backward follows, so it may change what it is given."""
-        versions = versions_of(given)
+        versions, draws, buffers = versions_of(given), DrawRecord(), block.buffers_now()
 
         def run() -> Any:
             caches, first = torch.is_autocast_cache_enabled(), self.planner.first
@@ -565,7 +577,7 @@ class Trial:
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
-                    with nullcontext() if first is None else first.measuring(block):
+                    with noting_draws(draws), nullcontext() if first is None else first.measuring(block):
                         outputs = block.forward(args, kwargs)
                 finally:
                     torch.set_autocast_cache_enabled(caches)
@@ -574,7 +586,12 @@ class Trial:
             finally:
                 self.end_visit(copy, Direction.FORWARD)
 
-        return self.with_room(block, run, lambda: versions == versions_of(given))
+        def rewound() -> bool:
+            rewind(draws)
+            block.put_back_buffers(buffers)
+            return versions == versions_of(given)
+
+        return self.with_room(block, run, rewound)
 
     def _may_travel(self, block: Block, given: Sequence[torch.Tensor]) -> bool:
         """Whether a call of the block may run away from home. The gradients of its weights end its backward."""
@@ -620,7 +637,7 @@ class Trial:
     # ---- backward ----
 
     def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
-        if self._open is not call or self._open_copy is None:
+        if self._open is None or self._open() is not call or self._open_copy is None:
             self._open_backward(call, travels=travels)
         assert self._open_copy is not None
         return self._open_copy
@@ -631,8 +648,8 @@ class Trial:
         self.meter.outside_ends()
         self._open_copy = self._at(call.block, Direction.BACKWARD, travels=travels)
         self.meter.here = self._open_copy.device.meter
-        self._open = call
-        self._touched.append(call)
+        self._open = weakref.ref(call)
+        self._touched.append(self._open)
 
     def _close_backward(self) -> None:
         """The block's backward is over, or another's begins."""
@@ -682,7 +699,9 @@ class Trial:
         self._backward_id = current
         self._backward_passes = {forward_pass}
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph, *outer))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            _then_check(lambda: self._end_backward(keeps_graph, *outer))
+        )
         if not self.steps.under_way:
             if self.plan is None:
                 raise PrepareError(
@@ -699,9 +718,7 @@ class Trial:
                 forward_pass.done = True
         self._backward_id, self._backward_passes = outer, outer_passes
         self._close_backward()
-        for call in self._touched:
-            call.forget()
-        self._touched = []
+        self._forget_touched()
         self.residency.await_gradients()
         self.steps.trains |= not within_forward
         if not (within_forward or within_backward):
@@ -712,12 +729,18 @@ class Trial:
 
     def _forget_backward(self) -> None:
         """It was ended by an exception, after which the engine calls nobody."""
+        if self.planner.first is not None:
+            self.planner.first.failed = True
         self._backward_id, self._backward_passes = -1, set()
         self._close_backward()
-        for call in self._touched:
-            call.forget()
-        self._touched = []
+        self._forget_touched()
         self.residency.await_gradients()
+
+    def _forget_touched(self) -> None:
+        for reference in self._touched:
+            if (call := reference()) is not None:
+                call.forget()
+        self._touched = []
 
     # ---- room ----
 
@@ -804,6 +827,8 @@ class Trial:
     def _leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
         self._visiting = False
+        if self.planner.first is not None:
+            self.planner.first.failed = True
         if not self.of_runner:
             self.leave()
             if self.planner.first is not None:
@@ -840,11 +865,20 @@ class Trial:
 
     # ---- for planner and first step ----
 
-    def open_block(self, block: Block, reason: str) -> None:
-        self.planner.open_block(block, reason)
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Other blocks that the one being measured calls run as they are."""
+        self._visiting = True
+        try:
+            yield
+        finally:
+            self._visiting = False
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
-        self.planner.hold_weight(weight, reason)
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
+        self.planner.open_block(block, reason, opens=opens)
+
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
+        return self.planner.hold_weight(block, weight, reason)
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -858,6 +892,16 @@ def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) ->
         else:
             return None
     return (*told, *kwargs)
+
+
+def _then_check(function: Callable[[], None]) -> Callable[..., None]:
+    """At whose end a Ctrl-C that came meanwhile is raised."""
+
+    def call(*_: Any) -> None:
+        function()
+        interrupts.check()
+
+    return call
 
 
 def _let_go(mode: TrialMode) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from hydra_tune.errors import UncuttableError
 from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.interrupts import interruptible
 from hydra_tune.module_states import ModuleStates
 from hydra_tune.own_forward import own_forward_of
 
@@ -93,6 +94,7 @@ class Block:
         """Whether an attribute of its modules says where to make tensors, by a device's number."""
         return any(_is_numbered_device(value) for module in self.modules for value in vars(module).values())
 
+    @interruptible
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The module's own forward, whatever stands in its place; one set on the instance goes before its class's."""
         if self.own_forward is not None:
@@ -132,19 +134,32 @@ class Block:
     # ---- buffers, which a repetition must find as the first run did, and leave as they are now ----
 
     def buffers_now(self) -> list[torch.Tensor | None]:
-        """The values that a forward finds: copies, for it may write them, by operators that raise no version too."""
-        if not (self._buffers and self.writes_buffers):
+        """What a forward finds: copies, where it may write them, by operators that raise no version too."""
+        if not self._buffers:
             return []
+        now = [d.get(name) for d, name in self._buffers]
+        if not self.writes_buffers:
+            return now
         with torch.no_grad():
-            return [None if b is None else b.clone() for b in (d.get(name) for d, name in self._buffers)]
+            return [None if b is None else b.clone() for b in now]
+
+    def put_back_buffers(self, then: Sequence[torch.Tensor | None]) -> None:
+        """The forward has not run after all."""
+        for (d, name), value in zip(self._buffers if then else [], then, strict=True):
+            now = d.get(name)
+            if now is None or value is None or (now.shape, now.dtype) != (value.shape, value.dtype):
+                d[name] = value
+            else:
+                with torch.no_grad():
+                    now.copy_(value)
 
     def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Its modules have copies of what `buffers_now` has told; those of before, for `take_back_buffers`."""
+        """Its modules have what `buffers_now` has told, or copies of it; those of before, for `take_back_buffers`."""
         if not then:
             return []
         now = [d.get(name) for d, name in self._buffers]
         for (d, name), value in zip(self._buffers, then, strict=True):
-            d[name] = None if value is None else value.clone()
+            d[name] = value.clone() if value is not None and self.writes_buffers else value
         return now
 
     def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:

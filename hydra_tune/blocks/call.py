@@ -24,6 +24,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.promote import promote
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.device import Device
+from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.process_state import remembers_casts
@@ -137,6 +138,11 @@ class Call:
                 block.take_back(weights)
                 for i in self._casts:
                     trial.casts.free(block.slot_parameters[i])
+            if are_trained(weights) != self._trained:
+                raise PrepareError(
+                    f"a weight requires a gradient or does not before its block runs, but {block.name} changed one's "
+                    "requires_grad. Change it outside of forward."
+                )
             if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):
                 outputs = map_tensors(_apart_from(copy), outputs)
             return self._returned_from(copy.device, outputs) if self.travels else outputs
@@ -173,6 +179,7 @@ class Call:
                 weights[i] = weight
                 if i in self._casts:
                     self.trial.casts.put(parameters[i], weight)
+        self._trained = are_trained(weights)
         self._cast_places = [(*_memory_of(weights[i]), parameters[i]) for i in self._casts]
         for weight, p in zip(weights, parameters, strict=True):
             if p.__dict__:
@@ -258,6 +265,7 @@ class RepeatedCall(Call):
             self.keep_clones()
         self._surroundings = Surroundings(block.module_states)
         self._buffers = block.buffers_now()
+        self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
         self._draws = DrawRecord()
         with noting_draws(self._draws):
             outputs = super().run(args, kwargs)
@@ -270,6 +278,7 @@ class RepeatedCall(Call):
         """As if it had not run, for it had no room."""
         self._saved, self._looks = [], []
         rewind(self._draws)
+        self.block.put_back_buffers(self._buffers)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -329,6 +338,12 @@ class RepeatedCall(Call):
             raise RuntimeError(
                 f"a block's inputs stay as they are from its forward to its backward, which repeats the forward, but "
                 f"one of block {block.name} was changed in place in between. Give the model a copy of it."
+            )
+        if self._buffer_versions != versions_of([b for b in self._buffers if b is not None]):
+            raise RuntimeError(
+                f"a block's buffers stay as they are from its forward to its backward, which repeats the forward, but "
+                f"one of block {block.name} was changed in place in between. Change it after backward, or assign a new "
+                "tensor."
             )
         trial.visit_backward(self)
         copy = trial.begin_visit(block, Direction.BACKWARD, travels=self.travels)

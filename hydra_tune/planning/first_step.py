@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import BlockMeasure, Measurement
+from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.tree import flatten_call
@@ -48,9 +48,11 @@ class Measured(Protocol):
     def have_alone(self) -> int:
         """Wait until the other trials' steps have ended; the bytes that there are then."""
 
-    def open_block(self, block: Block, reason: str) -> None: ...
+    def measuring(self) -> AbstractContextManager[None]: ...
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None: ...
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None: ...
+
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block: ...
 
 
 class FirstStep:
@@ -62,12 +64,14 @@ class FirstStep:
         self.profiles: dict[str, BlockProfile] = {}
         self.kept_bytes = 0
         self.peak_bytes = 0
+        self.failed = False  # an exception has ended its forward or backward: it tells nothing
         self._trial = trial
         self._beside = beside
         self._copy: tuple[Block, DeviceCopy] | None = None
         self._known: dict[Any, BlockMeasure] = {}
         self._start_bytes = trial.meter.trial_bytes
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
+        self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = self
         self._limit()
 
@@ -114,7 +118,7 @@ class FirstStep:
             block, copy = self._copy
             self._copy = None
             copy.used = copy.device.mark()
-            copy.retire()
+            self._trial.residency.drop(copy)
             self._trial.residency.device.free_slot(None, block.weight_bytes)
             self._limit()
 
@@ -125,24 +129,29 @@ class FirstStep:
 
     # ---- blocks ----
 
-    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Measure this call of the block first, unless its like is known. False if the block is none any more: it was
-        opened into its children, or is held as a whole."""
+    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Block | None:
+        """Measure this call of the block first, unless its like is known; the block as it is then. None if it is none
+        any more: it was opened into its children, or is held as a whole."""
         if not torch.is_grad_enabled():
-            return True  # it is measured while it runs, for nothing is kept of it
-        key = self._key(block, args, kwargs)
-        measure = self._known.get(key)
-        if measure is None:
-            measure = self._known[key] = self._measure(block, args, kwargs)
+            return block  # it is measured while it runs, for nothing is kept of it
+        while True:
+            key = self._key(block, args, kwargs)
+            measure = self._known.get(key)
+            if measure is None:
+                measure = self._known[key] = self._measure(block, args, kwargs)
+            if not measure.holds:
+                break
+            for weight in [block.slot_parameters[i] for i in measure.holds]:
+                block = self._trial.hold_weight(block, weight, "its block changes it in its forward")
         if measure.whole:
-            self._trial.open_block(block, measure.whole)
-            return False
+            self._trial.open_block(block, measure.whole, opens=measure.opens)
+            return None
         block.keeps = block.keeps or measure.keeps
         block.clones |= measure.clones
         block.writes_buffers = measure.writes_buffers
         block.casts = dict(measure.casts)
         self._note(block, measure)
-        return True
+        return block
 
     @contextmanager
     def measuring(self, block: Block) -> Iterator[None]:
@@ -163,6 +172,8 @@ class FirstStep:
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
+        if self._guarded and any(s._cdata in self._guarded for tensor in tensors for s in storages_of(tensor)):
+            raise WritesInputError
         for storage in {s._cdata for tensor in tensors for s in storages_of(tensor)}:
             for reference in self._watched.pop(storage, ()):
                 call = reference()
@@ -197,12 +208,20 @@ class FirstStep:
             trial.meter.outside_ends()
             try:
                 at = self.copy_of(block)
-                return Measurement(block, trial.model, at, trial.residency.device, trial.meter).run(args, kwargs)
+                measurement = Measurement(block, trial.model, at, trial.residency.device, trial.meter)
+                self._guarded = {s._cdata for x in flatten_call(args, kwargs)[0] for s in _storages_of(x)}
+                with trial.measuring():
+                    try:
+                        return measurement.run(args, kwargs)
+                    except WritesInputError:
+                        self._guarded = set()
+                        return measurement.run(args, kwargs, clones=True)
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():
                     return BlockMeasure(whole=TOO_LARGE + str(error))
             finally:
+                self._guarded = set()
                 trial.meter.outside_starts()
 
     def _note(self, block: Block, measure: BlockMeasure) -> None:
@@ -220,3 +239,7 @@ class FirstStep:
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
+
+
+def _storages_of(value: Any) -> list[torch.UntypedStorage]:
+    return storages_of(value) if isinstance(value, torch.Tensor) else []

@@ -136,7 +136,8 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, used_bytes)
 
     def validate(self) -> None:
-        assert (self.held_bytes, self.step_bytes, self.slot_bytes) == self.sums, (self.held_bytes, self.step_bytes, self.slot_bytes, self.sums)
+        counted = self.held_bytes, self.step_bytes, self.slot_bytes
+        assert counted == self.sums, (counted, self.sums)
         assert 0 <= self.used_bytes <= self.budget_bytes, (self.used_bytes, self.budget_bytes)
         assert self.peak_bytes <= self.budget_bytes, (self.peak_bytes, self.budget_bytes)
         end = 0

@@ -29,7 +29,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.fork import new_in_child
-from hydra_tune.hooks import user_hooks
+from hydra_tune.hooks import keep_only_pytorchs
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.around import Around
@@ -181,9 +181,8 @@ class Measurement:
             if own_forward is not None:
                 block.module.__dict__["forward"] = own_forward
         for module in twin.modules():
-            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-                if module is not twin and user_hooks(module):
-                    getattr(module, hooks).clear()
+            if module is not twin:
+                keep_only_pytorchs(module)
         self._forward = _forward_of(block, twin)
         return twin
 

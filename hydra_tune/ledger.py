@@ -110,8 +110,11 @@ class Ledger:
         self.note_peak()
 
     def grow_pilot(self) -> None:
-        """It has all that there is."""
+        """It has all that there is, for it needed more than it had."""
         assert self.pilot is not None
+        own_bytes = self.steps[self.pilot]
+        self.peak_bytes = max(self.peak_bytes, self._beside_pilot_bytes + own_bytes)
+        self._beside_pilot_bytes = self.used_bytes - own_bytes
         more_bytes = self.free_bytes
         self.steps[self.pilot] += more_bytes
         self.step_bytes += more_bytes

@@ -282,7 +282,7 @@ class Planner:
                 profiles[name] = larger_of(profiles[name], profile) if name in profiles else profile
         known = [profiles[b.name] for b in self._in_order(list(profiles)) if b.name in profiles]
         others = [b for b in self.blocks if b.name not in profiles]
-        uncalled = [BlockProfile(b.name, b.weight_bytes, measured=False, visits=0) for b in others]
+        uncalled = [BlockProfile(b.name, b.weight_bytes, at_home=True, measured=False, visits=0) for b in others]
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
         trains = any(m.trains for m in self._measures)
@@ -359,6 +359,8 @@ class Planner:
         self.plan, self._next_plan = plan, None
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]
+        for block, profile in zip(self.blocks, plan.blocks, strict=True):
+            block.at_home = profile.at_home
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         if plan.resident:
             self.unwrap()

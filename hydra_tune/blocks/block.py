@@ -46,6 +46,7 @@ class Block:
     held    its parameters that live on the device for the trial's life, as all buffers do
     keeps   why its activations are kept from forward to backward; empty where the forward is repeated
     clones  its inputs are changed in place, by itself or by what comes after it
+    at_home it is visited nowhere else than on its trial's home
     """
 
     name: str
@@ -53,6 +54,7 @@ class Block:
     held: Collection[nn.Parameter] = ()
     keeps: str = ""
     clones: bool = False
+    at_home: bool = True
     writes_buffers: bool = True  # its forward does, for all that is known
     casts: dict[int, torch.dtype] = field(default_factory=dict)  # `slot_parameters` that it uses only as autocast's
     is_checked: bool = False  # a repetition has made what the forward made

@@ -163,7 +163,7 @@ class FirstStep:
         device.synchronize()
         seconds = time.perf_counter() - start_s
         used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
-        self._note(block, BlockMeasure(used, 0, 0, kept, seconds))
+        self._note(block, BlockMeasure(used, 0, 0, kept, forward_s=seconds))
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""
@@ -181,12 +181,13 @@ class FirstStep:
                     call.keep_clones()
                     call.block.clones = True
                     name = call.block.name
-                    self.profiles[name] = replace(self.profiles[name], clones=True)
+                    self.profiles[name] = replace(self.profiles[name], clones=True, at_home=True)
 
     def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
+        places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
         given = tuple(
-            (tuple(x.shape), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None)
+            (tuple(x.shape), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None, places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
@@ -226,7 +227,7 @@ class FirstStep:
     def _note(self, block: Block, measure: BlockMeasure) -> None:
         profile = BlockProfile(
             block.name, block.weight_bytes, measure.forward_work_bytes, measure.backward_work_bytes,
-            measure.saved_bytes, measure.boundary_bytes, measure.boundary_bytes, True,
+            measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
             measure.forward_s, measure.backward_s, visits=1 + torch.is_grad_enabled(),
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,
         )  # fmt: skip

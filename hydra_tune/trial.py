@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import Call, KeptCall, RepeatedCall
+from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.callers import Callers, calls_backward
@@ -521,6 +521,10 @@ class Trial:
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
         if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
             return self._evaluate(block, args, kwargs, given)
+        hooks = hooks_of_checkpoint()
+        if hooks is not None:
+            checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
+            return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
         if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
         call = RepeatedCall(block, self, forward_pass)

@@ -135,7 +135,7 @@ class FirstStep:
             if not measure.holds:
                 break
             for weight in [block.slot_parameters[i] for i in measure.holds]:
-                block = self._trial.hold_weight(block, weight, "its block changes it in its forward")
+                block = self._trial.hold_weight(block, weight, "its block changes it in its forward, or returns it")
         if measure.whole:
             self._trial.open_block(block, measure.whole, opens=measure.opens)
             return None

@@ -51,7 +51,7 @@ class BlockMeasure:
 
     whole     why it is to stay on the device with its own graph, or to be opened into its children; empty if not
     opens     its children do instead
-    holds     weights that it changes in its forward, by their numbers in the block: these are to stay on the device
+    holds     weights that it changes in its forward or returns, by their numbers in the block: these stay on the device
     keeps     why its activations are kept; empty if its forward may be repeated
     clones    it changes an input in place
     casts     weights that it uses only through autocast's copy, by their numbers in the block
@@ -267,13 +267,17 @@ class Measurement:
         leaves = flatten(outputs)[0]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor) and not x.requires_grad]
         objects = [x for x in leaves if not (isinstance(x, torch.Tensor) or is_fixed(x))]
-        if any(map(self._at.has, (*tensors, *Snapshot({"": objects}).tensors))):
-            raise _FoundError(f"{self._block.name} returns one of its weights", opens=False)
+        found = [t for t in (*tensors, *Snapshot({"": objects}).tensors) if self._at.has(t)]
+        if found:
+            numbers = {id(p): i for i, p in enumerate(self._block.slot_parameters)}
+            holds = {numbers[id(self._at.parameter_at(t.data_ptr())[0])] for t in found}
+            raise _FoundError(f"{self._block.name} returns one of its weights", holds=tuple(holds))
 
     def _gives_away(self, twin: nn.Module, outputs: Any) -> str:
         """Whether it returns something of its own, into which others may write."""
         name, leaves = self._block.name, flatten(outputs)[0]
         own = [b for _, _, b in _buffers_of(twin)] + [t for m in twin.modules() for t in _tensors_of(m)]
+        own += self._leaves[len(self._block.slot_parameters) :]
         memory = {s._cdata for t in own for s in storages_of(t)}
         if any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
             return f"{name} returns a buffer, or another tensor that it keeps"

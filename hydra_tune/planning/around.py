@@ -4,7 +4,6 @@ and globals that its modules' code names. A measure looks whether it has changed
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from hydra_tune.host_buffer import same_bits, version_of, versions_kept
 from hydra_tune.snapshot import FOREIGN, MOST_ELEMENTS, Snapshot
 
 _MOST_FUNCTIONS = 1_000
+_LIBRARIES = FOREIGN | {"transformers"}  # whose globals no forward changes
 
 
 class Around:
@@ -116,4 +116,4 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_foreign(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in FOREIGN or module in sys.builtin_module_names
+    return (module or "").partition(".")[0] in _LIBRARIES

@@ -11,7 +11,7 @@ Nothing of it is undone: what the step computes is the trial's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -165,7 +165,7 @@ class FirstStep:
     def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
         given = tuple(
-            (tuple(x.shape), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None)
+            (_shape_of(x), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None)
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
@@ -210,6 +210,13 @@ class FirstStep:
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
+
+
+def _shape_of(tensor: torch.Tensor) -> Hashable:
+    """Of a nested tensor with strides, which has no shape, its memory's and where in it each part is."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return tensor.numel(), tuple(map(tuple, tensor._nested_tensor_size().tolist()))
+    return tuple(tensor.shape)
 
 
 _TOO_LARGE = "it does not fit the budget: "

@@ -31,10 +31,11 @@ from hydra_tune.partition import gradient_flags, input_signature, make_plan, pla
 from hydra_tune.plan_summary import summary_of
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
+from hydra_tune.planning.on_paper import least_bytes
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.residency import Residency
-from hydra_tune.root import refuse_unsupported
+from hydra_tune.root import SeveralModels, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 
 logger = logging.getLogger("hydra_tune")
@@ -49,6 +50,7 @@ class Planned(Client, Protocol):
     meter: TrialMeter
     residency: Residency
     of_runner: bool
+    alone: bool
 
     @property
     def device(self) -> Device: ...
@@ -165,6 +167,7 @@ class Planner:
         if self._plans.of(kind) is None:
             if self._is_changed:
                 self._adopt_cut(self._cut)
+            self._spills = self._trial.alone or self._key in self._trial.pool.too_large
             self._plans = self._make_plans()
         plan = self._plans.of(kind)
         assert plan is not None
@@ -176,15 +179,43 @@ class Planner:
     def begin(self, kind: Kind) -> FirstStep:
         """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
         trial, pool = self._trial, self._trial.pool
+        self._refuse_again(kind)
         self.leave_plan()
         self._next_plan = None
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
-        room = pool.start_pilot(trial, empty=False, least_bytes=least if trial.of_runner else None)
+        beside = trial.of_runner and not trial.alone
+        room = pool.start_pilot(trial, empty=trial.alone, least_bytes=least if beside else None)
         self._adopt_cut(self._cut)
         self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)  # type: ignore[arg-type]
         trial.residency.hold(trial.model, self.blocks, trial.optimizers)
         return self.first
+
+    def _refuse_again(self, kind: Kind) -> None:
+        """What another trial of the same architecture has found not to fit, alone on the device."""
+        known = self._trial.pool.refusals.get((self._key, _comparable(kind)))
+        if known is not None:
+            error = BudgetError(str(known))
+            error.lack = known.lack
+            raise error
+
+    def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
+        """The error that ends a first step, with the least budget that would do. What fits depends on the budget, not
+        on the neighbours: where the step had all of it, trials alike are refused by the same words."""
+        first, trial = self.first, self._trial
+        if first is None:
+            return error
+        budget_bytes, model = trial.pool.budget_bytes, trial.model
+        known = BudgetError(str(error))  # without its frames
+        known.lack = error.lack
+        least = None
+        if not isinstance(model, SeveralModels):
+            least = least_bytes(model, self.blocks, args, kwargs, lambda ps: self._held_bytes(ps, first.trains))
+        if least is not None and least > budget_bytes:
+            known = BudgetError(f"{error} About {format_bytes(least)} would do.").lacking(least, budget_bytes)
+        if first.free_bytes >= budget_bytes:
+            trial.pool.refusals[self._key, _comparable(first.kinds[0])] = known
+        return known
 
     def end_first(self, step_bytes: int) -> None:
         """It has come to its end, with so many bytes outside of its visits to blocks."""
@@ -258,7 +289,7 @@ class Planner:
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
         trains = any(m.trains for m in self._measures)
-        return make_plan(
+        plan = make_plan(
             [*uncalled, *known],
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._held_bytes(self._loose, trains) + buffers + kept,
@@ -268,6 +299,9 @@ class Planner:
             may_be_resident=resident,
             cut=self._cut,
         )
+        if trial.alone:
+            plan = replace(plan, held_bytes=trial.pool.budget_bytes - plan.step_bytes - plan.task_bytes)
+        return plan
 
     def _in_order(self, names: Sequence[str]) -> list[Block]:
         places = {name: i for i, name in enumerate(names)}

@@ -35,7 +35,7 @@ from hydra_tune.fork import gate, new_in_child
 from hydra_tune.garbage import collect_beside
 from hydra_tune.lease import LOOK_S, Lease
 from hydra_tune.patience import Wait
-from hydra_tune.planning.kind import StepMeasure
+from hydra_tune.planning.kind import Kind, StepMeasure
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.pool_device import PoolDevice
 from hydra_tune.randomness import RandomState
@@ -118,6 +118,7 @@ class ShardPool:
         self.num_threads = torch.get_num_threads()
         self.plans: dict[PlanKey, TrialPlan] = {}  # the latest of each architecture
         self.measures: dict[PlanKey, list[StepMeasure]] = {}  # by `partition.plan_key`
+        self.refusals: dict[tuple[PlanKey, Kind], BudgetError] = {}  # of first steps that had the whole device
         self.too_large: set[PlanKey] = set()  # keys of resident plans under which a trial ran out of memory
         self._machine = Machine(
             [device.budget_bytes for device in self._devices],

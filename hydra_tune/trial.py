@@ -15,8 +15,8 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
-from hydra_tune.errors import BudgetError, PrepareError, clear_frames
+from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
@@ -41,10 +41,12 @@ from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
+from hydra_tune.planning.around import weights_in
+from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import autocast_mode
-from hydra_tune.randomness import RandomState, hold
+from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
@@ -82,6 +84,7 @@ class Trial:
         self.lease = pool.lease_of(number)
         self.name = name or f"trial {number}"
         self.of_runner = False  # whose trials end with their objective
+        self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.resumption: Resumption | None = None  # the runner's, where there is one
         self.planner = Planner(self)
@@ -354,7 +357,7 @@ class Trial:
             self.steps.leave()
         self.steps.check_between()
         if not (planner.knows(kind) or planner.learn(kind)):
-            self._begin_first_step(kind)
+            self._begin_first_step(kind, (args, kwargs))
             return
         planner.settle(planner.plan_for(kind))
         self.steps.open()
@@ -363,7 +366,7 @@ class Trial:
     def _may_begin_anew(self) -> bool:
         return False
 
-    def _begin_first_step(self, kind: Kind) -> None:
+    def _begin_first_step(self, kind: Kind, inputs: object) -> None:
         refuse_global_hooks()
         self.meter.counting = True
         self._count()
@@ -374,6 +377,7 @@ class Trial:
             self.planner.settle(self.planner.plan_for(kind))
             self.steps.open()
             return
+        self.meter.adopt(tensors_in(inputs))  # which a loop keeps until it has the next ones, and the plan counts so
         self.meter.watch_outside()
         self.steps.open_first()
 
@@ -436,13 +440,15 @@ class Trial:
                 first.kept_bytes = max(first.kept_bytes, 2 * sum(map(storage_bytes, tensors_in((args, kwargs)))) + made)
             self.leave()
         except BaseException as error:
-            self._leave_after_error()
+            refusal = error
             if isinstance(error, torch.OutOfMemoryError) and first is not None:
                 clear_frames(error)
-                raise BudgetError(
-                    f"the first step of {self.name} has no room on {self.device.name}: {error} Raise the pool's "
-                    "memory=, or lower the batch size."
-                ) from None
+                refusal = BudgetError(f"a first step has no room on {self.device.name}: {error}")
+            if isinstance(refusal, BudgetError):
+                refusal = self.planner.refusal_of(refusal, args, kwargs)
+            self._leave_after_error()
+            if refusal is not error:
+                raise refusal from None
             raise
         finally:
             self.meter.inside -= 1
@@ -520,7 +526,7 @@ class Trial:
         forward_pass.count(block.name)
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
         if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
-            return self._evaluate(block, args, kwargs, given)
+            return self._evaluate_or_open(block, args, kwargs, given)
         hooks = hooks_of_checkpoint()
         if hooks is not None:
             checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
@@ -538,29 +544,57 @@ class Trial:
 
         return self.with_room(block, lambda: call.run(args, kwargs), rewound)
 
+    def _evaluate_or_open(
+        self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
+    ) -> Any:
+        versions = versions_of(given)
+        try:
+            return self._evaluate(block, args, kwargs, given)
+        except torch.OutOfMemoryError as error:
+            if self.planner.first is None or versions != versions_of(given):
+                raise
+            reason = str(error)
+            clear_frames(error)
+        except ReturnsWeightsError as error:
+            if self.planner.first is None or versions != versions_of(given):
+                raise
+            for weight in error.weights:
+                block = self.hold_weight(block, weight, "its block returns it")
+            return self._evaluate(block, args, kwargs, given)
+        self.planner.open_block(block, TOO_LARGE + reason, opens=True)
+        return block.forward(args, kwargs)
+
     def _evaluate(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
     ) -> Any:
         """No backward follows, so it may change what it is given."""
-        versions = versions_of(given)
+        versions, draws = versions_of(given), DrawRecord()
 
         def run() -> Any:
-            caches = torch.is_autocast_cache_enabled()
+            caches, first = torch.is_autocast_cache_enabled(), self.planner.first
             copy = self.begin_visit(block, Direction.FORWARD)
             try:
                 weights = copy.leaves(block.slot_parameters)
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
-                    outputs = block.forward(args, kwargs)
+                    with noting_draws(draws), nullcontext() if first is None else first.measuring(block):
+                        outputs = block.forward(args, kwargs)
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
+                if copy.num_bytes and (returned := weights_in(outputs, copy)):
+                    rewind(draws)
+                    raise ReturnsWeightsError(block.name, returned)
                 return map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
             finally:
                 self.end_visit(copy, Direction.FORWARD)
 
-        return self.with_room(block, run, lambda: versions == versions_of(given))
+        def rewound() -> bool:
+            rewind(draws)
+            return versions == versions_of(given)
+
+        return self.with_room(block, run, rewound)
 
     def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
         """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
@@ -697,12 +731,11 @@ class Trial:
         Raises:
             BudgetError: it has run out of memory in all these ways.
         """
-        ways: list[Callable[[Block], None]] = [self._drop_others, self._repack]
         if self.planner.first is not None:
-            ways = [self._outgrow]
-        elif self.plan is None or self.plan.resident:
+            return self._with_more_room(self.planner.first, run, rewound)
+        if self.plan is None or self.plan.resident:
             return run()
-        for make_room in ways:
+        for make_room in (self._drop_others, self._repack):
             try:
                 return run()
             except torch.OutOfMemoryError as error:
@@ -721,9 +754,15 @@ class Trial:
                 "less. Raise the pool's memory=, or lower the batch size."
             ) from None
 
-    def _outgrow(self, block: Block) -> None:
-        if self.planner.first is not None:
-            self.planner.first.outgrow()
+    def _with_more_room(self, first: FirstStep, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
+        """Where others have a part of the device, with all of it."""
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError as error:
+                clear_frames(error)
+                if not (rewound() and first.outgrow()):
+                    raise
 
     def _drop_others(self, block: Block) -> None:
         logger.warning("%s: block %s ran out of memory; all other shards are dropped", self.name, block.name)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.host_buffer import same_bits, version_of, versions_kept
 from hydra_tune.snapshot import FOREIGN, MOST_ELEMENTS, Snapshot
+from hydra_tune.tree import flatten, is_fixed
 
 _MOST_FUNCTIONS = 1_000
-_LIBRARIES = FOREIGN | {"transformers"}  # whose globals no forward changes
 
 
 class Around:
@@ -63,6 +64,17 @@ class Around:
                 if _is_changed(tensor, version, value):
                     tensor.data = value.clone() if tensor.shape != value.shape else tensor.data
                     tensor.data.copy_(value)
+
+
+def weights_in(outputs: Any, at: DeviceCopy) -> list[nn.Parameter]:
+    """The weights in a slot that a block returns where a copy would not do: frozen ones, into which others may write,
+    and those in objects."""
+    leaves = [x for x in flatten(outputs)[0] if not is_fixed(x) or isinstance(x, torch.Tensor)]
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and at.has(x)]
+    found = [p for t in tensors if not (p := at.parameter_at(t.data_ptr())[0]).requires_grad]
+    objects = [x for x in leaves if not isinstance(x, torch.Tensor)]
+    hidden = Snapshot({"": objects}).tensors if objects else []
+    return [*found, *(at.parameter_at(t.data_ptr())[0] for t in hidden if at.has(t))]
 
 
 def _may_be_put_back(tensor: torch.Tensor) -> bool:
@@ -115,5 +127,9 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_foreign(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
+    """Whether it is a library's: what these keep in globals decides nothing."""
+    if (module or "").partition(".")[0] in FOREIGN or module in sys.builtin_module_names:
+        return True
+    return "site-packages" in (getattr(sys.modules.get(module or ""), "__file__", None) or "")

@@ -10,9 +10,10 @@ Nothing of it is undone: what the step computes is the trial's.
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,10 +28,12 @@ from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import BlockMeasure, Measurement
+from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.tree import flatten_call
+
+TOO_LARGE = "it does not fit the budget: "
 
 
 class Measured(Protocol):
@@ -67,6 +70,7 @@ class FirstStep:
         self._known: dict[Any, BlockMeasure] = {}
         self._start_bytes = trial.meter.trial_bytes
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
+        self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = self
         self._limit()
 
@@ -127,6 +131,8 @@ class FirstStep:
     def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Block | None:
         """Measure this call of the block first, unless its like is known; the block as it is then. None if it is none
         any more: it was opened into its children, or is held as a whole."""
+        if not torch.is_grad_enabled():
+            return block  # it is measured while it runs, for nothing is kept of it
         while True:
             key = self._key(block, args, kwargs)
             measure = self._known.get(key)
@@ -146,6 +152,18 @@ class FirstStep:
         self._note(block, measure)
         return block
 
+    @contextmanager
+    def measuring(self, block: Block) -> Iterator[None]:
+        """Around a visit without gradients."""
+        meter, device = self._trial.meter, self._trial.residency.device
+        device.synchronize()
+        before, start_s = meter.start_window(), time.perf_counter()
+        yield
+        device.synchronize()
+        seconds = time.perf_counter() - start_s
+        used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
+        self._note(block, BlockMeasure(used, 0, 0, kept, seconds))
+
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""
         for storage in {s._cdata: s for tensor in inputs for s in storages_of(tensor)}:
@@ -153,6 +171,8 @@ class FirstStep:
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
+        if self._guarded and any(s._cdata in self._guarded for tensor in tensors for s in storages_of(tensor)):
+            raise WritesInputError
         for storage in {s._cdata for tensor in tensors for s in storages_of(tensor)}:
             for reference in self._watched.pop(storage, ()):
                 call = reference()
@@ -186,13 +206,20 @@ class FirstStep:
             trial.meter.outside_ends()
             try:
                 at = self.copy_of(block)
+                measurement = Measurement(block, trial.model, at, trial.residency.device, trial.meter)
+                self._guarded = {s._cdata for x in flatten_call(args, kwargs)[0] for s in _storages_of(x)}
                 with trial.measuring():
-                    return Measurement(block, trial.model, at, trial.residency.device, trial.meter).run(args, kwargs)
+                    try:
+                        return measurement.run(args, kwargs)
+                    except WritesInputError:
+                        self._guarded = set()
+                        return measurement.run(args, kwargs, clones=True)
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():
-                    return BlockMeasure(whole=_TOO_LARGE + str(error))
+                    return BlockMeasure(whole=TOO_LARGE + str(error))
             finally:
+                self._guarded = set()
                 trial.meter.outside_starts()
 
     def _note(self, block: Block, measure: BlockMeasure) -> None:
@@ -219,4 +246,5 @@ def _shape_of(tensor: torch.Tensor) -> Hashable:
     return tuple(tensor.shape)
 
 
-_TOO_LARGE = "it does not fit the budget: "
+def _storages_of(value: Any) -> list[torch.UntypedStorage]:
+    return storages_of(value) if isinstance(value, torch.Tensor) else []

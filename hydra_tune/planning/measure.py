@@ -1,7 +1,7 @@
 """Measures a block on copies of it and of its arguments, so that nothing is left to undo.
 
     the block   --copy--> its modules, attributes and buffers; the weights are those of its visit
-    arguments   --copy--> tensors without a history
+    arguments   --copy--> tensors without a history; clones, if the block changes them in place
 
 The copy runs forward as in training, with what autograd saves dropped; then forward and backward, as a repetition
 does. Random numbers that it draws are taken back. What it shows beside bytes and seconds, as a list that grows with
@@ -31,7 +31,7 @@ from hydra_tune.errors import PrepareError
 from hydra_tune.hooks import user_hooks
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
-from hydra_tune.planning.around import Around
+from hydra_tune.planning.around import Around, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shared_random import SharedDraws
@@ -72,6 +72,10 @@ class BlockMeasure:
     casts: tuple[tuple[int, torch.dtype], ...] = ()
 
 
+class WritesInputError(Exception):
+    """The block is about to change an input in place, which was not copied: it is to be measured on clones."""
+
+
 class _FoundError(Exception):
     """The block is not to be run apart: why. Nor are its children, unless it `opens`; or only without these weights."""
 
@@ -81,23 +85,26 @@ class _FoundError(Exception):
 
 
 class Measurement:
-    """Of one block with these arguments, in a visit; `model` is what it is a part of."""
+    """Of one block with these arguments, in a visit, with gradients on; `model` is what it is a part of."""
 
     def __init__(self, block: Block, model: nn.Module, at: DeviceCopy, device: Device, meter: TrialMeter) -> None:
         self._block, self._model, self._at, self._device, self._meter = block, model, at, device, meter
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockMeasure:
-        """
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, clones: bool = False) -> BlockMeasure:
+        """With `clones` of its inputs, where it changes these in place.
+
         Raises:
             torch.OutOfMemoryError: it has no room.
+            WritesInputError: it needs clones.
         """
+        self._clones = clones
         block, records = self._block, DrawRecord()
         leaves, structure = flatten_call(args, kwargs)
         self._args, self._structure = leaves, structure
         objects = [x for x in leaves if not isinstance(x, torch.Tensor)]
         _refuse_iterators(block, objects)
         twin = self._twin()
-        if torch.is_grad_enabled() and _has_generator(twin):
+        if _has_generator(twin):
             return BlockMeasure(keeps=f"{block.name} draws from a generator of its own")
         with self._meter.paused():
             own = self._leaves[: len(block.slot_parameters)]
@@ -112,7 +119,11 @@ class Measurement:
         ):
             try:
                 with noting_draws(records):
-                    measure = self._train(twin, records) if torch.is_grad_enabled() else self._evaluate(twin)
+                    measure = self._train(twin, records)
+            except RuntimeError as error:
+                if clones or "leaf Variable that requires grad" not in str(error):
+                    raise
+                raise WritesInputError from None
             except _FoundError as found:
                 measure = found.measure
             finally:
@@ -182,9 +193,9 @@ class Measurement:
             if isinstance(leaf, torch.Tensor):
                 if id(leaf) not in known:
                     own = leaf.detach()
-                    if leaf.requires_grad and torch.is_grad_enabled():
+                    if leaf.requires_grad:
                         asked.append(own.requires_grad_())
-                    known[id(leaf)] = own.clone()
+                    known[id(leaf)] = own.clone() if self._clones else own
                 given.append(known[id(leaf)])
             else:
                 given.append(leaf)
@@ -197,7 +208,7 @@ class Measurement:
         buffers = [(d, n, b, b.clone()) for d, n, b in _buffers_of(twin)]
         asked, given, arguments = self._arguments()
         marks = list(map(_marks_on, given))
-        versions, weights = _versions(given), versions_of(self._leaves)
+        weights = versions_of(self._leaves)
         with self._measured() as used, _without_checkpoints(block):
             caches = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
@@ -216,10 +227,12 @@ class Measurement:
             holds = tuple(i for i, (a, b) in enumerate(zip(weights, own, strict=False)) if a != b)
             self._at.fill()
             raise _FoundError(f"{block.name} changes a weight in its forward", holds=holds)
-        self._refuse_weights(outputs)
+        returned = set(map(id, weights_in(outputs, self._at)))
+        if returned:
+            holds = tuple(i for i, p in enumerate(block.slot_parameters) if id(p) in returned)
+            raise _FoundError(f"{block.name} returns one of its weights", holds=holds)
         if any(self._at.has(t) for m in twin.modules() for t in _tensors_of(m)):
             raise _FoundError(f"{block.name} keeps a view of a weight in an attribute")
-        clones = _versions(given) != versions
         change = self._around.change()
         keeps = f"{block.name} changes {change}" if change else self._gives_away(twin, outputs)
         if list(map(_marks_on, given)) != marks:
@@ -259,19 +272,8 @@ class Measurement:
         backward_work, backward_s = used
         return BlockMeasure(
             forward_work, backward_work, saved, boundary, forward_s, backward_s,
-            keeps=keeps, clones=clones, writes_buffers=writes_buffers, casts=casts,
+            keeps=keeps, clones=self._clones, writes_buffers=writes_buffers, casts=casts,
         )  # fmt: skip
-
-    def _refuse_weights(self, outputs: Any) -> None:
-        """Among what it returns, where a copy would not do: a weight that others may write into, or in an object."""
-        leaves = flatten(outputs)[0]
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor) and not x.requires_grad]
-        objects = [x for x in leaves if not (isinstance(x, torch.Tensor) or is_fixed(x))]
-        found = [t for t in (*tensors, *Snapshot({"": objects}).tensors) if self._at.has(t)]
-        if found:
-            numbers = {id(p): i for i, p in enumerate(self._block.slot_parameters)}
-            holds = {numbers[id(self._at.parameter_at(t.data_ptr())[0])] for t in found}
-            raise _FoundError(f"{self._block.name} returns one of its weights", holds=tuple(holds))
 
     def _gives_away(self, twin: nn.Module, outputs: Any) -> str:
         """Whether it returns something of its own, into which others may write."""
@@ -314,15 +316,6 @@ class Measurement:
             raise _FoundError(f"{self._block.name} uses a weight both as it is and as autocast's copy")
         return tuple((i, dtype) for i in sorted(cast.keys() - direct))
 
-    def _evaluate(self, twin: nn.Module) -> BlockMeasure:
-        _, _, arguments = self._arguments()
-        with self._measured() as used:
-            outputs = self._forward(*arguments)
-            self._device.synchronize()
-        self._refuse_weights(outputs)
-        boundary = sum(map(storage_bytes, tensors_in(outputs)))
-        return BlockMeasure(used[0], 0, 0, boundary, used[1])
-
     @contextmanager
     def _measured(self) -> Iterator[list[Any]]:
         """The most bytes beyond those there at the start, and seconds; both known at the end."""
@@ -364,10 +357,6 @@ def _marks_on(leaf: Any) -> tuple[Any, ...]:
     if not isinstance(leaf, torch.Tensor):
         return ()
     return leaf._backward_hooks is not None, leaf.retains_grad, leaf.requires_grad, tuple(leaf.__dict__)
-
-
-def _versions(leaves: Sequence[Any]) -> list[int]:
-    return versions_of([x for x in leaves if isinstance(x, torch.Tensor)])
 
 
 def _refuse_iterators(block: Block, objects: Sequence[Any]) -> None:

@@ -88,6 +88,7 @@ class Planner:
         self._plans = Plans(None, None)
         self._measures: list[StepMeasure] = []  # of forwards that this trial has made
         self._key = PlanKey(b"", ())
+        self._is_changed = False  # the model, since it was cut
         self._kinds: set[type | None] = set()  # kept for as long as measures are looked up by keys that name them
         self._shard_of: dict[str, int] = {}
         self._cut = Cut()
@@ -144,7 +145,7 @@ class Planner:
         key = plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
             refuse_unsupported(trial.model)
-            self._key, self._measures = key, []
+            self._key, self._measures, self._is_changed = key, [], True
             self._kinds.update(kind() for kind in key.kinds)
         shared = trial.pool.measures.get(key, [])
         found = [m for m in shared if m.covers(_comparable(kind))]
@@ -164,6 +165,8 @@ class Planner:
             BudgetError: there is none.
         """
         if self._plans.of(kind) is None:
+            if self._is_changed:
+                self._adopt_cut(self._cut)
             self._spills = self._trial.alone or self._key in self._trial.pool.too_large
             self._plans = self._make_plans()
         plan = self._plans.of(kind)
@@ -422,7 +425,7 @@ class Planner:
         """Blocks that are cut as before stay who they are: a graph may refer to them."""
         before = {b.name: b for b in self.blocks}
         self.unwrap()
-        self._cut = cut
+        self._cut, self._is_changed = cut, False
         self.blocks = cuts.blocks_of(self._trial.model, self._trial.pool.budget_bytes, cut, profiles)
         for i, block in enumerate(self.blocks):
             old = before.get(block.name)

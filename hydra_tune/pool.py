@@ -130,7 +130,7 @@ class ShardPool:
         ledgers = [device.ledger for device in self._machine.devices]
         self.devices = tuple(PoolDevice(*pair, self.end_abandoned) for pair in zip(self._devices, ledgers, strict=True))
         alike = len({device.model for device in self._devices}) == 1
-        self.travels = alike and all(device.takes_travellers for device in self._devices)
+        self.travels = len(self._devices) > 1 and alike and all(device.takes_travellers for device in self._devices)
         self._homes_stay = not all(device.homes_move for device in self._devices)
         self._lock = threading.RLock()
         gate.guard(self._lock)

@@ -13,7 +13,7 @@ import functools
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from operator import is_
@@ -161,9 +161,9 @@ def _held_by(value: Any) -> Any:
         return value.getstate()
     if isinstance(value, _Fields):
         return _fields(value.owner)
+    if isinstance(value, dict):  # whose class may look up its items otherwise
+        return dict(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
     if isinstance(value, _CONTAINERS):
-        if isinstance(value, dict):  # whatever its class makes of a look at an item
-            return {key: dict.__getitem__(value, key) for key in dict.keys(value)}
         return list(value)
     if isinstance(value, tuple):
         return None

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import Call, KeptCall, RepeatedCall
+from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
@@ -33,7 +33,7 @@ from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
-from hydra_tune.errors import BudgetError, PrepareError, clear_frames
+from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
@@ -44,6 +44,7 @@ from hydra_tune.interrupts import interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
+from hydra_tune.planning.around import weights_in
 from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
@@ -533,6 +534,10 @@ class Trial:
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
         if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
             return self._evaluate_or_open(block, args, kwargs, given)
+        hooks = hooks_of_checkpoint()
+        if hooks is not None:
+            checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
+            return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
         if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
         if block.at_home or block.clones or not (self.pool.travels and self._may_travel(block, given)):
@@ -560,6 +565,12 @@ class Trial:
                 raise
             reason = str(error)
             clear_frames(error)
+        except ReturnsWeightsError as error:
+            if self.planner.first is None or versions != versions_of(given):
+                raise
+            for weight in error.weights:
+                block = self.hold_weight(block, weight, "its block returns it")
+            return self._evaluate(block, args, kwargs, given)
         self.planner.open_block(block, TOO_LARGE + reason, opens=True)
         return block.forward(args, kwargs)
 
@@ -582,6 +593,9 @@ class Trial:
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
+                if copy.num_bytes and (returned := weights_in(outputs, copy)):
+                    rewind(draws)
+                    raise ReturnsWeightsError(block.name, returned)
                 return map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
             finally:
                 self.end_visit(copy, Direction.FORWARD)
@@ -590,6 +604,7 @@ class Trial:
             rewind(draws)
             block.put_back_buffers(buffers)
             return versions == versions_of(given)
+
 
         return self.with_room(block, run, rewound)
 

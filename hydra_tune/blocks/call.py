@@ -37,6 +37,8 @@ ResultT = TypeVar("ResultT")
 _ref = weakref.ref
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Executor(Protocol):
@@ -243,6 +245,29 @@ class KeptCall(Call):
         return packed.read() if type(packed) is Versioned else self.weight(packed)  # type: ignore[arg-type]
 
 
+class CheckpointedCall(KeptCall):
+    """Within a checkpoint of the user's, which drops what is saved, and calls the block again: only weights are not
+    the checkpoint's business."""
+
+    def __init__(
+        self, block: Block, trial: Executor, forward_pass: ForwardPass, hooks: tuple[Callable[..., Any], ...]
+    ) -> None:
+        super().__init__(block, trial, forward_pass)
+        self._outer_pack, self._outer_unpack = hooks
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        return self._weight_view(tensor, _place_of(tensor)) or self._outer_pack(tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        return self.weight(packed) if type(packed) is WeightView else self._outer_unpack(packed)
+
+
+def hooks_of_checkpoint() -> tuple[Callable[..., Any], ...] | None:
+    """Of the user's checkpoint around, whose forward or repetition this is; None, if there is none."""
+    hooks: tuple[Callable[..., Any], ...] | None = _top_hooks(False)
+    return hooks if hooks is not None and hooks[0].__module__ == _CHECKPOINT else None
+
+
 class RepeatedCall(Call):
     """`_saved` are all that autograd has saved, in order, as long as it has them. What is a weight, or lies in the
     memory of an input, is there without a repetition."""
@@ -266,6 +291,7 @@ class RepeatedCall(Call):
         self._surroundings = Surroundings(block.module_states)
         self._buffers = block.buffers_now()
         self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
+        self._held_versions = versions_of([*block.held])
         self._draws = DrawRecord()
         with noting_draws(self._draws):
             outputs = super().run(args, kwargs)
@@ -332,7 +358,7 @@ class RepeatedCall(Call):
 
     def _repeat(self) -> None:
         block, trial = self.block, self.trial
-        if self._versions != versions_of(block.slot_parameters):
+        if self._versions != versions_of(block.slot_parameters) or self._held_versions != versions_of([*block.held]):
             raise self._changed_weight()
         if self._input_versions != versions_of(self.tensors):
             raise RuntimeError(

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.host_buffer import same_bits, version_of, versions_kept
 from hydra_tune.snapshot import FOREIGN, MOST_ELEMENTS, Snapshot
+from hydra_tune.tree import flatten, is_fixed
 
 _MOST_FUNCTIONS = 1_000
 
@@ -63,6 +65,17 @@ class Around:
                 if _is_changed(tensor, version, value):
                     tensor.data = value.clone() if tensor.shape != value.shape else tensor.data
                     tensor.data.copy_(value)
+
+
+def weights_in(outputs: Any, at: DeviceCopy) -> list[nn.Parameter]:
+    """The weights in a slot that a block returns where a copy would not do: frozen ones, into which others may write,
+    and those in objects."""
+    leaves = [x for x in flatten(outputs)[0] if not is_fixed(x) or isinstance(x, torch.Tensor)]
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and at.has(x)]
+    found = [p for t in tensors if not (p := at.parameter_at(t.data_ptr())[0]).requires_grad]
+    objects = [x for x in leaves if not isinstance(x, torch.Tensor)]
+    hidden = Snapshot({"": objects}).tensors if objects else []
+    return [*found, *(at.parameter_at(t.data_ptr())[0] for t in hidden if at.has(t))]
 
 
 def _may_be_put_back(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -142,7 +142,7 @@ class FirstStep:
             if not measure.holds:
                 break
             for weight in [block.slot_parameters[i] for i in measure.holds]:
-                block = self._trial.hold_weight(block, weight, "its block changes it in its forward")
+                block = self._trial.hold_weight(block, weight, "its block changes it in its forward, or returns it")
         if measure.whole:
             self._trial.open_block(block, measure.whole, opens=measure.opens)
             return None
@@ -187,7 +187,7 @@ class FirstStep:
         leaves, structure = flatten_call(args, kwargs)
         places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
         given = tuple(
-            (tuple(x.shape), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None, places[id(x)])
+            (_shape_of(x), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None, places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
@@ -239,6 +239,13 @@ class FirstStep:
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
+
+
+def _shape_of(tensor: torch.Tensor) -> Hashable:
+    """Of a nested tensor with strides, which has no shape, its memory's and where in it each part is."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return tensor.numel(), tuple(map(tuple, tensor._nested_tensor_size().tolist()))
+    return tuple(tensor.shape)
 
 
 def _storages_of(value: Any) -> list[torch.UntypedStorage]:

@@ -29,14 +29,13 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.fork import new_in_child
-from hydra_tune.hooks import user_hooks
+from hydra_tune.hooks import keep_only_pytorchs
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
-from hydra_tune.planning.around import Around
+from hydra_tune.planning.around import Around, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shared_random import SharedDraws
-from hydra_tune.snapshot import Snapshot
 from hydra_tune.transfer import copied_bytes
 from hydra_tune.tree import containers_in, flatten, flatten_call, is_fixed, tensors_in, unflatten
 
@@ -53,7 +52,7 @@ class BlockMeasure:
 
     whole     why it is to stay on the device with its own graph, or to be opened into its children; empty if not
     opens     its children do instead
-    holds     weights that it changes in its forward, by their numbers in the block: these are to stay on the device
+    holds     weights that it changes in its forward or returns, by their numbers in the block: these stay on the device
     keeps     why its activations are kept; empty if its forward may be repeated
     clones    it changes an input in place
     carried   bytes of its inputs, or of its outputs if these are more, as copies on another device
@@ -186,9 +185,8 @@ class Measurement:
             if own_forward is not None:
                 block.module.__dict__["forward"] = own_forward
         for module in twin.modules():
-            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-                if module is not twin and user_hooks(module):
-                    getattr(module, hooks).clear()
+            if module is not twin:
+                keep_only_pytorchs(module)
         self._forward = _forward_of(block, twin)
         return twin
 
@@ -238,7 +236,10 @@ class Measurement:
             holds = tuple(i for i, (a, b) in enumerate(zip(weights, own, strict=False)) if a != b)
             self._at.fill()
             raise _FoundError(f"{block.name} changes a weight in its forward", holds=holds)
-        self._refuse_weights(outputs)
+        returned = set(map(id, weights_in(outputs, self._at)))
+        if returned:
+            holds = tuple(i for i, p in enumerate(block.slot_parameters) if id(p) in returned)
+            raise _FoundError(f"{block.name} returns one of its weights", holds=holds)
         if any(self._at.has(t) for m in twin.modules() for t in _tensors_of(m)):
             raise _FoundError(f"{block.name} keeps a view of a weight in an attribute")
         change = self._around.change()
@@ -283,18 +284,11 @@ class Measurement:
             keeps=keeps, clones=self._clones, writes_buffers=writes_buffers, casts=casts,
         )  # fmt: skip
 
-    def _refuse_weights(self, outputs: Any) -> None:
-        """Among what it returns, where a copy would not do: a weight that others may write into, or in an object."""
-        leaves = flatten(outputs)[0]
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor) and not x.requires_grad]
-        objects = [x for x in leaves if not (isinstance(x, torch.Tensor) or is_fixed(x))]
-        if any(map(self._at.has, (*tensors, *Snapshot({"": objects}).tensors))):
-            raise _FoundError(f"{self._block.name} returns one of its weights", opens=False)
-
     def _gives_away(self, twin: nn.Module, outputs: Any) -> str:
         """Whether it returns something of its own, into which others may write."""
         name, leaves = self._block.name, flatten(outputs)[0]
         own = [b for _, _, b in _buffers_of(twin)] + [t for m in twin.modules() for t in _tensors_of(m)]
+        own += self._leaves[len(self._block.slot_parameters) :]
         memory = {s._cdata for t in own for s in storages_of(t)}
         if any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
             return f"{name} returns a buffer, or another tensor that it keeps"

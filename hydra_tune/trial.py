@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -105,6 +106,7 @@ class Trial:
         self._task_start_s = 0.0
         # the forward under way, and the backward
         self._pass: ForwardPass | None = None
+        self._thread = 0  # of that forward
         self.casts = SharedCasts()
         self._visiting = False  # a block's forward is under way, or its repetition
         self._backward_id = -1
@@ -424,6 +426,7 @@ class Trial:
         self.steps.number += 1
         self._invalidate()
         self._pass = forward_pass = ForwardPass()
+        self._thread = threading.get_ident()
         self.steps.add_forward(forward_pass)
         if self.meter.always:
             self._count()
@@ -482,7 +485,8 @@ class Trial:
 
     @property
     def in_visit(self) -> bool:
-        return self._visiting
+        """In the calling thread; what another calls in a forward is refused."""
+        return self._visiting and (self._pass is None or self._thread == threading.get_ident())
 
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
@@ -508,7 +512,7 @@ class Trial:
             )
         if self.planner.first is None:
             self.steps.open()
-        self._pass = ForwardPass()
+        self._pass, self._thread = ForwardPass(), threading.get_ident()
         try:
             return self._run_block(block, args, kwargs)
         finally:
@@ -516,6 +520,11 @@ class Trial:
             self.leave()
 
     def _run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._pass is not None and self._thread != threading.get_ident():
+            raise PrepareError(
+                f"a prepared model's layers run in the thread that called the model, but block {block.name} was called "
+                "in another, perhaps that of an executor. Call them one after another, without threads."
+            )
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
         if first is not None and not self._backward_passes and not first.before(block, args, kwargs):

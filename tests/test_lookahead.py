@@ -279,7 +279,7 @@ def test_a_copy_that_fails_is_made_again_by_its_task(monkeypatch):
     model = Net()
     model.load_state_dict(plain.state_dict())
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
-        step(model, pool)
+        step(model, pool).sum().backward()
         model(x).sum().backward()
         monkeypatch.setattr(CpuDevice, "promote", fails)
         model.zero_grad()
@@ -303,7 +303,7 @@ def test_a_copy_that_ends_its_thread_neither_loses_the_others_nor_keeps_its_tria
     plain, x, model = Net(), torch.randn(4, WIDTH), Net()
     model.load_state_dict(plain.state_dict())
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
-        step(model, pool)
+        step(model, pool).sum().backward()
         model(x).sum().backward()
         (copier,) = pool._copiers
         before = copier._thread

@@ -110,8 +110,11 @@ class Ledger:
         self.note_peak()
 
     def grow_pilot(self) -> None:
-        """It has all that there is."""
+        """It has all that there is, for it needed more than it had."""
         assert self.pilot is not None
+        own_bytes = self.steps[self.pilot]
+        self.peak_bytes = max(self.peak_bytes, self._beside_pilot_bytes + own_bytes)
+        self._beside_pilot_bytes = self.used_bytes - own_bytes
         more_bytes = self.free_bytes
         self.steps[self.pilot] += more_bytes
         self.step_bytes += more_bytes
@@ -136,7 +139,8 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, used_bytes)
 
     def validate(self) -> None:
-        assert (self.held_bytes, self.step_bytes, self.slot_bytes) == self.sums, (self.held_bytes, self.step_bytes, self.slot_bytes, self.sums)
+        counted = self.held_bytes, self.step_bytes, self.slot_bytes
+        assert counted == self.sums, (counted, self.sums)
         assert 0 <= self.used_bytes <= self.budget_bytes, (self.used_bytes, self.budget_bytes)
         assert self.peak_bytes <= self.budget_bytes, (self.peak_bytes, self.budget_bytes)
         end = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -82,10 +83,12 @@ class Planner:
         self._trial = trial
         self.blocks: list[Block] = []
         self.plan: TrialPlan | None = None
+        self._next_plan: TrialPlan | None = None  # made, but not settled yet
         self.first: FirstStep | None = None
         self._plans = Plans(None, None)
         self._measures: list[StepMeasure] = []  # of forwards that this trial has made
         self._key = PlanKey(b"", ())
+        self._is_changed = False  # the model, since it was cut
         self._kinds: set[type | None] = set()  # kept for as long as measures are looked up by keys that name them
         self._shard_of: dict[str, int] = {}
         self._cut = Cut()
@@ -112,8 +115,9 @@ class Planner:
         self.__dict__.pop("_trial", None)
 
     def summary(self) -> dict[str, Any]:
-        """Plain data on the plan, the same as long as that is."""
-        plan, budget_bytes = self.plan, self._trial.device.budget_bytes
+        """Plain data on the plan, the same as long as that is; of training, once there was one."""
+        plan = self._plans.training or self.plan or self._next_plan
+        budget_bytes = self._trial.device.budget_bytes
         if self._summary is None or self._summary[:2] != (plan, budget_bytes):
             self._summary = plan, budget_bytes, summary_of(plan, budget_bytes)
         return self._summary[2]
@@ -141,7 +145,8 @@ class Planner:
         trial = self._trial
         key = plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
-            self._key, self._measures = key, []
+            refuse_unsupported(trial.model)
+            self._key, self._measures, self._is_changed = key, [], True
             self._kinds.update(kind() for kind in key.kinds)
         shared = trial.pool.measures.get(key, [])
         found = [m for m in shared if m.covers(_comparable(kind))]
@@ -161,6 +166,8 @@ class Planner:
             BudgetError: there is none.
         """
         if self._plans.of(kind) is None:
+            if self._is_changed:
+                self._adopt_cut(self._cut)
             self._spills = self._trial.alone or self._key in self._trial.pool.too_large
             self._plans = self._make_plans()
         plan = self._plans.of(kind)
@@ -175,6 +182,7 @@ class Planner:
         trial, pool = self._trial, self._trial.pool
         self._refuse_again(kind)
         self.leave_plan()
+        self._next_plan = None
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
         beside = trial.of_runner and not trial.alone
@@ -223,6 +231,8 @@ class Planner:
         )
         self._count(measure)
         trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
+        with suppress(BudgetError):  # which the next forward raises
+            self._next_plan = self.plan_for(first.kinds[0])
 
     def give_up_first(self) -> None:
         """It was ended by an exception."""
@@ -233,9 +243,9 @@ class Planner:
             trial.pool.end_pilot(trial, first.peak_bytes)
             trial.residency.bring_home(trial.optimizers)
 
-    def open_block(self, block: Block, reason: str) -> None:
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
-        opened = cuts.opened(self._cut, block, reason)
+        opened = cuts.opened(self._cut, block, reason) if opens else None
         if opened is None and reason.startswith("it does not fit"):
             budget = self._trial.device.budget_bytes
             raise BlockTooLargeError(
@@ -247,11 +257,12 @@ class Planner:
         self._adopt_cut(opened or cuts.kept(self._cut, block, reason))
         self._hold()
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
-        """Within a first step: it is on the device from here on."""
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
+        """Within a first step: a weight of this block is on the device from here on; the block as it is then."""
         name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
         self._adopt_cut(cuts.held(self._cut, name, reason))
         self._hold()
+        return next(each for each in self.blocks if each.module is block.module)
 
     # ---- plans ----
 
@@ -275,7 +286,7 @@ class Planner:
                 profiles[name] = larger_of(profiles[name], profile) if name in profiles else profile
         known = [profiles[b.name] for b in self._in_order(list(profiles)) if b.name in profiles]
         others = [b for b in self.blocks if b.name not in profiles]
-        uncalled = [BlockProfile(b.name, b.weight_bytes, measured=False, visits=0) for b in others]
+        uncalled = [BlockProfile(b.name, b.weight_bytes, at_home=True, measured=False, visits=0) for b in others]
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
         trains = any(m.trains for m in self._measures)
@@ -349,9 +360,11 @@ class Planner:
             pool.admit(trial, plan)
         if before is None or not alike:
             self._adopt_cut(plan.cut, plan.blocks)
-        self.plan = plan
+        self.plan, self._next_plan = plan, None
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]
+        for block, profile in zip(self.blocks, plan.blocks, strict=True):
+            block.at_home = profile.at_home
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         if plan.resident:
             self.unwrap()
@@ -413,11 +426,11 @@ class Planner:
         """Blocks that are cut as before stay who they are: a graph may refer to them."""
         before = {b.name: b for b in self.blocks}
         self.unwrap()
-        self._cut = cut
+        self._cut, self._is_changed = cut, False
         self.blocks = cuts.blocks_of(self._trial.model, self._trial.pool.budget_bytes, cut, profiles)
         for i, block in enumerate(self.blocks):
             old = before.get(block.name)
-            if old is not None and old.module is block.module and old.slot_parameters == block.slot_parameters:
+            if old is not None and old.module is block.module and _are_the_same(old, block):
                 old.keeps, old.clones = block.keeps or old.keeps, block.clones or old.clones
                 old.writes_buffers, old.is_current = block.writes_buffers, True
                 old.casts = block.casts or old.casts
@@ -441,7 +454,8 @@ class Planner:
         """From here on blocks run in visits."""
         for block in self.blocks:
             block.is_current = True
-            if not isinstance(block.module.__dict__.get("forward"), BlockForward):
+            present = block.module.__dict__.get("forward")
+            if not isinstance(present, BlockForward) or present.block is not block:
                 block.module.forward = BlockForward(block, self._trial)  # type: ignore[arg-type]
 
     def unwrap(self) -> None:
@@ -450,6 +464,12 @@ class Planner:
             block.is_current = False
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
                 ours.give_back()
+
+
+def _are_the_same(a: Block, b: Block) -> bool:
+    """Whether both promote the same parameters, and run the same forward."""
+    alike = list(map(id, a.slot_parameters)) == list(map(id, b.slot_parameters))
+    return alike and a.own_forward is b.own_forward
 
 
 def _comparable(kind: Kind) -> Kind:

@@ -281,7 +281,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def refuse_global_hooks() -> None:
-    """Hooks on all modules of the process fire in a pilot and in repeated forwards too, whichever thread's they are."""
+    """Hooks on all modules of the process fire where blocks are measured and repeated, too."""
     for kind in ("forward", "forward_pre", "backward", "backward_pre"):
         for hook in list(getattr(torch.nn.modules.module, f"_global_{kind}_hooks").values()):
             raise PrepareError(

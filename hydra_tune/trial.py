@@ -16,8 +16,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,14 +25,16 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import Call, KeptCall, RepeatedCall
+from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
+from hydra_tune.blocks.travelling import TravellingCall
 from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
-from hydra_tune.errors import BudgetError, PrepareError, clear_frames
+from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
@@ -43,14 +45,15 @@ from hydra_tune.interrupts import interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
+from hydra_tune.planning.around import weights_in
 from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
-from hydra_tune.process_state import autocast_mode
+from hydra_tune.process_state import autocast_mode, remembers_casts
 from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
-from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_transforms
+from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
@@ -340,6 +343,8 @@ class Trial:
     def _enter(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Be in a step that has room for this forward."""
         planner = self.planner
+        if self.plan is None or not self.plan.resident:
+            refuse_global_hooks()
         if len(self.models) < len(self._roots):  # one was collected
             self._roots = [each for each in self._roots if each.model() is not None]
             planner.leave_plan()
@@ -368,6 +373,7 @@ class Trial:
         return False
 
     def _begin_first_step(self, kind: Kind, inputs: object) -> None:
+        refuse_global_hooks()
         self.meter.counting = True
         self._count()
         self.planner.begin(kind)
@@ -527,16 +533,26 @@ class Trial:
             )
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
-        if first is not None and not self._backward_passes and not first.before(block, args, kwargs):
-            return block.forward(args, kwargs)
+        if first is not None and not self._backward_passes:
+            measured = first.before(block, args, kwargs)
+            if measured is None:
+                return block.forward(args, kwargs)
+            block = measured
         forward_pass = self._pass or next(iter(self._backward_passes))
         forward_pass.count(block.name)
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
         if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
             return self._evaluate_or_open(block, args, kwargs, given)
+        hooks = hooks_of_checkpoint()
+        if hooks is not None:
+            checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
+            return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
         if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
-        call = RepeatedCall(block, self, forward_pass)
+        if block.at_home or block.clones or not (self.pool.travels and self._may_travel(block, given)):
+            call = RepeatedCall(block, self, forward_pass)
+        else:
+            call = TravellingCall(block, self, forward_pass)
         if first is not None:
             first.watch(call, given)
         versions = versions_of(given)
@@ -558,7 +574,13 @@ class Trial:
                 raise
             reason = str(error)
             clear_frames(error)
-        self.planner.open_block(block, TOO_LARGE + reason)
+        except ReturnsWeightsError as error:
+            if self.planner.first is None or versions != versions_of(given):
+                raise
+            for weight in error.weights:
+                block = self.hold_weight(block, weight, "its block returns it")
+            return self._evaluate(block, args, kwargs, given)
+        self.planner.open_block(block, TOO_LARGE + reason, opens=True)
         return block.forward(args, kwargs)
 
     def _evaluate(
@@ -580,6 +602,9 @@ class Trial:
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
+                if copy.num_bytes and (returned := weights_in(outputs, copy)):
+                    rewind(draws)
+                    raise ReturnsWeightsError(block.name, returned)
                 return map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
             finally:
                 self.end_visit(copy, Direction.FORWARD)
@@ -589,13 +614,25 @@ class Trial:
             block.put_back_buffers(buffers)
             return versions == versions_of(given)
 
+
         return self.with_room(block, run, rewound)
 
-    def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
-        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
-        copy = self._at(block, direction)
+    def _may_travel(self, block: Block, given: Sequence[torch.Tensor]) -> bool:
+        """Whether a call of the block may run away from home. The gradients of its weights end its backward."""
+        if self.plan is None or self.plan.resident or (block.casts and remembers_casts()):  # which several calls share
+            return False
+        return any(are_trained(block.slot_parameters)) and all(map(may_move, given))
+
+    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.residency.received(device, tensors)
+
+    def begin_visit(self, block: Block, direction: Direction, *, travels: bool = False) -> DeviceCopy:
+        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`. With
+        `travels`, perhaps on another one than the trial's home, or where the backward that it is for is."""
+        copy = self._at(block, direction, travels=travels)
         gate.enter()
         self._visiting = True
+        self.meter.here = copy.device.meter
         self.meter.inside += 1
         if direction is Direction.FORWARD:
             self.meter.outside_ends()
@@ -603,36 +640,38 @@ class Trial:
 
     def end_visit(self, copy: DeviceCopy, direction: Direction) -> None:
         self._visiting = False
+        self.meter.here = self.meter.meter if self._open_copy is None else self._open_copy.device.meter
         self.meter.inside -= 1
         copy.used = copy.device.mark()
         if direction is Direction.FORWARD:
             self.meter.outside_starts()
         gate.leave()
 
-    def _at(self, block: Block, direction: Direction) -> DeviceCopy:
+    def _at(self, block: Block, direction: Direction, *, travels: bool) -> DeviceCopy:
         """Be where the block's shard is; its copy there."""
         if self.planner.first is not None:
             copy = self.planner.first.copy_of(block)
         elif self.plan is not None and self.plan.resident:
             copy = DeviceCopy.of_none(self.device)
         else:
-            copy = self._go_to(self.planner.shard_of(block), direction)
+            copy = self._go_to(self.planner.shard_of(block), direction, travels=travels)
         self.residency.refresh(copy, block)
         return copy
 
     # ---- backward ----
 
-    def visit_backward(self, call: Call) -> DeviceCopy:
+    def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
         if self._open is None or self._open() is not call or self._open_copy is None:
-            self._open_backward(call)
+            self._open_backward(call, travels=travels)
         assert self._open_copy is not None
         return self._open_copy
 
-    def _open_backward(self, call: Call) -> None:
+    def _open_backward(self, call: Call, *, travels: bool) -> None:
         self._enter_backward(call.forward_pass)
         self._close_backward()
         self.meter.outside_ends()
-        self._open_copy = self._at(call.block, Direction.BACKWARD)
+        self._open_copy = self._at(call.block, Direction.BACKWARD, travels=travels)
+        self.meter.here = self._open_copy.device.meter
         self._open = weakref.ref(call)
         self._touched.append(self._open)
 
@@ -641,6 +680,7 @@ class Trial:
         if self._open_copy is not None:
             self._open_copy.used = self._open_copy.device.mark()
             self.meter.outside_starts_later()
+            self.meter.here = self.meter.meter
         self._open = self._open_copy = None
 
     def send_home(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
@@ -702,10 +742,7 @@ class Trial:
                 forward_pass.done = True
         self._backward_id, self._backward_passes = outer, outer_passes
         self._close_backward()
-        for reference in self._touched:
-            if (call := reference()) is not None:
-                call.forget()
-        self._touched = []
+        self._forget_touched()
         self.residency.await_gradients()
         self.steps.trains |= not within_forward
         if not (within_forward or within_backward):
@@ -718,9 +755,16 @@ class Trial:
         """It was ended by an exception, after which the engine calls nobody."""
         if self.planner.first is not None:
             self.planner.first.failed = True
-        self._backward_id, self._backward_passes, self._touched = -1, set(), []
+        self._backward_id, self._backward_passes = -1, set()
         self._close_backward()
+        self._forget_touched()
         self.residency.await_gradients()
+
+    def _forget_touched(self) -> None:
+        for reference in self._touched:
+            if (call := reference()) is not None:
+                call.forget()
+        self._touched = []
 
     # ---- room ----
 
@@ -785,17 +829,17 @@ class Trial:
 
     # ---- the lease ----
 
-    def _go_to(self, shard: int, direction: Direction) -> Any:
+    def _go_to(self, shard: int, direction: Direction, *, travels: bool = False) -> Any:
         if self.lease.begin(self.steps.number, direction):
             self._task = self.lease.task
             self.pool.check_open(self)
             return None
         task = Task(self.id, self.steps.number, shard, direction)
-        if self._task != task:
+        if self._task != task or not (travels or self._task_device is self.device):
             self._close_backward()
             ended, self._task = self._task, None
             after = (ended, self._task_start_s) if ended else None
-            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, True), after)
+            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, at_home=not travels), after)
             hold(self._task_device.generators(), self.random_state)
             self._task = task
         assert self.plan is not None
@@ -841,14 +885,24 @@ class Trial:
     def move_home(self, device: Device) -> None:
         """Carry out the scheduler's `Move`."""
         self.residency.move_home(device)
+        self._task_device = device
 
     # ---- for planner and first step ----
 
-    def open_block(self, block: Block, reason: str) -> None:
-        self.planner.open_block(block, reason)
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Other blocks that the one being measured calls run as they are."""
+        self._visiting = True
+        try:
+            yield
+        finally:
+            self._visiting = False
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
-        self.planner.hold_weight(weight, reason)
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
+        self.planner.open_block(block, reason, opens=opens)
+
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
+        return self.planner.hold_weight(block, weight, reason)
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

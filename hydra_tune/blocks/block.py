@@ -46,6 +46,7 @@ class Block:
     held    its parameters that live on the device for the trial's life, as all buffers do
     keeps   why its activations are kept from forward to backward; empty where the forward is repeated
     clones  its inputs are changed in place, by itself or by what comes after it
+    at_home it is visited nowhere else than on its trial's home
     """
 
     name: str
@@ -53,6 +54,7 @@ class Block:
     held: Collection[nn.Parameter] = ()
     keeps: str = ""
     clones: bool = False
+    at_home: bool = True
     writes_buffers: bool = True  # its forward does, for all that is known
     casts: dict[int, torch.dtype] = field(default_factory=dict)  # `slot_parameters` that it uses only as autocast's
     is_checked: bool = False  # a repetition has made what the forward made
@@ -132,11 +134,14 @@ class Block:
     # ---- buffers, which a repetition must find as the first run did, and leave as they are now ----
 
     def buffers_now(self) -> list[torch.Tensor | None]:
-        """The values that a forward finds: copies, for it may write them, by operators that raise no version too."""
-        if not (self._buffers and self.writes_buffers):
+        """What a forward finds: copies, where it may write them, by operators that raise no version too."""
+        if not self._buffers:
             return []
+        now = [d.get(name) for d, name in self._buffers]
+        if not self.writes_buffers:
+            return now
         with torch.no_grad():
-            return [None if b is None else b.clone() for b in (d.get(name) for d, name in self._buffers)]
+            return [None if b is None else b.clone() for b in now]
 
     def put_back_buffers(self, then: Sequence[torch.Tensor | None]) -> None:
         """The forward has not run after all."""
@@ -149,12 +154,12 @@ class Block:
                     now.copy_(value)
 
     def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Its modules have copies of what `buffers_now` has told; those of before, for `take_back_buffers`."""
+        """Its modules have what `buffers_now` has told, or copies of it; those of before, for `take_back_buffers`."""
         if not then:
             return []
         now = [d.get(name) for d, name in self._buffers]
         for (d, name), value in zip(self._buffers, then, strict=True):
-            d[name] = None if value is None else value.clone()
+            d[name] = value.clone() if value is not None and self.writes_buffers else value
         return now
 
     def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -48,9 +48,11 @@ class Measured(Protocol):
     def have_alone(self) -> int:
         """Wait until the other trials' steps have ended; the bytes that there are then."""
 
-    def open_block(self, block: Block, reason: str) -> None: ...
+    def measuring(self) -> AbstractContextManager[None]: ...
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None: ...
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None: ...
+
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block: ...
 
 
 class FirstStep:
@@ -127,24 +129,29 @@ class FirstStep:
 
     # ---- blocks ----
 
-    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Measure this call of the block first, unless its like is known. False if the block is none any more: it was
-        opened into its children, or is held as a whole."""
+    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Block | None:
+        """Measure this call of the block first, unless its like is known; the block as it is then. None if it is none
+        any more: it was opened into its children, or is held as a whole."""
         if not torch.is_grad_enabled():
-            return True  # it is measured while it runs, for nothing is kept of it
-        key = self._key(block, args, kwargs)
-        measure = self._known.get(key)
-        if measure is None:
-            measure = self._known[key] = self._measure(block, args, kwargs)
+            return block  # it is measured while it runs, for nothing is kept of it
+        while True:
+            key = self._key(block, args, kwargs)
+            measure = self._known.get(key)
+            if measure is None:
+                measure = self._known[key] = self._measure(block, args, kwargs)
+            if not measure.holds:
+                break
+            for weight in [block.slot_parameters[i] for i in measure.holds]:
+                block = self._trial.hold_weight(block, weight, "its block changes it in its forward, or returns it")
         if measure.whole:
-            self._trial.open_block(block, measure.whole)
-            return False
+            self._trial.open_block(block, measure.whole, opens=measure.opens)
+            return None
         block.keeps = block.keeps or measure.keeps
         block.clones |= measure.clones
         block.writes_buffers = measure.writes_buffers
         block.casts = dict(measure.casts)
         self._note(block, measure)
-        return True
+        return block
 
     @contextmanager
     def measuring(self, block: Block) -> Iterator[None]:
@@ -156,7 +163,7 @@ class FirstStep:
         device.synchronize()
         seconds = time.perf_counter() - start_s
         used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
-        self._note(block, BlockMeasure(used, 0, 0, kept, seconds))
+        self._note(block, BlockMeasure(used, 0, 0, kept, forward_s=seconds))
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""
@@ -174,12 +181,13 @@ class FirstStep:
                     call.keep_clones()
                     call.block.clones = True
                     name = call.block.name
-                    self.profiles[name] = replace(self.profiles[name], clones=True)
+                    self.profiles[name] = replace(self.profiles[name], clones=True, at_home=True)
 
     def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
+        places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
         given = tuple(
-            (tuple(x.shape), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None)
+            (_shape_of(x), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None, places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
@@ -202,11 +210,12 @@ class FirstStep:
                 at = self.copy_of(block)
                 measurement = Measurement(block, trial.model, at, trial.residency.device, trial.meter)
                 self._guarded = {s._cdata for x in flatten_call(args, kwargs)[0] for s in _storages_of(x)}
-                try:
-                    return measurement.run(args, kwargs)
-                except WritesInputError:
-                    self._guarded = set()
-                    return measurement.run(args, kwargs, clones=True)
+                with trial.measuring():
+                    try:
+                        return measurement.run(args, kwargs)
+                    except WritesInputError:
+                        self._guarded = set()
+                        return measurement.run(args, kwargs, clones=True)
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():
@@ -218,7 +227,7 @@ class FirstStep:
     def _note(self, block: Block, measure: BlockMeasure) -> None:
         profile = BlockProfile(
             block.name, block.weight_bytes, measure.forward_work_bytes, measure.backward_work_bytes,
-            measure.saved_bytes, measure.boundary_bytes, measure.boundary_bytes, True,
+            measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
             measure.forward_s, measure.backward_s, visits=1 + torch.is_grad_enabled(),
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,
         )  # fmt: skip
@@ -230,6 +239,13 @@ class FirstStep:
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
+
+
+def _shape_of(tensor: torch.Tensor) -> Hashable:
+    """Of a nested tensor with strides, which has no shape, its memory's and where in it each part is."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return tensor.numel(), tuple(map(tuple, tensor._nested_tensor_size().tolist()))
+    return tuple(tensor.shape)
 
 
 def _storages_of(value: Any) -> list[torch.UntypedStorage]:

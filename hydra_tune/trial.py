@@ -476,6 +476,10 @@ class Trial:
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             if self._pass is None and not self._backward_passes:
+                forward_pass = self.steps.latest_forward if torch._C._current_graph_task_id() != -1 else None
+                if forward_pass is not None and torch.is_grad_enabled():  # a checkpoint repeats it
+                    self._enter_backward(forward_pass)
+                    return self._run_block(block, args, kwargs)
                 return self._run_block_alone(block, args, kwargs)
             return self._run_block(block, args, kwargs)
         except Exception as error:
@@ -507,8 +511,11 @@ class Trial:
     def _run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
-        if first is not None and not self._backward_passes and not first.before(block, args, kwargs):
-            return block.forward(args, kwargs)
+        if first is not None and not self._backward_passes:
+            found = first.before(block, args, kwargs)
+            if found is None:
+                return block.forward(args, kwargs)
+            block = found
         forward_pass = self._pass or next(iter(self._backward_passes))
         forward_pass.count(block.name)
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
@@ -538,6 +545,9 @@ class Trial:
             copy = self.begin_visit(block, Direction.FORWARD)
             try:
                 weights = copy.leaves(block.slot_parameters)
+                for leaf, p in zip(weights, block.slot_parameters, strict=True):
+                    if leaf.__dict__ or p.__dict__:
+                        leaf.__dict__ = dict(p.__dict__)
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
@@ -545,6 +555,9 @@ class Trial:
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
+                    for leaf, p in zip(weights, block.slot_parameters, strict=True):
+                        if leaf.__dict__ or p.__dict__:
+                            p.__dict__ = dict(leaf.__dict__)
                 return map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
             finally:
                 self.end_visit(copy, Direction.FORWARD)
@@ -797,6 +810,14 @@ class Trial:
 
     def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
         self.planner.hold_weight(weight, reason)
+        if self.casts.has(weight):
+            raise PrepareError(
+                "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "
+                f"{reason}. It is on the device from here on: repeat the forward."
+            )
+
+    def block_named(self, name: str) -> Block:
+        return next(block for block in self.planner.blocks if block.name == name)
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from hydra_tune.errors import UncuttableError
-from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.host_buffer import storage_bytes, version_of
 from hydra_tune.module_states import ModuleStates
 from hydra_tune.own_forward import own_forward_of
 
@@ -27,15 +28,32 @@ def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     return leaf
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Of its `.grad`. Before torch 2.10 always its own."""
+    return (parameter.grad_dtype if _HAVE_GRAD_DTYPE else None) or parameter.dtype
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def gradient_bytes(parameter: torch.Tensor) -> int:
     """Bytes of its `.grad`, if it gets one. Before torch 2.10 a gradient always has its parameter's dtype."""
-    dtype = (parameter.grad_dtype if _HAVE_GRAD_DTYPE else None) or parameter.dtype
+    dtype = gradient_dtype(parameter)
     return storage_bytes(parameter) * dtype.itemsize // parameter.dtype.itemsize
 
 
 def are_trained(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Which of them require a gradient."""
     return list(map(_REQUIRES_GRAD, parameters))
+
+
+class Buffer(NamedTuple):
+    """What a forward has found: the tensor, and its values; itself, of a block that writes none."""
+
+    itself: torch.Tensor | None
+    version: int
+    value: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -76,7 +94,8 @@ class Block:
             for name, p in m._parameters.items()
             if p is not None and id(p) in numbers
         ]
-        self._buffers = [(m._buffers, name) for m in self.modules for name, b in m._buffers.items() if b is not None]
+        self._buffers = [(m._buffers, name) for m in self.modules for name in m._buffers]
+        self._counts_unseen = any(isinstance(m, _NormBase) for m in self.modules)
         self._recurrent = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.module_states = ModuleStates(self.modules)
         self.own_forward = own_forward_of(self.module)
@@ -96,6 +115,12 @@ class Block:
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def has_its_weights(self) -> bool:
+        """Whether its modules have their parameters; `torch.func.functional_call` lends them others."""
+        own = self.slot_parameters
+        return all(module._parameters.get(name) is own[i] for module, name, i in self.sites)
 
     def lend(self, weights: Sequence[torch.Tensor]) -> None:
         """Its modules have these in the places of their parameters, until `take_back`."""
@@ -129,26 +154,52 @@ class Block:
 
     # ---- buffers, which a repetition must find as the first run did, and leave as they are now ----
 
-    def buffers_now(self) -> list[torch.Tensor | None]:
-        """The values that a forward finds: copies, for it may write them, by operators that raise no version too."""
-        if not (self._buffers and self.writes_buffers):
+    def buffers_now(self) -> list[Buffer]:
+        """The values that a forward finds: copies, where it may write them, by operators that raise no version too."""
+        if not self._buffers:
             return []
+        copies = self.writes_buffers or self._counts_unseen
+        found = []
         with torch.no_grad():
-            return [None if b is None else b.clone() for b in (d.get(name) for d, name in self._buffers)]
+            for d, name in self._buffers:
+                b = d.get(name)
+                found.append(
+                    Buffer(b, version_of(b) if b is not None else 0, b.clone() if copies and b is not None else b)
+                )
+        return found
 
-    def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Its modules have copies of what `buffers_now` has told; those of before, for `take_back_buffers`."""
+    def lend_buffers(self, then: Sequence[Buffer]) -> list[torch.Tensor | None]:
+        """Its modules have what `buffers_now` has told; those of before, for `take_back_buffers`."""
         if not then:
             return []
+        for buffer in then:
+            if (
+                buffer.value is buffer.itself
+                and buffer.value is not None
+                and version_of(buffer.value) != buffer.version
+            ):
+                raise RuntimeError(
+                    f"a buffer of block {self.name}, which writes none in its own forward, was changed in place between "
+                    "that and its repetition in the backward. Change it after backward, or assign a new tensor."
+                )
         now = [d.get(name) for d, name in self._buffers]
-        for (d, name), value in zip(self._buffers, then, strict=True):
-            d[name] = None if value is None else value.clone()
+        for (d, name), buffer in zip(self._buffers, then, strict=True):
+            value = buffer.value
+            d[name] = value if value is None or value is buffer.itself else value.clone()
         return now
 
     def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:
         if now:
             for (d, name), value in zip(self._buffers, now, strict=True):
                 d[name] = value
+
+    def put_back_buffers(self, then: Sequence[Buffer]) -> None:
+        """After a forward that is to run anew."""
+        with torch.no_grad():
+            for (d, name), buffer in zip(self._buffers, then, strict=bool(then)):
+                d[name] = buffer.itself
+                if buffer.itself is not None and buffer.value is not buffer.itself:
+                    buffer.itself.copy_(buffer.value)
 
 
 def _is_numbered_device(value: object) -> bool:

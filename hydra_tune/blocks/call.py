@@ -131,6 +131,9 @@ class Call:
             finally:
                 _pop_hooks()
                 block.take_back(weights)
+                for weight, p in zip(weights, block.slot_parameters, strict=True):
+                    if weight.__dict__ or p.__dict__:  # what the forward has noted on it
+                        p.__dict__ = dict(weight.__dict__)
                 for i in self._casts:
                     trial.casts.free(block.slot_parameters[i])
             if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):
@@ -149,7 +152,8 @@ class Call:
         """The block's weights as its operators are to see them: outputs of `Promote`, where they are trained."""
         parameters = self.block.slot_parameters
         weights = copy.aliases(parameters)
-        trained = are_trained(parameters)
+        self._trained = are_trained(parameters)
+        trained = [*self._trained] if self._casts else self._trained
         for i, dtype in self._casts.items():
             known = self.trial.casts.get(parameters[i], weights[i], dtype) if trained[i] else None
             weights[i] = weights[i].to(dtype) if known is None else known
@@ -163,9 +167,12 @@ class Call:
                 if i in self._casts:
                     self.trial.casts.put(parameters[i], weight)
         self._cast_places = [(*_memory_of(weights[i]), parameters[i]) for i in self._casts]
-        for weight, p in zip(weights, parameters, strict=True):
-            if p.__dict__:
-                weight.__dict__.update(p.__dict__)
+        self._attributes = {}
+        for i, p in enumerate(parameters):
+            if p.__dict__ or weights[i].__dict__:
+                self._attributes[i] = weights[i].__dict__ = dict(p.__dict__)
+        if self._attributes:
+            self._attributes = {i: dict(own) for i, own in self._attributes.items()}
         return weights
 
     def _weight_view(self, tensor: torch.Tensor, place: int) -> WeightView | None:
@@ -259,6 +266,8 @@ class RepeatedCall(Call):
         """As if it had not run, for it had no room."""
         self._saved, self._looks = [], []
         rewind(self._draws)
+        self.block.put_back_buffers(self._buffers)
+        self.trial.casts.forget(self.promoted)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -366,7 +375,10 @@ class RepeatedCall(Call):
         self.block.is_checked = True
 
     def _leaves_of(self, copy: DeviceCopy) -> list[torch.Tensor]:
-        weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters)]
+        weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters, self._trained)]
+        for i, leaf in enumerate(weights):
+            if i in self._attributes or leaf.__dict__:
+                leaf.__dict__ = dict(self._attributes.get(i, {}))
         for i, dtype in self._casts.items():
             weights[i] = weights[i].detach().to(dtype).requires_grad_(weights[i].requires_grad)
         return weights

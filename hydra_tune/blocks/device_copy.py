@@ -1,8 +1,8 @@
 """The weights of some blocks in one slot on the device.
 
-    host buffer   | block 0 | block 1 | block 2 | ...       parameters, in the order in which blocks run
-                            \\_________/
-    slot                    | block 1 | tied |              one copy for the run, one for each of the rest
+host buffer   | block 0 | block 1 | block 2 | ...       parameters, in the order in which blocks run
+                        \\_________/
+slot                    | block 1 | tied |              one copy for the run, one for each of the rest
 """
 
 from __future__ import annotations
@@ -123,10 +123,11 @@ class DeviceCopy:
         views = self._views
         return [views[i].data for i in numbers]
 
-    def leaves(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Parameters over the weights' values, for a forward whose graph is nobody's."""
+    def leaves(self, parameters: Sequence[nn.Parameter], trained: Sequence[bool] = ()) -> list[nn.Parameter]:
+        """Parameters over the weights' values, for a forward whose graph is nobody's; `trained` as they are now, if
+        nothing else is said."""
         found = []
-        for p, flag in zip(parameters, are_trained(parameters), strict=True):
+        for p, flag in zip(parameters, trained or are_trained(parameters), strict=True):
             leaf = self._leaves.get(id(p))
             if leaf is None:
                 with torch.inference_mode(False):

@@ -48,6 +48,8 @@ class Measured(Protocol):
 
     def hold_weight(self, weight: nn.Parameter, reason: str) -> None: ...
 
+    def block_named(self, name: str) -> Block: ...
+
 
 class FirstStep:
     """`profiles` by the names of blocks, in the order in which they ran."""
@@ -121,22 +123,31 @@ class FirstStep:
 
     # ---- blocks ----
 
-    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Measure this call of the block first, unless its like is known. False if the block is none any more: it was
-        opened into its children, or is held as a whole."""
+    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Block | None:
+        """Measure this call of the block first, unless its like is known. The block, perhaps with fewer weights; None if
+        it is none any more: it was opened into its children, or is held as a whole."""
+        if not block.has_its_weights:
+            self._trial.open_block(block, f"{block.name} is called with other weights than its own")
+            return None
         key = self._key(block, args, kwargs)
         measure = self._known.get(key)
         if measure is None:
-            measure = self._known[key] = self._measure(block, args, kwargs)
+            measure = self._measure(block, args, kwargs)
+            if not measure.is_of_its_own:
+                self._known[key] = measure
         if measure.whole:
             self._trial.open_block(block, measure.whole)
-            return False
+            return None
+        if measure.held:
+            weights = [(block.slot_parameters[i], reason) for i, reason in measure.held]
+            for weight, reason in weights:
+                self._trial.hold_weight(weight, reason)
+            return self.before(self._trial.block_named(block.name), args, kwargs)
         block.keeps = block.keeps or measure.keeps
         block.clones |= measure.clones
-        block.writes_buffers = measure.writes_buffers
         block.casts = dict(measure.casts)
         self._note(block, measure)
-        return True
+        return block
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""

@@ -16,15 +16,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from hydra_tune.blocks.block import Block
+from hydra_tune.blocks.block import Block, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
+from hydra_tune.fork import new_in_child
 from hydra_tune.host_buffer import same_bits, same_values, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter
 from hydra_tune.process_state import casts_to, remembers_casts
@@ -45,6 +47,8 @@ class BlockMeasure:
     keeps     why its activations are kept; empty if its forward may be repeated
     clones    it changes an input in place
     casts     weights that it uses only through autocast's copy, by their numbers in the block
+    held      weights that are to stay on the device, and why
+    is_of_its_own  it tells nothing of the next call: the forward raised
     """
 
     forward_work_bytes: int = 0
@@ -58,6 +62,8 @@ class BlockMeasure:
     clones: bool = False
     writes_buffers: bool = True
     casts: tuple[tuple[int, torch.dtype], ...] = ()
+    held: tuple[tuple[int, str], ...] = ()
+    is_of_its_own: bool = False
 
 
 class _FoundError(Exception):
@@ -94,6 +100,12 @@ class Measurement:
                     measure = self._train(twin, records) if torch.is_grad_enabled() else self._evaluate(twin)
             except _FoundError as found:
                 measure = BlockMeasure(whole=str(found))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # as its own forward will, before anybody repeats it
+                if "saved tensor hooks" in str(error):
+                    return BlockMeasure(whole=f"{block.name} takes gradients within its forward by torch.func")
+                return BlockMeasure(keeps=f"{block.name} raises {type(error).__name__}", is_of_its_own=True)
             finally:
                 drew = shared.are_some
                 shared.take_back()
@@ -115,11 +127,11 @@ class Measurement:
         self._leaves = []
         for p, leaf in zip(block.slot_parameters, self._at.leaves(block.slot_parameters), strict=True):
             memo[id(p)] = own = nn.Parameter(leaf.data, requires_grad=leaf.requires_grad)
-            own.__dict__.update(p.__dict__)
+            own.__dict__.update(_copy_of(p.__dict__))
             self._leaves.append(own)
         for p in block.held:
             memo[id(p)] = own = nn.Parameter(p.data, requires_grad=p.requires_grad)
-            own.__dict__.update(p.__dict__)
+            own.__dict__.update(_copy_of(p.__dict__))
             self._leaves.append(own)
         with torch.no_grad():
             for module in block.modules:
@@ -160,9 +172,10 @@ class Measurement:
 
     def _train(self, twin: nn.Module, records: DrawRecord) -> BlockMeasure:
         block, before = self._block, Snapshot.of_modules(twin.named_modules(), twin)
-        buffers = [(d, n, b, b.clone()) for d, n, b in _buffers_of(twin)]
+        buffers = [(d, n, b, None if b is None else b.detach().clone()) for d, n, b in _buffers_of(twin)]
         asked, given, arguments = self._arguments()
         objects = Snapshot({"an argument": [x for x in given if not isinstance(x, torch.Tensor)]}, twin)
+        notes = Snapshot({"an attribute of a weight": [leaf.__dict__ for leaf in self._leaves]}, twin)
         versions, weights = _versions(given), versions_of(self._leaves)
         with self._measured() as used, _without_checkpoints(block):
             caches = torch.is_autocast_cache_enabled()
@@ -182,17 +195,23 @@ class Measurement:
         if any(self._at.has(t) for m in twin.modules() for t in _tensors_of(m)):
             raise _FoundError(f"{block.name} keeps a view of a weight in an attribute")
         clones = _versions(given) != versions
-        changed = [*before.changes_in_place(), *objects.changes_in_place()]
+        if any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in self._leaves):
+            raise _FoundError(f"{block.name} puts a hook on a weight in its forward")
+        changed = [*before.changes_in_place(), *objects.changes_in_place(), *notes.changes_in_place()]
         keeps = f"{block.name} changes {changed[0]}" if changed else ""
-        writes_buffers = any(d.get(n) is not b or not _is_equal(b, then) for d, n, b, then in buffers)
+        now = [d.get(n) for d, n, _, _ in buffers]
+        if any(b is not None and b.grad_fn is not None for b in now):
+            keeps = keeps or f"{block.name} keeps an activation in a buffer"
+        writes_buffers = any(
+            b is not then or not _is_equal(b, saved) for b, (_, _, then, saved) in zip(now, buffers, strict=True)
+        )
+        del now
         first = [x.detach().clone() for x in made]
         del outputs, made, given, arguments, asked
-        before.restore()
-        with torch.no_grad():
-            for d, n, b, then in buffers:
-                if not _is_equal(b, then):
-                    b.copy_(then)
-                d[n] = b
+        for snapshot in before, notes:
+            snapshot.restore()
+        for d, n, b, then in buffers:
+            d[n] = b if _is_equal(b, then) else then
         asked, given, arguments = self._arguments()
         del given
         with self._measured() as used:
@@ -210,7 +229,7 @@ class Measurement:
                 keeps = f"{block.name} makes other values when it is repeated"
             wanted = [x for x in again if x.requires_grad]
             del outputs, again, arguments
-            casts = self._casts(wanted)
+            casts, held = self._uses(wanted)
             inputs = [x for x in (*asked, *self._leaves) if x.requires_grad]
             if wanted and inputs:
                 torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
@@ -219,17 +238,16 @@ class Measurement:
         backward_work, backward_s = used
         return BlockMeasure(
             forward_work, backward_work, saved, boundary, forward_s, backward_s,
-            keeps=keeps, clones=clones, writes_buffers=writes_buffers, casts=casts,
+            keeps=keeps, clones=clones, writes_buffers=writes_buffers, casts=casts, held=held,
         )  # fmt: skip
 
-    def _casts(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
-        """Of the weights that are promoted, those whose every use is a cast to autocast's dtype."""
-        dtype = casts_to()
-        if dtype is None or not remembers_casts():
-            return ()
+    def _uses(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[tuple[int, torch.dtype], ...], ...]:
+        """Of the weights that are promoted, those whose every use is a cast to autocast's dtype; and those that are to
+        stay on the device, for plain PyTorch adds up their gradients as a visit would not."""
+        dtype = casts_to() if remembers_casts() else None
         own = self._leaves[: len(self._block.slot_parameters)]
         numbers = {id(leaf): i for i, leaf in enumerate(own) if leaf.requires_grad}
-        direct, cast = set[int](), dict[int, int]()
+        direct, cast = dict[int, int](), dict[int, int]()
         left, met = [x.grad_fn for x in outputs if x.grad_fn is not None], set[Any]()
         while left:
             node = left.pop()
@@ -243,11 +261,16 @@ class Measurement:
                 elif node.name() == "ToCopyBackward0" and node._input_metadata[0].dtype is dtype:
                     cast[number] = cast.get(number, 0) + 1
                 else:
-                    direct.add(number)
-        mixed = [i for i, times in cast.items() if i in direct and times > 1]
-        if mixed:
-            raise _FoundError(f"{self._block.name} uses a weight both as it is and as autocast's copy")
-        return tuple((i, dtype) for i in sorted(cast.keys() - direct))
+                    direct[number] = direct.get(number, 0) + 1
+        held = {i: "it is used both as it is and as autocast's copy" for i in cast if i in direct}
+        for i, times in direct.items():
+            if times > 1 and gradient_dtype(own[i]) is not own[i].dtype:
+                held[i] = "its gradients are added up in a dtype that is not its own"
+        for i in numbers.values():
+            if i not in direct and i not in cast and has_hooks(self._block.slot_parameters[i]):
+                held[i] = "it has a hook, and not every call uses it"
+        casts = tuple((i, dtype) for i in sorted(cast) if i not in held) if dtype is not None else ()
+        return casts, tuple(sorted(held.items()))  # type: ignore[return-value]
 
     def _evaluate(self, twin: nn.Module) -> BlockMeasure:
         _, _, arguments = self._arguments()
@@ -285,11 +308,13 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return tensors_in([v for v in own if isinstance(v, (torch.Tensor, list, tuple, dict))])
 
 
-def _buffers_of(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    return [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+def _buffers_of(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor | None]]:
+    return [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items()]
 
 
-def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
     return a.shape == b.shape and (a.layout is not torch.strided or same_bits(a.contiguous(), b.contiguous()))
 
 
@@ -329,24 +354,42 @@ def _are_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(same_values, a, b))
 
 
+class _Here(threading.local):
+    block: Block | None = None  # that this thread measures
+
+
+_here = _Here()
+
+
 @contextmanager
 def _without_checkpoints(block: Block) -> Iterator[None]:
     """One within a block would repeat its part outside of any visit. Other threads' go on."""
-    here, hook = threading.get_ident(), torch_checkpoint._checkpoint_hook.__init__
-    apply = torch_checkpoint.CheckpointFunction.apply
-
-    def unless_here(function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == here:
-                raise _FoundError(f"{block.name} has a checkpoint within")
-            return function(*args, **kwargs)
-
-        return called
-
-    torch_checkpoint._checkpoint_hook.__init__ = unless_here(hook)  # type: ignore[method-assign]
-    torch_checkpoint.CheckpointFunction.apply = unless_here(apply)  # type: ignore[method-assign]
+    _watch_checkpoints()
+    _here.block = block
     try:
         yield
     finally:
-        torch_checkpoint._checkpoint_hook.__init__ = hook  # type: ignore[method-assign]
-        del torch_checkpoint.CheckpointFunction.apply
+        _here.block = None
+
+
+def _watch_checkpoints() -> None:
+    """Once, for all threads."""
+    with _lock:
+        hook = torch_checkpoint._checkpoint_hook.__init__
+        if not getattr(hook, "refuses_in_measures", False):
+            torch_checkpoint._checkpoint_hook.__init__ = _unless_measured(hook)  # type: ignore[method-assign]
+            torch_checkpoint.CheckpointFunction.apply = _unless_measured(torch_checkpoint.CheckpointFunction.apply)
+
+
+def _unless_measured(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if _here.block is not None:
+            raise _FoundError(f"{_here.block.name} has a checkpoint within")
+        return function(*args, **kwargs)
+
+    called.refuses_in_measures = True  # type: ignore[attr-defined]
+    return called
+
+
+_lock = new_in_child(threading.Lock())

@@ -432,6 +432,7 @@ class Trial:
                 first.kept_bytes = max(first.kept_bytes, 2 * sum(map(storage_bytes, tensors_in((args, kwargs)))) + made)
             self.leave()
         except BaseException as error:
+            forward_pass.done |= not torch.is_grad_enabled()
             self._leave_after_error()
             if isinstance(error, torch.OutOfMemoryError) and first is not None:
                 clear_frames(error)

@@ -179,8 +179,8 @@ class Block:
                 and version_of(buffer.value) != buffer.version
             ):
                 raise RuntimeError(
-                    f"a buffer of block {self.name}, which writes none in its own forward, was changed in place between "
-                    "that and its repetition in the backward. Change it after backward, or assign a new tensor."
+                    f"a buffer of block {self.name}, which writes none in its own forward, was changed in place "
+                    "between that and its repetition in the backward. Change it after backward, or assign a new tensor."
                 )
         now = [d.get(name) for d, name in self._buffers]
         for (d, name), buffer in zip(self._buffers, then, strict=True):

@@ -107,6 +107,7 @@ class Call:
         self.trial = trial
         self.forward_pass = forward_pass
         self._versions: Sequence[int] = ()  # of the weights in host memory
+        self.promoted: list[nn.Parameter] = []
         self._casts = block.casts if block.casts and remembers_casts() else {}
 
     @property
@@ -234,7 +235,7 @@ class KeptCall(Call):
 
 class RepeatedCall(Call):
     """`_saved` are all that autograd has saved, in order, as long as it has them. What is a weight, or lies in the
-    memory of an input, is there without a repetition."""
+    memory of an input or buffer, is there without a repetition."""
 
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         super().__init__(block, trial, forward_pass)
@@ -254,6 +255,7 @@ class RepeatedCall(Call):
             self.keep_clones()
         self._surroundings = Surroundings(block.module_states)
         self._buffers = block.buffers_now()
+        self._inputs += [_memory_of(buffer.itself) for buffer in self._buffers if buffer.itself is not None]
         self._draws = DrawRecord()
         with noting_draws(self._draws):
             outputs = super().run(args, kwargs)

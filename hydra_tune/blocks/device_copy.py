@@ -59,7 +59,8 @@ class DeviceCopy:
             self.num_bytes += storage_bytes(data)
         if host is not None:
             self._copies += [(slot[to : to + size], host.piece(place, size)) for place, to, size in runs]
-        self._sources = places_of(self._data)
+        self._places = places_of(self._data)  # where `_copies` copies from
+        self._sources = [*self._places]  # where its values are from
         self._layouts = _layouts_of(self._data)
         places = [self.start + place for place in self._starts]
         self.weight_starting_at = dict(zip(places, self._parameters, strict=True))
@@ -102,7 +103,7 @@ class DeviceCopy:
         """Whether it may be filled again for these: the weights are where and what they were."""
         if list(self.blocks) != list(blocks):
             return False
-        return places_of(self._parameters) == self._sources and _layouts_of(self._parameters) == self._layouts
+        return places_of(self._parameters) == self._places and _layouts_of(self._parameters) == self._layouts
 
     def retire(self) -> None:
         """The slot's memory will be another copy's."""

@@ -124,8 +124,8 @@ class FirstStep:
     # ---- blocks ----
 
     def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Block | None:
-        """Measure this call of the block first, unless its like is known. The block, perhaps with fewer weights; None if
-        it is none any more: it was opened into its children, or is held as a whole."""
+        """Measure this call of the block first, unless its like is known. The block, perhaps with fewer weights; None
+        if it is none any more: it was opened into its children, or is held as a whole."""
         if not block.has_its_weights:
             self._trial.open_block(block, f"{block.name} is called with other weights than its own")
             return None

@@ -264,11 +264,11 @@ class Measurement:
                     direct[number] = direct.get(number, 0) + 1
         held = {i: "it is used both as it is and as autocast's copy" for i in cast if i in direct}
         for i, times in direct.items():
-            if times > 1 and gradient_dtype(own[i]) is not own[i].dtype:
+            if times > 1 and gradient_dtype(self._block.slot_parameters[i]) is not own[i].dtype:
                 held[i] = "its gradients are added up in a dtype that is not its own"
-        for i in numbers.values():
-            if i not in direct and i not in cast and has_hooks(self._block.slot_parameters[i]):
-                held[i] = "it has a hook, and not every call uses it"
+        hooked = [i for i in numbers.values() if has_hooks(self._block.slot_parameters[i])]
+        if not all(i in direct or i in cast for i in hooked):
+            held |= dict.fromkeys(hooked, "it has a hook, and not every call uses all such weights")
         casts = tuple((i, dtype) for i in sorted(cast) if i not in held) if dtype is not None else ()
         return casts, tuple(sorted(held.items()))  # type: ignore[return-value]
 

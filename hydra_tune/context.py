@@ -41,12 +41,13 @@ class Context:
     stop: Stop = field(default_factory=Stop)
     resumption: Resumption | None = None
     notes_memory: bool = False  # as a constraint, for the sampler
+    alone: bool = False  # it has run out of memory beside others
     _last: weakref.ref[Trial] | None = None
 
     def register(self, trial: Trial) -> None:
         self._last = weakref.ref(trial)
         trial.random_state, trial.mode = self.random_state, self.mode
-        trial.of_runner = self.random_state is not None
+        trial.of_runner, trial.alone = self.random_state is not None, self.alone
         if self.mode is not None:
             self.mode.meter = trial.meter
         if trial.of_runner:
@@ -115,11 +116,17 @@ class TrialContext:
     __slots__ = ("_backward_here", "_context", "_devices", "_outer", "_outer_state", "_settings", "_state")
 
     def __init__(
-        self, pool: ShardPool, number: int, seed_number: int | None = None, *, name: str | None = None
+        self,
+        pool: ShardPool,
+        number: int,
+        seed_number: int | None = None,
+        *,
+        name: str | None = None,
+        alone: bool = False,
     ) -> None:
         self._state = pool.random_state(number if seed_number is None else seed_number)
         mode = TrialMode(stays=True) if checks_enabled() else None
-        self._context = Context(pool, name or f"trial {number}", self._state, mode)
+        self._context = Context(pool, name or f"trial {number}", self._state, mode, alone=alone)
 
     def __enter__(self) -> Context:
         pool = self._context.pool

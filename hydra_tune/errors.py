@@ -31,6 +31,17 @@ class UncuttableError(PrepareError):
     training has begun it ends the trial."""
 
 
+class ReturnsWeightsError(PrepareError):
+    """A block without gradients returns these `weights`, which are on the device for its visit alone."""
+
+    def __init__(self, block: str, weights: Collection[Any]) -> None:
+        super().__init__(
+            f"a block's weights are on the device while it runs, but block {block} returns one, frozen or in an "
+            "object, as it did not in its first evaluation. Return a clone of it."
+        )
+        self.weights = weights
+
+
 class SecondGradientError(PrepareError):
     """A gradient was taken of a gradient, through blocks that repeat their forward: these `blocks`."""
 

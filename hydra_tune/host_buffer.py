@@ -122,11 +122,12 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 class HostBuffer:
-    """An exact-size mapping, filled with `tensors` in order: private to its process, or `shared` with those that are
+    """An exact-size mapping with room for `tensors` in order: private to its process, or `shared` with those that are
     forked. One that is pinned has to be: a fork leaves one side with copies of private pages, and the GPU reads those
     that there were.
 
-    `views[i]` replaces `tensors[i]`; `offsets[i]` is its place. Pinning is the device's business:
+    `offsets[i]` is the place of `tensors[i]`; `view` copies a tensor there. Its pages take memory as they are written,
+    so who lets go of each tensor once it is copied never has all of them twice. Pinning is the device's business:
     PyTorch's pinned allocator would round the size up to a power of two.
     """
 
@@ -139,9 +140,9 @@ class HostBuffer:
         self.num_bytes = max(end, 1)
         self._mapping = mmap.mmap(-1, self.num_bytes, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY)
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self.views = [self._view(t, offset) for t, offset in zip(tensors, self.offsets, strict=True)]
 
-    def _view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    def view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        """A copy at this place, with the tensor's shape, strides and dtype."""
         if tensor.numel() == 0:
             return tensor.detach()
         flat = torch.frombuffer(self._mapping, dtype=tensor.dtype, count=tensor.numel(), offset=offset)

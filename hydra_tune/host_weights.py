@@ -21,13 +21,12 @@ class HostWeights:
     def __init__(self, blocks: Sequence[Block], device: Device) -> None:
         self.parameters = list(dict.fromkeys(p for block in blocks for p in block.slot_parameters))
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        self.buffer = HostBuffer([p.data for p in self.parameters], shared=device.pins)
-        self._place = {
-            id(p): (offset, view)
-            for p, offset, view in zip(self.parameters, self.buffer.offsets, self.buffer.views, strict=True)
-        }
-        for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
-            parameter.data = view
+        self.buffer = HostBuffer(self.parameters, shared=device.pins)
+        self._place: dict[int, tuple[int, torch.Tensor]] = {}
+        for parameter, offset in zip(self.parameters, self.buffer.offsets, strict=True):
+            view = self.buffer.view(parameter, offset)
+            self._place[id(parameter)] = offset, view
+            parameter.data = view  # what it had before is free now
         device.pin(self.buffer.bytes)
         self._unpin = partial(device.unpin, self.buffer.bytes)
         if device.pins:  # also if the model is collected

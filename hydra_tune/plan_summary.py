@@ -34,4 +34,5 @@ def summary_of(plan: TrialPlan | None, budget_bytes: int) -> dict[str, Any]:
             "kept": dict(plan.cut.kept) if plan else {},
             "held": dict(plan.cut.held) if plan else {},
         },
+        "keeps": {p.name: p.keeps for p in blocks if p.keeps},
     }

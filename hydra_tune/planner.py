@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.blocks.call_site import BlockForward
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Device
-from hydra_tune.errors import BlockTooLargeError, PrepareError
+from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
@@ -30,10 +31,11 @@ from hydra_tune.partition import gradient_flags, input_signature, make_plan, pla
 from hydra_tune.plan_summary import summary_of
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
+from hydra_tune.planning.on_paper import least_bytes
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.residency import Residency
-from hydra_tune.root import refuse_unsupported
+from hydra_tune.root import SeveralModels, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 
 logger = logging.getLogger("hydra_tune")
@@ -48,6 +50,7 @@ class Planned(Client, Protocol):
     meter: TrialMeter
     residency: Residency
     of_runner: bool
+    alone: bool
 
     @property
     def device(self) -> Device: ...
@@ -80,10 +83,12 @@ class Planner:
         self._trial = trial
         self.blocks: list[Block] = []
         self.plan: TrialPlan | None = None
+        self._next_plan: TrialPlan | None = None  # made, but not settled yet
         self.first: FirstStep | None = None
         self._plans = Plans(None, None)
         self._measures: list[StepMeasure] = []  # of forwards that this trial has made
         self._key = PlanKey(b"", ())
+        self._is_changed = False  # the model, since it was cut
         self._kinds: set[type | None] = set()  # kept for as long as measures are looked up by keys that name them
         self._shard_of: dict[str, int] = {}
         self._cut = Cut()
@@ -111,7 +116,7 @@ class Planner:
 
     def summary(self) -> dict[str, Any]:
         """Plain data on the plan, the same as long as that is."""
-        plan, budget_bytes = self.plan, self._trial.device.budget_bytes
+        plan, budget_bytes = self.plan or self._next_plan, self._trial.device.budget_bytes
         if self._summary is None or self._summary[:2] != (plan, budget_bytes):
             self._summary = plan, budget_bytes, summary_of(plan, budget_bytes)
         return self._summary[2]
@@ -139,7 +144,8 @@ class Planner:
         trial = self._trial
         key = plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
-            self._key, self._measures = key, []
+            refuse_unsupported(trial.model)
+            self._key, self._measures, self._is_changed = key, [], True
             self._kinds.update(kind() for kind in key.kinds)
         shared = trial.pool.measures.get(key, [])
         found = [m for m in shared if m.covers(_comparable(kind))]
@@ -159,6 +165,9 @@ class Planner:
             BudgetError: there is none.
         """
         if self._plans.of(kind) is None:
+            if self._is_changed:
+                self._adopt_cut(self._cut)
+            self._spills = self._trial.alone or self._key in self._trial.pool.too_large
             self._plans = self._make_plans()
         plan = self._plans.of(kind)
         assert plan is not None
@@ -170,28 +179,59 @@ class Planner:
     def begin(self, kind: Kind) -> FirstStep:
         """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
         trial, pool = self._trial, self._trial.pool
+        self._refuse_again(kind)
         self.leave_plan()
+        self._next_plan = None
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
-        room = pool.start_pilot(trial, empty=False, least_bytes=least if trial.of_runner else None)
+        beside = trial.of_runner and not trial.alone
+        room = pool.start_pilot(trial, empty=trial.alone, least_bytes=least if beside else None)
         self._adopt_cut(self._cut)
         self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)  # type: ignore[arg-type]
         trial.residency.hold(trial.model, self.blocks, trial.optimizers)
         return self.first
 
-    def end_first(self, step_bytes: int) -> None:
+    def _refuse_again(self, kind: Kind) -> None:
+        """What another trial of the same architecture has found not to fit, alone on the device."""
+        known = self._trial.pool.refusals.get((self._key, _comparable(kind)))
+        if known is not None:
+            error = BudgetError(str(known))
+            error.lack = known.lack
+            raise error
+
+    def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
+        """The error that ends a first step, with the least budget that would do. What fits depends on the budget, not
+        on the neighbours: where the step had all of it, trials alike are refused by the same words."""
+        first, trial = self.first, self._trial
+        if first is None:
+            return error
+        budget_bytes, model = trial.pool.budget_bytes, trial.model
+        known = BudgetError(str(error))  # without its frames
+        known.lack = error.lack
+        least = None
+        if not isinstance(model, SeveralModels):
+            least = least_bytes(model, self.blocks, args, kwargs, lambda ps: self._held_bytes(ps, first.trains))
+        if least is not None and least > budget_bytes:
+            known = BudgetError(f"{error} About {format_bytes(least)} would do.").lacking(least, budget_bytes)
+        if first.free_bytes >= budget_bytes:
+            trial.pool.refusals[self._key, _comparable(first.kinds[0])] = known
+        return known
+
+    def end_first(self, step_bytes: int, *, trained: bool) -> None:
         """It has come to its end, with so many bytes outside of its visits to blocks."""
         first, trial = self.first, self._trial
         assert first is not None
         self.first = None
         first.end()
-        trial.pool.end_pilot(trial, first.peak_bytes)
+        trial.pool.end_pilot(trial, first.peak_bytes, trained=trained)
         trial.residency.bring_home(trial.optimizers)
         measure = StepMeasure(
             tuple(first.kinds), first.trains, self._cut, first.profiles, step_bytes, first.kept_bytes, first.peak_bytes
         )
         self._count(measure)
         trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
+        with suppress(BudgetError):  # which the next forward raises
+            self._next_plan = self.plan_for(first.kinds[0])
 
     def give_up_first(self) -> None:
         """It was ended by an exception."""
@@ -202,9 +242,9 @@ class Planner:
             trial.pool.end_pilot(trial, first.peak_bytes)
             trial.residency.bring_home(trial.optimizers)
 
-    def open_block(self, block: Block, reason: str) -> None:
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
-        opened = cuts.opened(self._cut, block, reason)
+        opened = cuts.opened(self._cut, block, reason) if opens else None
         if opened is None and reason.startswith("it does not fit"):
             budget = self._trial.device.budget_bytes
             raise BlockTooLargeError(
@@ -216,11 +256,12 @@ class Planner:
         self._adopt_cut(opened or cuts.kept(self._cut, block, reason))
         self._hold()
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
-        """Within a first step: it is on the device from here on."""
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
+        """Within a first step: a weight of this block is on the device from here on; the block as it is then."""
         name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
         self._adopt_cut(cuts.held(self._cut, name, reason))
         self._hold()
+        return next(each for each in self.blocks if each.module is block.module)
 
     # ---- plans ----
 
@@ -244,11 +285,11 @@ class Planner:
                 profiles[name] = larger_of(profiles[name], profile) if name in profiles else profile
         known = [profiles[b.name] for b in self._in_order(list(profiles)) if b.name in profiles]
         others = [b for b in self.blocks if b.name not in profiles]
-        uncalled = [BlockProfile(b.name, b.weight_bytes, measured=False, visits=0) for b in others]
+        uncalled = [BlockProfile(b.name, b.weight_bytes, at_home=True, measured=False, visits=0) for b in others]
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
         trains = any(m.trains for m in self._measures)
-        return make_plan(
+        plan = make_plan(
             [*uncalled, *known],
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._held_bytes(self._loose, trains) + buffers + kept,
@@ -258,6 +299,9 @@ class Planner:
             may_be_resident=resident,
             cut=self._cut,
         )
+        if trial.alone:
+            plan = replace(plan, held_bytes=trial.pool.budget_bytes - plan.step_bytes - plan.task_bytes)
+        return plan
 
     def _in_order(self, names: Sequence[str]) -> list[Block]:
         places = {name: i for i, name in enumerate(names)}
@@ -315,9 +359,11 @@ class Planner:
             pool.admit(trial, plan)
         if before is None or not alike:
             self._adopt_cut(plan.cut, plan.blocks)
-        self.plan = plan
+        self.plan, self._next_plan = plan, None
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]
+        for block, profile in zip(self.blocks, plan.blocks, strict=True):
+            block.at_home = profile.at_home
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         if plan.resident:
             self.unwrap()
@@ -379,11 +425,11 @@ class Planner:
         """Blocks that are cut as before stay who they are: a graph may refer to them."""
         before = {b.name: b for b in self.blocks}
         self.unwrap()
-        self._cut = cut
+        self._cut, self._is_changed = cut, False
         self.blocks = cuts.blocks_of(self._trial.model, self._trial.pool.budget_bytes, cut, profiles)
         for i, block in enumerate(self.blocks):
             old = before.get(block.name)
-            if old is not None and old.module is block.module and old.slot_parameters == block.slot_parameters:
+            if old is not None and old.module is block.module and _are_the_same(old, block):
                 old.keeps, old.clones = block.keeps or old.keeps, block.clones or old.clones
                 old.writes_buffers, old.is_current = block.writes_buffers, True
                 old.casts = block.casts or old.casts
@@ -407,7 +453,8 @@ class Planner:
         """From here on blocks run in visits."""
         for block in self.blocks:
             block.is_current = True
-            if not isinstance(block.module.__dict__.get("forward"), BlockForward):
+            present = block.module.__dict__.get("forward")
+            if not isinstance(present, BlockForward) or present.block is not block:
                 block.module.forward = BlockForward(block, self._trial)  # type: ignore[arg-type]
 
     def unwrap(self) -> None:
@@ -416,6 +463,12 @@ class Planner:
             block.is_current = False
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
                 ours.give_back()
+
+
+def _are_the_same(a: Block, b: Block) -> bool:
+    """Whether both promote the same parameters, and run the same forward."""
+    alike = list(map(id, a.slot_parameters)) == list(map(id, b.slot_parameters))
+    return alike and a.own_forward is b.own_forward
 
 
 def _comparable(kind: Kind) -> Kind:

@@ -13,7 +13,7 @@ import functools
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from operator import is_
@@ -32,7 +32,7 @@ _IMMUTABLE = (int, float, complex, str, bytes, type, type(None))
 _CONTAINERS = (list, set, deque, dict)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _STATES = (types.SimpleNamespace, argparse.Namespace, SobolEngine, torch.optim.Optimizer)  # that are followed
-_FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names) - {"collections"}
+FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names) - {"collections"}
 _NOTHING = object()
 _TENSORS_AND_CHILDREN = ("_parameters", "_modules", "forward", "_apply")
 
@@ -118,6 +118,8 @@ class Snapshot:
                 continue
             if isinstance(value, torch.Tensor) or not equal(held, _held_by(value)):
                 yield name
+        if not all(same_bits(buffer, value) for buffer, value in self._buffers):
+            yield "a buffer of another module"
 
     def changes(self) -> Iterator[str]:
         """Names of what holds other values now; equal ones in new objects are no change."""
@@ -159,9 +161,10 @@ def _held_by(value: Any) -> Any:
         return value.getstate()
     if isinstance(value, _Fields):
         return _fields(value.owner)
+    if isinstance(value, dict):  # whose class may look up its items otherwise
+        return dict(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
     if isinstance(value, _CONTAINERS):
-        copy = dict if isinstance(value, dict) else list
-        return copy(value)
+        return list(value)
     if isinstance(value, tuple):
         return None
     if type(value).__module__ == "numpy":
@@ -173,7 +176,7 @@ def _held_by(value: Any) -> Any:
     if isinstance(value, types.FunctionType) and vars(value):
         return dict(vars(value))
     if isinstance(value, (*_CODE, functools.partial)) or (
-        type(value).__module__.partition(".")[0] in _FOREIGN and not isinstance(value, _STATES)
+        type(value).__module__.partition(".")[0] in FOREIGN and not isinstance(value, _STATES)
     ):
         return None
     return _fields(value) if hasattr(value, "__dict__") or hasattr(value, "__slots__") else None

@@ -15,7 +15,8 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,30 +24,35 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import Call, KeptCall, RepeatedCall
+from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
+from hydra_tune.blocks.travelling import TravellingCall
 from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
-from hydra_tune.errors import BudgetError, PrepareError, clear_frames
+from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
+from hydra_tune.interrupts import interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
+from hydra_tune.planning.around import weights_in
+from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
-from hydra_tune.process_state import autocast_mode
-from hydra_tune.randomness import RandomState, hold
+from hydra_tune.process_state import autocast_mode, remembers_casts
+from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
-from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_transforms
+from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
@@ -81,6 +87,7 @@ class Trial:
         self.lease = pool.lease_of(number)
         self.name = name or f"trial {number}"
         self.of_runner = False  # whose trials end with their objective
+        self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.resumption: Resumption | None = None  # the runner's, where there is one
         self.planner = Planner(self)
@@ -105,9 +112,9 @@ class Trial:
         self._visiting = False  # a block's forward is under way, or its repetition
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
-        self._open: Call | None = None  # the call whose block's backward is under way
+        self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
         self._open_copy: DeviceCopy | None = None
-        self._touched: list[Call] = []  # in the backward under way
+        self._touched: list[weakref.ref[Call]] = []  # in the backward under way
 
     # ---- what it is ----
 
@@ -189,8 +196,8 @@ class Trial:
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # They only let go early: an optimizer that wraps another, and has none, does without.
-            root.hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
-            root.hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()))
+            root.hooks.append(optimizer.register_step_pre_hook(_then_check(self._before_optimizer_step)))
+            root.hooks.append(optimizer.register_step_post_hook(_then_check(self._after_optimizer_step)))
 
     def release(self, model: nn.Module) -> None:
         """Let go of this model; with the last one the trial ends."""
@@ -215,11 +222,11 @@ class Trial:
         try:
             self._leave_device()
         finally:  # last: from here on others may have its bytes
-            torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
+            torch._C._set_grad_enabled(with_gradients)  # should that have failed
             self.pool.end_trial(self)
             for root in self._roots:
                 root.let_go()
-            for model in self.models:  # so far `release` may be called again, should it be interrupted
+            for model in self.models:  # so far `release` may be called again, should it have failed
                 give_back(model, self)
             self._plain = True
         self.planner.close()
@@ -256,6 +263,7 @@ class Trial:
         self.boundary()
         if self.plan is None and self.planner.first is None and not self.ended:
             self.planner.settle_last()
+            self.pool.note_summary(self)
 
     def _after_optimizer_step(self) -> None:
         self._invalidate()
@@ -307,7 +315,7 @@ class Trial:
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
         self._refuse_other_threads()
         if self._pass is not None or self._visiting:
-            return root.original(*args, **kwargs)  # the model calls itself
+            return root.run(args, kwargs)  # the model calls itself
         self.pool.check_open(self)
         self._leave_last_step()
         self._enter(root, args, kwargs)
@@ -333,6 +341,8 @@ class Trial:
     def _enter(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Be in a step that has room for this forward."""
         planner = self.planner
+        if self.plan is None or not self.plan.resident:
+            refuse_global_hooks()
         if len(self.models) < len(self._roots):  # one was collected
             self._roots = [each for each in self._roots if each.model() is not None]
             planner.leave_plan()
@@ -351,7 +361,7 @@ class Trial:
             self.steps.leave()
         self.steps.check_between()
         if not (planner.knows(kind) or planner.learn(kind)):
-            self._begin_first_step(kind)
+            self._begin_first_step(kind, (args, kwargs))
             return
         planner.settle(planner.plan_for(kind))
         self.steps.open()
@@ -360,7 +370,8 @@ class Trial:
     def _may_begin_anew(self) -> bool:
         return False
 
-    def _begin_first_step(self, kind: Kind) -> None:
+    def _begin_first_step(self, kind: Kind, inputs: object) -> None:
+        refuse_global_hooks()
         self.meter.counting = True
         self._count()
         self.planner.begin(kind)
@@ -370,13 +381,17 @@ class Trial:
             self.planner.settle(self.planner.plan_for(kind))
             self.steps.open()
             return
+        self.meter.adopt(tensors_in(inputs))  # which a loop keeps until it has the next ones, and the plan counts so
         self.meter.watch_outside()
         self.steps.open_first()
 
     def _end_first_step(self) -> None:
         step_bytes = self.meter.outside_peak()
         self._end_counting()
-        self.planner.end_first(step_bytes)
+        if self.planner.first is not None and self.planner.first.failed:
+            self.planner.give_up_first()
+            return
+        self.planner.end_first(step_bytes, trained=self.steps.trains)
 
     def _end_counting(self) -> None:
         self.meter.counting = self.meter.always
@@ -424,7 +439,7 @@ class Trial:
                 self.meter.adopt(tensors_in((args, kwargs)))
             if first is None and plan is not None and plan.resident:
                 self._go_to(0, Direction.FORWARD)
-            outputs = root.original(*args, **kwargs)
+            outputs = root.run(args, kwargs)
             if forward_pass.ended_by is not None:
                 raise forward_pass.ended_by
             if first is not None:
@@ -432,14 +447,15 @@ class Trial:
                 first.kept_bytes = max(first.kept_bytes, 2 * sum(map(storage_bytes, tensors_in((args, kwargs)))) + made)
             self.leave()
         except BaseException as error:
-            forward_pass.done |= not torch.is_grad_enabled()
-            self._leave_after_error()
+            refusal = error
             if isinstance(error, torch.OutOfMemoryError) and first is not None:
                 clear_frames(error)
-                raise BudgetError(
-                    f"the first step of {self.name} has no room on {self.device.name}: {error} Raise the pool's "
-                    "memory=, or lower the batch size."
-                ) from None
+                refusal = BudgetError(f"a first step has no room on {self.device.name}: {error}")
+            if isinstance(refusal, BudgetError):
+                refusal = self.planner.refusal_of(refusal, args, kwargs)
+            self._leave_after_error()
+            if refusal is not error:
+                raise refusal from None
             raise
         finally:
             self.meter.inside -= 1
@@ -513,18 +529,25 @@ class Trial:
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
         if first is not None and not self._backward_passes:
-            found = first.before(block, args, kwargs)
-            if found is None:
+            measured = first.before(block, args, kwargs)
+            if measured is None:
                 return block.forward(args, kwargs)
-            block = found
+            block = measured
         forward_pass = self._pass or next(iter(self._backward_passes))
         forward_pass.count(block.name)
         given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
         if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
-            return self._evaluate(block, args, kwargs, given)
+            return self._evaluate_or_open(block, args, kwargs, given)
+        hooks = hooks_of_checkpoint()
+        if hooks is not None:
+            checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
+            return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
         if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
-        call = RepeatedCall(block, self, forward_pass)
+        if block.at_home or block.clones or not (self.pool.travels and self._may_travel(block, given)):
+            call = RepeatedCall(block, self, forward_pass)
+        else:
+            call = TravellingCall(block, self, forward_pass)
         if first is not None:
             first.watch(call, given)
         versions = versions_of(given)
@@ -535,14 +558,34 @@ class Trial:
 
         return self.with_room(block, lambda: call.run(args, kwargs), rewound)
 
+    def _evaluate_or_open(
+        self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
+    ) -> Any:
+        versions = versions_of(given)
+        try:
+            return self._evaluate(block, args, kwargs, given)
+        except torch.OutOfMemoryError as error:
+            if self.planner.first is None or versions != versions_of(given):
+                raise
+            reason = str(error)
+            clear_frames(error)
+        except ReturnsWeightsError as error:
+            if self.planner.first is None or versions != versions_of(given):
+                raise
+            for weight in error.weights:
+                block = self.hold_weight(block, weight, "its block returns it")
+            return self._evaluate(block, args, kwargs, given)
+        self.planner.open_block(block, TOO_LARGE + reason, opens=True)
+        return block.forward(args, kwargs)
+
     def _evaluate(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
     ) -> Any:
         """No backward follows, so it may change what it is given."""
-        versions = versions_of(given)
+        versions, draws, buffers = versions_of(given), DrawRecord(), block.buffers_now()
 
         def run() -> Any:
-            caches = torch.is_autocast_cache_enabled()
+            caches, first = torch.is_autocast_cache_enabled(), self.planner.first
             copy = self.begin_visit(block, Direction.FORWARD)
             try:
                 weights = copy.leaves(block.slot_parameters)
@@ -552,24 +595,42 @@ class Trial:
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
-                    outputs = block.forward(args, kwargs)
+                    with noting_draws(draws), nullcontext() if first is None else first.measuring(block):
+                        outputs = block.forward(args, kwargs)
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
-                    for leaf, p in zip(weights, block.slot_parameters, strict=True):
-                        if leaf.__dict__ or p.__dict__:
-                            p.__dict__ = dict(leaf.__dict__)
+                if copy.num_bytes and (returned := weights_in(outputs, copy)):
+                    rewind(draws)
+                    raise ReturnsWeightsError(block.name, returned)
                 return map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
             finally:
                 self.end_visit(copy, Direction.FORWARD)
 
-        return self.with_room(block, run, lambda: versions == versions_of(given))
+        def rewound() -> bool:
+            rewind(draws)
+            block.put_back_buffers(buffers)
+            return versions == versions_of(given)
 
-    def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
-        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
-        copy = self._at(block, direction)
+
+        return self.with_room(block, run, rewound)
+
+    def _may_travel(self, block: Block, given: Sequence[torch.Tensor]) -> bool:
+        """Whether a call of the block may run away from home. The gradients of its weights end its backward."""
+        if self.plan is None or self.plan.resident or (block.casts and remembers_casts()):  # which several calls share
+            return False
+        return any(are_trained(block.slot_parameters)) and all(map(may_move, given))
+
+    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.residency.received(device, tensors)
+
+    def begin_visit(self, block: Block, direction: Direction, *, travels: bool = False) -> DeviceCopy:
+        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`. With
+        `travels`, perhaps on another one than the trial's home, or where the backward that it is for is."""
+        copy = self._at(block, direction, travels=travels)
         gate.enter()
         self._visiting = True
+        self.meter.here = copy.device.meter
         self.meter.inside += 1
         if direction is Direction.FORWARD:
             self.meter.outside_ends()
@@ -577,44 +638,47 @@ class Trial:
 
     def end_visit(self, copy: DeviceCopy, direction: Direction) -> None:
         self._visiting = False
+        self.meter.here = self.meter.meter if self._open_copy is None else self._open_copy.device.meter
         self.meter.inside -= 1
         copy.used = copy.device.mark()
         if direction is Direction.FORWARD:
             self.meter.outside_starts()
         gate.leave()
 
-    def _at(self, block: Block, direction: Direction) -> DeviceCopy:
+    def _at(self, block: Block, direction: Direction, *, travels: bool) -> DeviceCopy:
         """Be where the block's shard is; its copy there."""
         if self.planner.first is not None:
             copy = self.planner.first.copy_of(block)
         elif self.plan is not None and self.plan.resident:
             copy = DeviceCopy.of_none(self.device)
         else:
-            copy = self._go_to(self.planner.shard_of(block), direction)
+            copy = self._go_to(self.planner.shard_of(block), direction, travels=travels)
         self.residency.refresh(copy, block)
         return copy
 
     # ---- backward ----
 
-    def visit_backward(self, call: Call) -> DeviceCopy:
-        if self._open is not call or self._open_copy is None:
-            self._open_backward(call)
+    def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
+        if self._open is None or self._open() is not call or self._open_copy is None:
+            self._open_backward(call, travels=travels)
         assert self._open_copy is not None
         return self._open_copy
 
-    def _open_backward(self, call: Call) -> None:
+    def _open_backward(self, call: Call, *, travels: bool) -> None:
         self._enter_backward(call.forward_pass)
         self._close_backward()
         self.meter.outside_ends()
-        self._open_copy = self._at(call.block, Direction.BACKWARD)
-        self._open = call
-        self._touched.append(call)
+        self._open_copy = self._at(call.block, Direction.BACKWARD, travels=travels)
+        self.meter.here = self._open_copy.device.meter
+        self._open = weakref.ref(call)
+        self._touched.append(self._open)
 
     def _close_backward(self) -> None:
         """The block's backward is over, or another's begins."""
         if self._open_copy is not None:
             self._open_copy.used = self._open_copy.device.mark()
             self.meter.outside_starts_later()
+            self.meter.here = self.meter.meter
         self._open = self._open_copy = None
 
     def send_home(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
@@ -657,7 +721,9 @@ class Trial:
         self._backward_id = current
         self._backward_passes = {forward_pass}
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph, *outer))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            _then_check(lambda: self._end_backward(keeps_graph, *outer))
+        )
         if not self.steps.under_way:
             if self.plan is None:
                 raise PrepareError(
@@ -674,9 +740,7 @@ class Trial:
                 forward_pass.done = True
         self._backward_id, self._backward_passes = outer, outer_passes
         self._close_backward()
-        for call in self._touched:
-            call.forget()
-        self._touched = []
+        self._forget_touched()
         self.residency.await_gradients()
         self.steps.trains |= not within_forward
         if not (within_forward or within_backward):
@@ -687,9 +751,18 @@ class Trial:
 
     def _forget_backward(self) -> None:
         """It was ended by an exception, after which the engine calls nobody."""
-        self._backward_id, self._backward_passes, self._touched = -1, set(), []
+        if self.planner.first is not None:
+            self.planner.first.failed = True
+        self._backward_id, self._backward_passes = -1, set()
         self._close_backward()
+        self._forget_touched()
         self.residency.await_gradients()
+
+    def _forget_touched(self) -> None:
+        for reference in self._touched:
+            if (call := reference()) is not None:
+                call.forget()
+        self._touched = []
 
     # ---- room ----
 
@@ -700,12 +773,11 @@ class Trial:
         Raises:
             BudgetError: it has run out of memory in all these ways.
         """
-        ways: list[Callable[[Block], None]] = [self._drop_others, self._repack]
         if self.planner.first is not None:
-            ways = [self._outgrow]
-        elif self.plan is None or self.plan.resident:
+            return self._with_more_room(self.planner.first, run, rewound)
+        if self.plan is None or self.plan.resident:
             return run()
-        for make_room in ways:
+        for make_room in (self._drop_others, self._repack):
             try:
                 return run()
             except torch.OutOfMemoryError as error:
@@ -724,9 +796,15 @@ class Trial:
                 "less. Raise the pool's memory=, or lower the batch size."
             ) from None
 
-    def _outgrow(self, block: Block) -> None:
-        if self.planner.first is not None:
-            self.planner.first.outgrow()
+    def _with_more_room(self, first: FirstStep, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
+        """Where others have a part of the device, with all of it."""
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError as error:
+                clear_frames(error)
+                if not (rewound() and first.outgrow()):
+                    raise
 
     def _drop_others(self, block: Block) -> None:
         logger.warning("%s: block %s ran out of memory; all other shards are dropped", self.name, block.name)
@@ -749,17 +827,17 @@ class Trial:
 
     # ---- the lease ----
 
-    def _go_to(self, shard: int, direction: Direction) -> Any:
+    def _go_to(self, shard: int, direction: Direction, *, travels: bool = False) -> Any:
         if self.lease.begin(self.steps.number, direction):
             self._task = self.lease.task
             self.pool.check_open(self)
             return None
         task = Task(self.id, self.steps.number, shard, direction)
-        if self._task != task:
+        if self._task != task or not (travels or self._task_device is self.device):
             self._close_backward()
             ended, self._task = self._task, None
             after = (ended, self._task_start_s) if ended else None
-            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, True), after)
+            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, at_home=not travels), after)
             hold(self._task_device.generators(), self.random_state)
             self._task = task
         assert self.plan is not None
@@ -771,6 +849,8 @@ class Trial:
     def _leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
         self._visiting = False
+        if self.planner.first is not None:
+            self.planner.first.failed = True
         if not self.of_runner:
             self.leave()
             if self.planner.first is not None:
@@ -803,22 +883,24 @@ class Trial:
     def move_home(self, device: Device) -> None:
         """Carry out the scheduler's `Move`."""
         self.residency.move_home(device)
+        self._task_device = device
 
     # ---- for planner and first step ----
 
-    def open_block(self, block: Block, reason: str) -> None:
-        self.planner.open_block(block, reason)
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Other blocks that the one being measured calls run as they are."""
+        self._visiting = True
+        try:
+            yield
+        finally:
+            self._visiting = False
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None:
-        self.planner.hold_weight(weight, reason)
-        if self.casts.has(weight):
-            raise PrepareError(
-                "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "
-                f"{reason}. It is on the device from here on: repeat the forward."
-            )
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
+        self.planner.open_block(block, reason, opens=opens)
 
-    def block_named(self, name: str) -> Block:
-        return next(block for block in self.planner.blocks if block.name == name)
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
+        return self.planner.hold_weight(block, weight, reason)
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -832,6 +914,16 @@ def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) ->
         else:
             return None
     return (*told, *kwargs)
+
+
+def _then_check(function: Callable[[], None]) -> Callable[..., None]:
+    """At whose end a Ctrl-C that came meanwhile is raised."""
+
+    def call(*_: Any) -> None:
+        function()
+        interrupts.check()
+
+    return call
 
 
 def _let_go(mode: TrialMode) -> None:

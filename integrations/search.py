@@ -157,15 +157,16 @@ class Search:
         finally:
             self.places.trial_ends()
 
-    def _run(self, trial: optuna.Trial) -> Any:
+    def _run(self, trial: optuna.Trial, *, alone: bool = False) -> Any:
+        """With `alone`, for the second time: its first attempt has run out of memory where no room could be made."""
         talks = logger.isEnabledFor(logging.INFO)
         if talks:
             logger.info("trial %d: starts", trial.number)
-        reason, value, lack, prepared = "", None, 0.0, False
+        reason, value, lack, prepared, again = "", None, 0.0, False, False
         before = None if self._folder is None else self._as_it_was(trial)
         history = () if before is None else _predecessors(before)
         try:
-            with TrialContext(self._pool, trial.number, history[0] if history else None) as context:
+            with TrialContext(self._pool, trial.number, history[0] if history else None, alone=alone) as context:
                 self.running.add(trial.number, context)
                 try:
                     context.stop.check()
@@ -198,15 +199,17 @@ class Search:
             self._note_interruption(trial)  # it may go on yet
             raise
         except BudgetError as error:
-            reason = str(error)  # what is raised below shall not keep it, and its frames
-            trial.set_user_attr(LACK, error.lack)
-            lack = error.lack
+            reason, lack = str(error), error.lack  # what is raised below shall not keep it, and its frames
         except Exception as error:
             if not (prepared and isinstance(error, torch.OutOfMemoryError)) or isinstance(error, self._caught):
                 logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
                 _note_constraint(trial, context, 0.0)
                 raise
-            reason, lack = f"it ran out of memory: {error}", 1.0
+            reason, lack, again = f"it ran out of memory: {error}", 1.0, not alone
+        if again:
+            logger.warning("trial %d: %s It runs again, spilled and alone on its device.", trial.number, reason)
+            return self._run(trial, alone=True)
+        if lack:
             trial.set_user_attr(LACK, lack)
         if _has_nan(value):
             reason, lack = f"its value is {value}", 1.0

@@ -12,7 +12,6 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 
 import hydra_tune
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
@@ -524,7 +523,7 @@ def test_trials_of_one_pool_share_a_plan_only_if_they_behave_alike():
         for rate in (0.0, 0.3):
             plain, prepared = Configured(rate).run(), Configured(rate).run(pool)
             assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, prepared, strict=True)), rate
-        assert [bool(t["cut"]["opened"]) for t in pool.report()["trials"]] == [False, True]
+        assert not any(t["resident"] for t in pool.report()["trials"])
 
 
 def test_a_config_that_models_share_says_no_cache_until_the_last_is_released():
@@ -557,28 +556,51 @@ def test_activations_that_hooks_keep_do_not_keep_the_model():
         assert not any(ref() is not None for ref in refs)
 
 
-def test_an_iterator_is_refused():
+class ReadsAnIterator(Script):
+    """The model's own argument: its forward runs once."""
+
     class Reads(Net):
         def forward(self, xs):
             return super().forward(next(xs))
 
+    def model(self):
+        return self.Reads(self.Layer)
+
+    def forward(self, model, x):
+        return model(iter([x]))
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_an_iterator_is_read_once(budget):
+    assert_trains_as_in_plain_pytorch(ReadsAnIterator, budget)
+
+
+def test_an_iterator_that_a_block_is_given_is_refused():
+    class Reads(Layer):
+        def forward(self, xs):
+            return super().forward(next(xs))
+
+    class Hands(Net):
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(iter([x]))
+            return self.head(x)
+
     with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        model = hydra_tune.prepare(Reads(), pool=pool)
-        with pytest.raises(hydra_tune.PrepareError, match="read only once"):
-            model(iter([torch.randn(4, WIDTH)]))
+        model = hydra_tune.prepare(Hands(Reads), pool=pool)
+        with pytest.raises(hydra_tune.PrepareError, match=r"block layers\.0 is given a list_iterator.* read only once"):
+            model(torch.randn(4, WIDTH))
 
 
 def test_a_model_that_outgrows_its_budget_trains_on_once_it_fits_again():
-    """Masks and what they make of weights stay on the device."""
     with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
         model = Net()
         step(model, pool).sum().backward()
-        for layer in model.layers:
-            prune.l1_unstructured(layer.up, "weight", 0.3)
-        with pytest.raises(hydra_tune.BudgetError, match="stays on the device"):
+        before = model.layers[2].up, model.layers[2].down
+        model.layers[2].up, model.layers[2].down = nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH)
+        with pytest.raises(hydra_tune.BudgetError, match=r"block layers\.2\.up needs .*Raise the pool's memory="):
             model(torch.randn(4, WIDTH))
-        for layer in model.layers:
-            prune.remove(layer.up, "weight")
+        model.layers[2].up, model.layers[2].down = before
         model.zero_grad()
         x = torch.randn(4, WIDTH)
         model(x).sum().backward()

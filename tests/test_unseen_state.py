@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import batch_norm
 from torch.quasirandom import SobolEngine
 
+import hydra_tune
 import scripts
 from scripts import WIDTH, Net, Script, assert_trains_as_in_plain_pytorch
 
@@ -498,8 +499,13 @@ class ThawsLayersOneByOne(Script):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
-@pytest.mark.parametrize(
-    "script", [HooksInputs, RetainsInputs, ReadsTags, WantsGradientsOfTheBatch, ThawsLayersOneByOne]
-)
+@pytest.mark.parametrize("script", [HooksInputs, RetainsInputs, ReadsTags, WantsGradientsOfTheBatch])
 def test_marks_are_on_the_tensor_that_the_model_has(script, budget):
     assert_trains_as_in_plain_pytorch(script, budget)
+
+
+def test_a_weight_that_its_own_block_thaws():
+    """While it is spilled it is a tensor of the visit's that the block thaws."""
+    assert_trains_as_in_plain_pytorch(ThawsLayersOneByOne, "resident")
+    with pytest.raises(hydra_tune.PrepareError, match=r"layers\.0 changed one's requires_grad\. Change it outside"):
+        assert_trains_as_in_plain_pytorch(ThawsLayersOneByOne, "spilled")

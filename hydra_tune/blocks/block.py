@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hydra_tune.errors import UncuttableError
-from hydra_tune.host_buffer import storage_bytes, version_of
+from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.interrupts import interruptible
 from hydra_tune.module_states import ModuleStates
 from hydra_tune.own_forward import own_forward_of
 
@@ -63,6 +64,7 @@ class Block:
     held    its parameters that live on the device for the trial's life, as all buffers do
     keeps   why its activations are kept from forward to backward; empty where the forward is repeated
     clones  its inputs are changed in place, by itself or by what comes after it
+    at_home it is visited nowhere else than on its trial's home
     """
 
     name: str
@@ -70,6 +72,7 @@ class Block:
     held: Collection[nn.Parameter] = ()
     keeps: str = ""
     clones: bool = False
+    at_home: bool = True
     writes_buffers: bool = True  # its forward does, for all that is known
     casts: dict[int, torch.dtype] = field(default_factory=dict)  # `slot_parameters` that it uses only as autocast's
     is_checked: bool = False  # a repetition has made what the forward made
@@ -110,6 +113,7 @@ class Block:
         """Whether an attribute of its modules says where to make tensors, by a device's number."""
         return any(_is_numbered_device(value) for module in self.modules for value in vars(module).values())
 
+    @interruptible
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The module's own forward, whatever stands in its place; one set on the instance goes before its class's."""
         if self.own_forward is not None:
@@ -154,22 +158,28 @@ class Block:
 
     # ---- buffers, which a repetition must find as the first run did, and leave as they are now ----
 
-    def buffers_now(self) -> list[Buffer]:
-        """The values that a forward finds: copies, where it may write them, by operators that raise no version too."""
+    def buffers_now(self) -> list[torch.Tensor | None]:
+        """What a forward finds: copies, where it may write them, by operators that raise no version too."""
         if not self._buffers:
             return []
-        copies = self.writes_buffers or self._counts_unseen
-        found = []
+        now = [d.get(name) for d, name in self._buffers]
+        if not self.writes_buffers:
+            return now
         with torch.no_grad():
-            for d, name in self._buffers:
-                b = d.get(name)
-                found.append(
-                    Buffer(b, version_of(b) if b is not None else 0, b.clone() if copies and b is not None else b)
-                )
-        return found
+            return [None if b is None else b.clone() for b in now]
 
-    def lend_buffers(self, then: Sequence[Buffer]) -> list[torch.Tensor | None]:
-        """Its modules have what `buffers_now` has told; those of before, for `take_back_buffers`."""
+    def put_back_buffers(self, then: Sequence[torch.Tensor | None]) -> None:
+        """The forward has not run after all."""
+        for (d, name), value in zip(self._buffers if then else [], then, strict=True):
+            now = d.get(name)
+            if now is None or value is None or (now.shape, now.dtype) != (value.shape, value.dtype):
+                d[name] = value
+            else:
+                with torch.no_grad():
+                    now.copy_(value)
+
+    def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Its modules have what `buffers_now` has told, or copies of it; those of before, for `take_back_buffers`."""
         if not then:
             return []
         for buffer in then:
@@ -183,9 +193,8 @@ class Block:
                     "between that and its repetition in the backward. Change it after backward, or assign a new tensor."
                 )
         now = [d.get(name) for d, name in self._buffers]
-        for (d, name), buffer in zip(self._buffers, then, strict=True):
-            value = buffer.value
-            d[name] = value if value is None or value is buffer.itself else value.clone()
+        for (d, name), value in zip(self._buffers, then, strict=True):
+            d[name] = value.clone() if value is not None and self.writes_buffers else value
         return now
 
     def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:

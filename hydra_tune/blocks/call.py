@@ -23,6 +23,8 @@ from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.promote import promote
 from hydra_tune.blocks.shared_casts import SharedCasts
+from hydra_tune.device import Device
+from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.process_state import remembers_casts
@@ -35,6 +37,8 @@ ResultT = TypeVar("ResultT")
 _ref = weakref.ref
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Executor(Protocol):
@@ -45,12 +49,13 @@ class Executor(Protocol):
     @property
     def is_alone(self) -> bool: ...
 
-    def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
-        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
+    def begin_visit(self, block: Block, direction: Direction, *, travels: bool = False) -> DeviceCopy:
+        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`. With
+        `travels`, perhaps on another one than the trial's home, or where the backward that it is for is."""
 
     def end_visit(self, copy: DeviceCopy, direction: Direction) -> None: ...
 
-    def visit_backward(self, call: Call) -> DeviceCopy:
+    def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
         """Have the block's shard on the device, from here until the next visit; its copy there."""
 
     def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT: ...
@@ -102,6 +107,8 @@ class _EnoughError(BaseException):
 class Call:
     """The part that repeating and keeping share. Lives as long as the graph of the call."""
 
+    travels = False  # see `travelling.py`
+
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         self.block = block
         self.trial = trial
@@ -120,7 +127,7 @@ class Call:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block's forward in the user's graph, in a visit."""
         block, trial = self.block, self.trial
-        copy = trial.begin_visit(block, Direction.FORWARD)
+        copy = trial.begin_visit(block, Direction.FORWARD, travels=self.travels)
         try:
             self._enter(copy)
             self._versions = versions_of(block.slot_parameters)
@@ -128,7 +135,7 @@ class Call:
             block.lend(weights)
             _push_hooks(self._pack, self._unpack)
             try:
-                outputs = block.forward(args, kwargs)
+                outputs = self._forward_at(copy.device) if self.travels else block.forward(args, kwargs)
             finally:
                 _pop_hooks()
                 block.take_back(weights)
@@ -137,12 +144,24 @@ class Call:
                         p.__dict__ = dict(weight.__dict__)
                 for i in self._casts:
                     trial.casts.free(block.slot_parameters[i])
+            if are_trained(weights) != self._trained:
+                raise PrepareError(
+                    f"a weight requires a gradient or does not before its block runs, but {block.name} changed one's "
+                    "requires_grad. Change it outside of forward."
+                )
             if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):
-                return map_tensors(_apart_from(copy), outputs)
-            return outputs
+                outputs = map_tensors(_apart_from(copy), outputs)
+            return self._returned_from(copy.device, outputs) if self.travels else outputs
         finally:
             del self._copy
             trial.end_visit(copy, Direction.FORWARD)
+
+    def _forward_at(self, device: Device) -> Any:
+        """Of a call that travels, on what it was given."""
+        raise NotImplementedError
+
+    def _returned_from(self, device: Device, outputs: Any) -> Any:
+        raise NotImplementedError
 
     def _enter(self, copy: DeviceCopy) -> None:
         self._copy, self._start = copy, copy.start
@@ -167,6 +186,7 @@ class Call:
                 weights[i] = weight
                 if i in self._casts:
                     self.trial.casts.put(parameters[i], weight)
+        self._trained = are_trained(weights)
         self._cast_places = [(*_memory_of(weights[i]), parameters[i]) for i in self._casts]
         self._attributes = {}
         for i, p in enumerate(parameters):
@@ -233,6 +253,29 @@ class KeptCall(Call):
         return packed.read() if type(packed) is Versioned else self.weight(packed)  # type: ignore[arg-type]
 
 
+class CheckpointedCall(KeptCall):
+    """Within a checkpoint of the user's, which drops what is saved, and calls the block again: only weights are not
+    the checkpoint's business."""
+
+    def __init__(
+        self, block: Block, trial: Executor, forward_pass: ForwardPass, hooks: tuple[Callable[..., Any], ...]
+    ) -> None:
+        super().__init__(block, trial, forward_pass)
+        self._outer_pack, self._outer_unpack = hooks
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        return self._weight_view(tensor, _place_of(tensor)) or self._outer_pack(tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        return self.weight(packed) if type(packed) is WeightView else self._outer_unpack(packed)
+
+
+def hooks_of_checkpoint() -> tuple[Callable[..., Any], ...] | None:
+    """Of the user's checkpoint around, whose forward or repetition this is; None, if there is none."""
+    hooks: tuple[Callable[..., Any], ...] | None = _top_hooks(False)
+    return hooks if hooks is not None and hooks[0].__module__ == _CHECKPOINT else None
+
+
 class RepeatedCall(Call):
     """`_saved` are all that autograd has saved, in order, as long as it has them. What is a weight, or lies in the
     memory of an input or buffer, is there without a repetition."""
@@ -249,13 +292,14 @@ class RepeatedCall(Call):
         block = self.block
         self._leaves, self._structure = flatten_call(args, kwargs)
         tensors = [x for x in self._leaves if isinstance(x, torch.Tensor)]
-        self._inputs = list(map(_memory_of, tensors))
+        self._inputs = [] if self.travels else list(map(_memory_of, tensors))
         self._input_versions = versions_of(tensors)
         if block.clones:
             self.keep_clones()
         self._surroundings = Surroundings(block.module_states)
         self._buffers = block.buffers_now()
-        self._inputs += [_memory_of(buffer.itself) for buffer in self._buffers if buffer.itself is not None]
+        self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
+        self._held_versions = versions_of([*block.held])
         self._draws = DrawRecord()
         with noting_draws(self._draws):
             outputs = super().run(args, kwargs)
@@ -269,7 +313,6 @@ class RepeatedCall(Call):
         self._saved, self._looks = [], []
         rewind(self._draws)
         self.block.put_back_buffers(self._buffers)
-        self.trial.casts.forget(self.promoted)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -323,15 +366,21 @@ class RepeatedCall(Call):
 
     def _repeat(self) -> None:
         block, trial = self.block, self.trial
-        if self._versions != versions_of(block.slot_parameters):
+        if self._versions != versions_of(block.slot_parameters) or self._held_versions != versions_of([*block.held]):
             raise self._changed_weight()
         if self._input_versions != versions_of(self.tensors):
             raise RuntimeError(
                 f"a block's inputs stay as they are from its forward to its backward, which repeats the forward, but "
                 f"one of block {block.name} was changed in place in between. Give the model a copy of it."
             )
+        if self._buffer_versions != versions_of([b for b in self._buffers if b is not None]):
+            raise RuntimeError(
+                f"a block's buffers stay as they are from its forward to its backward, which repeats the forward, but "
+                f"one of block {block.name} was changed in place in between. Change it after backward, or assign a new "
+                "tensor."
+            )
         trial.visit_backward(self)
-        copy = trial.begin_visit(block, Direction.BACKWARD)
+        copy = trial.begin_visit(block, Direction.BACKWARD, travels=self.travels)
         try:
             self._enter(copy)
             self._next = 0

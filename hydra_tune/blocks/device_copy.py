@@ -135,6 +135,9 @@ class DeviceCopy:
                     leaf = self._leaves[id(p)] = leaf_like(p, self.weight(p).data)
             if leaf.requires_grad != flag:
                 leaf.requires_grad_(flag)
+            if p.__dict__ or leaf.__dict__:  # which may be others by now
+                leaf.__dict__.clear()
+                leaf.__dict__.update(p.__dict__)
             found.append(leaf)
         return found
 

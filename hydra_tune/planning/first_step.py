@@ -10,8 +10,10 @@ Nothing of it is undone: what the step computes is the trial's.
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -26,10 +28,12 @@ from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import BlockMeasure, Measurement
+from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.tree import flatten_call
+
+TOO_LARGE = "it does not fit the budget: "
 
 
 class Measured(Protocol):
@@ -44,9 +48,11 @@ class Measured(Protocol):
     def have_alone(self) -> int:
         """Wait until the other trials' steps have ended; the bytes that there are then."""
 
-    def open_block(self, block: Block, reason: str) -> None: ...
+    def measuring(self) -> AbstractContextManager[None]: ...
 
-    def hold_weight(self, weight: nn.Parameter, reason: str) -> None: ...
+    def open_block(self, block: Block, reason: str, *, opens: bool) -> None: ...
+
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block: ...
 
     def block_named(self, name: str) -> Block: ...
 
@@ -60,12 +66,14 @@ class FirstStep:
         self.profiles: dict[str, BlockProfile] = {}
         self.kept_bytes = 0
         self.peak_bytes = 0
+        self.failed = False  # an exception has ended its forward or backward: it tells nothing
         self._trial = trial
         self._beside = beside
         self._copy: tuple[Block, DeviceCopy] | None = None
         self._known: dict[Any, BlockMeasure] = {}
         self._start_bytes = trial.meter.trial_bytes
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
+        self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = self
         self._limit()
 
@@ -112,7 +120,7 @@ class FirstStep:
             block, copy = self._copy
             self._copy = None
             copy.used = copy.device.mark()
-            copy.retire()
+            self._trial.residency.drop(copy)
             self._trial.residency.device.free_slot(None, block.weight_bytes)
             self._limit()
 
@@ -124,30 +132,39 @@ class FirstStep:
     # ---- blocks ----
 
     def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Block | None:
-        """Measure this call of the block first, unless its like is known. The block, perhaps with fewer weights; None
-        if it is none any more: it was opened into its children, or is held as a whole."""
-        if not block.has_its_weights:
-            self._trial.open_block(block, f"{block.name} is called with other weights than its own")
-            return None
-        key = self._key(block, args, kwargs)
-        measure = self._known.get(key)
-        if measure is None:
-            measure = self._measure(block, args, kwargs)
-            if not measure.is_of_its_own:
-                self._known[key] = measure
+        """Measure this call of the block first, unless its like is known; the block as it is then. None if it is none
+        any more: it was opened into its children, or is held as a whole."""
+        if not torch.is_grad_enabled():
+            return block  # it is measured while it runs, for nothing is kept of it
+        while True:
+            key = self._key(block, args, kwargs)
+            measure = self._known.get(key)
+            if measure is None:
+                measure = self._known[key] = self._measure(block, args, kwargs)
+            if not measure.holds:
+                break
+            for weight in [block.slot_parameters[i] for i in measure.holds]:
+                block = self._trial.hold_weight(block, weight, "its block changes it in its forward, or returns it")
         if measure.whole:
-            self._trial.open_block(block, measure.whole)
+            self._trial.open_block(block, measure.whole, opens=measure.opens)
             return None
-        if measure.held:
-            weights = [(block.slot_parameters[i], reason) for i, reason in measure.held]
-            for weight, reason in weights:
-                self._trial.hold_weight(weight, reason)
-            return self.before(self._trial.block_named(block.name), args, kwargs)
         block.keeps = block.keeps or measure.keeps
         block.clones |= measure.clones
         block.casts = dict(measure.casts)
         self._note(block, measure)
         return block
+
+    @contextmanager
+    def measuring(self, block: Block) -> Iterator[None]:
+        """Around a visit without gradients."""
+        meter, device = self._trial.meter, self._trial.residency.device
+        device.synchronize()
+        before, start_s = meter.start_window(), time.perf_counter()
+        yield
+        device.synchronize()
+        seconds = time.perf_counter() - start_s
+        used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
+        self._note(block, BlockMeasure(used, 0, 0, kept, forward_s=seconds))
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""
@@ -156,6 +173,8 @@ class FirstStep:
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
+        if self._guarded and any(s._cdata in self._guarded for tensor in tensors for s in storages_of(tensor)):
+            raise WritesInputError
         for storage in {s._cdata for tensor in tensors for s in storages_of(tensor)}:
             for reference in self._watched.pop(storage, ()):
                 call = reference()
@@ -163,12 +182,13 @@ class FirstStep:
                     call.keep_clones()
                     call.block.clones = True
                     name = call.block.name
-                    self.profiles[name] = replace(self.profiles[name], clones=True)
+                    self.profiles[name] = replace(self.profiles[name], clones=True, at_home=True)
 
     def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
+        places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
         given = tuple(
-            (tuple(x.shape), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None)
+            (_shape_of(x), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None, places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
@@ -189,18 +209,26 @@ class FirstStep:
             trial.meter.outside_ends()
             try:
                 at = self.copy_of(block)
-                return Measurement(block, trial.model, at, trial.residency.device, trial.meter).run(args, kwargs)
+                measurement = Measurement(block, trial.model, at, trial.residency.device, trial.meter)
+                self._guarded = {s._cdata for x in flatten_call(args, kwargs)[0] for s in _storages_of(x)}
+                with trial.measuring():
+                    try:
+                        return measurement.run(args, kwargs)
+                    except WritesInputError:
+                        self._guarded = set()
+                        return measurement.run(args, kwargs, clones=True)
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():
-                    return BlockMeasure(whole=_TOO_LARGE + str(error))
+                    return BlockMeasure(whole=TOO_LARGE + str(error))
             finally:
+                self._guarded = set()
                 trial.meter.outside_starts()
 
     def _note(self, block: Block, measure: BlockMeasure) -> None:
         profile = BlockProfile(
             block.name, block.weight_bytes, measure.forward_work_bytes, measure.backward_work_bytes,
-            measure.saved_bytes, measure.boundary_bytes, measure.boundary_bytes, True,
+            measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
             measure.forward_s, measure.backward_s, visits=1 + torch.is_grad_enabled(),
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,
         )  # fmt: skip
@@ -214,4 +242,12 @@ class FirstStep:
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
 
 
-_TOO_LARGE = "it does not fit the budget: "
+def _shape_of(tensor: torch.Tensor) -> Hashable:
+    """Of a nested tensor with strides, which has no shape, its memory's and where in it each part is."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return tensor.numel(), tuple(map(tuple, tensor._nested_tensor_size().tolist()))
+    return tuple(tensor.shape)
+
+
+def _storages_of(value: Any) -> list[torch.UntypedStorage]:
+    return storages_of(value) if isinstance(value, torch.Tensor) else []

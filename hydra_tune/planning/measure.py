@@ -1,7 +1,7 @@
 """Measures a block on copies of it and of its arguments, so that nothing is left to undo.
 
     the block   --copy--> its modules, attributes and buffers; the weights are those of its visit
-    arguments   --copy--> tensors without a history
+    arguments   --copy--> tensors without a history; clones, if the block changes them in place
 
 The copy runs forward as in training, with what autograd saves dropped; then forward and backward, as a repetition
 does. Random numbers that it draws are taken back. What it shows beside bytes and seconds, as a list that grows with
@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -26,17 +27,23 @@ from torch.utils import checkpoint as torch_checkpoint
 from hydra_tune.blocks.block import Block, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
+from hydra_tune.errors import PrepareError
 from hydra_tune.fork import new_in_child
-from hydra_tune.host_buffer import same_bits, same_values, storage_bytes, versions_of
-from hydra_tune.meter import TrialMeter
+from hydra_tune.hooks import keep_only_pytorchs
+from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes, versions_of
+from hydra_tune.meter import TrialMeter, storages_of
+from hydra_tune.planning.around import Around, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shared_random import SharedDraws
-from hydra_tune.snapshot import Snapshot
-from hydra_tune.tree import flatten_call, tensors_in, unflatten
+from hydra_tune.transfer import copied_bytes
+from hydra_tune.tree import containers_in, flatten, flatten_call, is_fixed, tensors_in, unflatten
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_STRUCTURE = frozenset((  # attributes of modules that `deepcopy` of a module may follow
+    "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs", "forward", "_apply",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,12 @@ class BlockMeasure:
     """Of one call of a block. Bytes are beyond its slot and its inputs.
 
     whole     why it is to stay on the device with its own graph, or to be opened into its children; empty if not
+    opens     its children do instead
+    holds     weights that it changes in its forward or returns, by their numbers in the block: these stay on the device
     keeps     why its activations are kept; empty if its forward may be repeated
     clones    it changes an input in place
+    carried   bytes of its inputs, or of its outputs if these are more, as copies on another device
+    at_home   it needs what its trial has at home
     casts     weights that it uses only through autocast's copy, by their numbers in the block
     held      weights that are to stay on the device, and why
     is_of_its_own  it tells nothing of the next call: the forward raised
@@ -55,9 +66,13 @@ class BlockMeasure:
     backward_work_bytes: int = 0
     saved_bytes: int = 0
     boundary_bytes: int = 0
+    carried_bytes: int = 0
+    at_home: bool = True
     forward_s: float = 0.0
     backward_s: float = 0.0
     whole: str = ""
+    opens: bool = True
+    holds: tuple[int, ...] = ()
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True
@@ -66,53 +81,75 @@ class BlockMeasure:
     is_of_its_own: bool = False
 
 
+class WritesInputError(Exception):
+    """The block is about to change an input in place, which was not copied: it is to be measured on clones."""
+
+
 class _FoundError(Exception):
-    """The block is not to be run apart: why."""
+    """The block is not to be run apart: why. Nor are its children, unless it `opens`; or only without these weights."""
+
+    def __init__(self, why: str, *, opens: bool = True, holds: tuple[int, ...] = ()) -> None:
+        super().__init__(why)
+        self.measure = BlockMeasure(holds=holds) if holds else BlockMeasure(whole=why, opens=opens)
 
 
 class Measurement:
-    """Of one block with these arguments, in a visit; `model` is what it is a part of."""
+    """Of one block with these arguments, in a visit, with gradients on; `model` is what it is a part of."""
 
     def __init__(self, block: Block, model: nn.Module, at: DeviceCopy, device: Device, meter: TrialMeter) -> None:
         self._block, self._model, self._at, self._device, self._meter = block, model, at, device, meter
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockMeasure:
-        """
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, clones: bool = False) -> BlockMeasure:
+        """With `clones` of its inputs, where it changes these in place.
+
         Raises:
             torch.OutOfMemoryError: it has no room.
+            WritesInputError: it needs clones.
         """
+        self._clones = clones
         block, records = self._block, DrawRecord()
         leaves, structure = flatten_call(args, kwargs)
         self._args, self._structure = leaves, structure
-        try:
-            twin = self._twin()
-        except Exception as error:  # an attribute that can't be copied, as a lock
-            return BlockMeasure(keeps=f"{block.name} can't be copied ({type(error).__name__}: {error})")
-        if torch.is_grad_enabled() and _has_generator(twin):
+        objects = [x for x in leaves if not isinstance(x, torch.Tensor)]
+        _refuse_iterators(block, objects)
+        twin = self._twin()
+        if _has_generator(twin):
             return BlockMeasure(keeps=f"{block.name} draws from a generator of its own")
+        with self._meter.paused():
+            own = self._leaves[: len(block.slot_parameters)]
+            held = [leaf.data for leaf in self._leaves[len(own) :]]
+            self._around = Around(twin, objects, block.own_forward, held)
+            weights = list(map(digest, own))
         with (
+            self._around,
             state_kept(self._device.generators()),
             SharedDraws() as shared,
             torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
         ):
             try:
                 with noting_draws(records):
-                    measure = self._train(twin, records) if torch.is_grad_enabled() else self._evaluate(twin)
+                    measure = self._train(twin, records)
+            except RuntimeError as error:
+                if clones or "leaf Variable that requires grad" not in str(error):
+                    raise
+                raise WritesInputError from None
             except _FoundError as found:
-                measure = BlockMeasure(whole=str(found))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # as its own forward will, before anybody repeats it
-                if "saved tensor hooks" in str(error):
-                    return BlockMeasure(whole=f"{block.name} takes gradients within its forward by torch.func")
-                return BlockMeasure(keeps=f"{block.name} raises {type(error).__name__}", is_of_its_own=True)
+                measure = found.measure
             finally:
                 drew = shared.are_some
                 shared.take_back()
+        with self._meter.paused():
+            now = list(map(digest, own))
+            if now != weights:
+                self._at.fill()
+                written = [i for i, (a, b) in enumerate(zip(weights, now, strict=True)) if a != b and a == a]
+                if written:
+                    return BlockMeasure(holds=tuple(written))
         if drew and not measure.keeps:
-            return BlockMeasure(
-                **{**vars(measure), "keeps": f"{block.name} draws from Python's or NumPy's random numbers"}
-            )
+            measure = replace(measure, keeps=f"{block.name} draws from Python's or NumPy's random numbers")
+        changing = next((type(x).__name__ for x in objects if not _stays_as_it_is(x)), None)
+        if changing and not measure.keeps:
+            measure = replace(measure, keeps=f"{block.name} is given an object, a {changing}, that others may change")
         return measure
 
     # ---- copies ----
@@ -139,6 +176,11 @@ class Measurement:
                     if value is not None and id(value) not in memo:
                         memo[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
                         memo.setdefault(-id(value), value)  # lives as long as its id counts
+        for value in [v for m in block.modules for k, v in vars(m).items() if k not in _STRUCTURE]:
+            try:
+                copy.deepcopy(value, memo)
+            except Exception:  # a lock, a tensor with a history in an object: it is put back afterwards
+                memo[id(value)] = value
         own_forward, block.module.__dict__["forward"] = block.module.__dict__.pop("forward", None), None
         try:
             del block.module.__dict__["forward"]
@@ -147,9 +189,8 @@ class Measurement:
             if own_forward is not None:
                 block.module.__dict__["forward"] = own_forward
         for module in twin.modules():
-            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-                if module is not twin and vars(module).get(hooks):
-                    getattr(module, hooks).clear()
+            if module is not twin:
+                keep_only_pytorchs(module)
         self._forward = _forward_of(block, twin)
         return twin
 
@@ -160,24 +201,25 @@ class Measurement:
             if isinstance(leaf, torch.Tensor):
                 if id(leaf) not in known:
                     own = leaf.detach()
-                    if leaf.requires_grad and torch.is_grad_enabled():
+                    if leaf.requires_grad:
                         asked.append(own.requires_grad_())
-                    known[id(leaf)] = own.clone()
+                    known[id(leaf)] = own.clone() if self._clones else own
                 given.append(known[id(leaf)])
             else:
-                given.append(_copy_of(leaf))
+                given.append(leaf)
         return asked, given, unflatten(given, self._structure)
 
     # ---- runs ----
 
     def _train(self, twin: nn.Module, records: DrawRecord) -> BlockMeasure:
-        block, before = self._block, Snapshot.of_modules(twin.named_modules(), twin)
-        buffers = [(d, n, b, None if b is None else b.detach().clone()) for d, n, b in _buffers_of(twin)]
+        block = self._block
+        buffers = [(d, n, b, b.clone()) for d, n, b in _buffers_of(twin)]
         asked, given, arguments = self._arguments()
-        objects = Snapshot({"an argument": [x for x in given if not isinstance(x, torch.Tensor)]}, twin)
-        notes = Snapshot({"an attribute of a weight": [leaf.__dict__ for leaf in self._leaves]}, twin)
-        versions, weights = _versions(given), versions_of(self._leaves)
-        with self._measured() as used, _without_checkpoints(block):
+        marks = list(map(_marks_on, given))
+        weights = versions_of(self._leaves)
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        uses = self._meter.noting_uses(*tensors, self._at.slot)
+        with self._measured() as used, _without_checkpoints(block), uses as outside:
             caches = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             _push_hooks(_drop, _refuse_unpacking(block))
@@ -190,28 +232,33 @@ class Measurement:
         forward_work, forward_s = used
         made = tensors_in(outputs)
         boundary = sum(map(storage_bytes, made))
-        if versions_of(self._leaves) != weights:
-            raise _FoundError(f"{block.name} changes a weight in its forward")
+        carried = max(copied_bytes(tensors), copied_bytes(made))
+        at_home = bool(outside or self._clones) or self._is_at_home(twin, tensors, outputs)
+        del tensors
+        own = versions_of(self._leaves)[: len(block.slot_parameters)]
+        if own != weights[: len(own)]:
+            holds = tuple(i for i, (a, b) in enumerate(zip(weights, own, strict=False)) if a != b)
+            self._at.fill()
+            raise _FoundError(f"{block.name} changes a weight in its forward", holds=holds)
+        returned = set(map(id, weights_in(outputs, self._at)))
+        if returned:
+            holds = tuple(i for i, p in enumerate(block.slot_parameters) if id(p) in returned)
+            raise _FoundError(f"{block.name} returns one of its weights", holds=holds)
         if any(self._at.has(t) for m in twin.modules() for t in _tensors_of(m)):
             raise _FoundError(f"{block.name} keeps a view of a weight in an attribute")
-        clones = _versions(given) != versions
-        if any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in self._leaves):
-            raise _FoundError(f"{block.name} puts a hook on a weight in its forward")
-        changed = [*before.changes_in_place(), *objects.changes_in_place(), *notes.changes_in_place()]
-        keeps = f"{block.name} changes {changed[0]}" if changed else ""
-        now = [d.get(n) for d, n, _, _ in buffers]
-        if any(b is not None and b.grad_fn is not None for b in now):
-            keeps = keeps or f"{block.name} keeps an activation in a buffer"
-        writes_buffers = any(
-            b is not then or not _is_equal(b, saved) for b, (_, _, then, saved) in zip(now, buffers, strict=True)
-        )
-        del now
+        change = self._around.change()
+        keeps = f"{block.name} changes {change}" if change else self._gives_away(twin, outputs)
+        if list(map(_marks_on, given)) != marks:
+            keeps = keeps or f"{block.name} puts a hook or an attribute on an input"
+        writes_buffers = any(d.get(n) is not b or not _is_equal(b, then) for d, n, b, then in buffers)
         first = [x.detach().clone() for x in made]
         del outputs, made, given, arguments, asked
-        for snapshot in before, notes:
-            snapshot.restore()
-        for d, n, b, then in buffers:
-            d[n] = b if _is_equal(b, then) else then
+        self._around.restore()
+        with torch.no_grad():
+            for d, n, b, then in buffers:
+                if not _is_equal(b, then):
+                    b.copy_(then)
+                d[n] = b
         asked, given, arguments = self._arguments()
         del given
         with self._measured() as used:
@@ -237,14 +284,36 @@ class Measurement:
             self._device.synchronize()
         backward_work, backward_s = used
         return BlockMeasure(
-            forward_work, backward_work, saved, boundary, forward_s, backward_s,
-            keeps=keeps, clones=clones, writes_buffers=writes_buffers, casts=casts, held=held,
+            forward_work, backward_work, saved, boundary, carried, at_home, forward_s, backward_s,
+            keeps=keeps, clones=self._clones, writes_buffers=writes_buffers, casts=casts,
         )  # fmt: skip
 
-    def _uses(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[tuple[int, torch.dtype], ...], ...]:
-        """Of the weights that are promoted, those whose every use is a cast to autocast's dtype; and those that are to
-        stay on the device, for plain PyTorch adds up their gradients as a visit would not."""
-        dtype = casts_to() if remembers_casts() else None
+    def _gives_away(self, twin: nn.Module, outputs: Any) -> str:
+        """Whether it returns something of its own, into which others may write."""
+        name, leaves = self._block.name, flatten(outputs)[0]
+        own = [b for _, _, b in _buffers_of(twin)] + [t for m in twin.modules() for t in _tensors_of(m)]
+        own += self._leaves[len(self._block.slot_parameters) :]
+        memory = {s._cdata for t in own for s in storages_of(t)}
+        if any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
+            return f"{name} returns a buffer, or another tensor that it keeps"
+        if self._around.has(containers_in(outputs)):
+            return f"{name} returns a list, dict or object that it keeps"
+        if not all(isinstance(x, torch.Tensor) or _stays_as_it_is(x) for x in leaves):
+            return f"{name} returns an object"
+        return ""
+
+    def _is_at_home(self, twin: nn.Module, given: Sequence[torch.Tensor], outputs: Any) -> bool:
+        """It has tensors of its own beside its weights, gives a view of what it is given, or says where to make any."""
+        block, places = self._block, {s._cdata for x in given for s in storages_of(x)}
+        if block.held or _buffers_of(twin) or any(map(_tensors_of, twin.modules())) or block.names_device:
+            return True
+        return any(s._cdata in places for x in tensors_in(outputs) for s in storages_of(x))
+
+    def _casts(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
+        """Of the weights that are promoted, those whose every use is a cast to autocast's dtype."""
+        dtype = casts_to()
+        if dtype is None or not remembers_casts():
+            return ()
         own = self._leaves[: len(self._block.slot_parameters)]
         numbers = {id(leaf): i for i, leaf in enumerate(own) if leaf.requires_grad}
         direct, cast = dict[int, int](), dict[int, int]()
@@ -271,14 +340,6 @@ class Measurement:
             held |= dict.fromkeys(hooked, "it has a hook, and not every call uses all such weights")
         casts = tuple((i, dtype) for i in sorted(cast) if i not in held) if dtype is not None else ()
         return casts, tuple(sorted(held.items()))  # type: ignore[return-value]
-
-    def _evaluate(self, twin: nn.Module) -> BlockMeasure:
-        _, _, arguments = self._arguments()
-        with self._measured() as used:
-            outputs = self._forward(*arguments)
-            self._device.synchronize()
-        boundary = sum(map(storage_bytes, tensors_in(outputs)))
-        return BlockMeasure(used[0], 0, 0, boundary, used[1])
 
     @contextmanager
     def _measured(self) -> Iterator[list[Any]]:
@@ -318,17 +379,29 @@ def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a.shape == b.shape and (a.layout is not torch.strided or same_bits(a.contiguous(), b.contiguous()))
 
 
-def _versions(leaves: Sequence[Any]) -> list[int]:
-    return versions_of([x for x in leaves if isinstance(x, torch.Tensor)])
+def _marks_on(leaf: Any) -> tuple[Any, ...]:
+    """What a forward may leave on a tensor that it is given."""
+    if not isinstance(leaf, torch.Tensor):
+        return ()
+    return leaf._backward_hooks is not None, leaf.retains_grad, leaf.requires_grad, tuple(leaf.__dict__)
 
 
-def _copy_of(value: Any) -> Any:
-    if isinstance(value, nn.Module) or callable(value):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # what can't be copied can hardly be changed
-        return value
+def _refuse_iterators(block: Block, objects: Sequence[Any]) -> None:
+    for x in objects:
+        if isinstance(x, Iterator):
+            raise PrepareError(
+                f"a block's inputs are read when it is measured and when it runs, but block {block.name} is given a "
+                f"{type(x).__name__}, which can be read only once. Give it a list."
+            )
+
+
+def _stays_as_it_is(value: Any) -> bool:
+    """Whether nobody can change what a block sees of this argument."""
+    if is_fixed(value) or type(value) is object:
+        return True
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, Enum, type, nn.Module, bytes, complex)):
+        return True
+    return isinstance(value, (FunctionType, BuiltinFunctionType)) and not getattr(value, "__closure__", None)
 
 
 def _has_generator(module: nn.Module) -> bool:
@@ -355,41 +428,48 @@ def _are_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
 
 
 class _Here(threading.local):
-    block: Block | None = None  # that this thread measures
+    """The block that the thread measures."""
+
+    block: Block | None = None
 
 
 _here = _Here()
+_lock = new_in_child(threading.Lock())
+_watching: list[Callable[[], None]] = []  # one a thread that measures: what the first has set goes with the last
 
 
 @contextmanager
 def _without_checkpoints(block: Block) -> Iterator[None]:
     """One within a block would repeat its part outside of any visit. Other threads' go on."""
-    _watch_checkpoints()
+    with _lock:
+        _watching.append(_watching[0] if _watching else _watch_checkpoints())
     _here.block = block
     try:
         yield
     finally:
         _here.block = None
+        with _lock:
+            unwatch = _watching.pop()
+            if not _watching:
+                unwatch()
 
 
-def _watch_checkpoints() -> None:
-    """Once, for all threads."""
-    with _lock:
-        hook = torch_checkpoint._checkpoint_hook.__init__
-        if not getattr(hook, "refuses_in_measures", False):
-            torch_checkpoint._checkpoint_hook.__init__ = _unless_measured(hook)  # type: ignore[method-assign]
-            torch_checkpoint.CheckpointFunction.apply = _unless_measured(torch_checkpoint.CheckpointFunction.apply)
+def _watch_checkpoints() -> Callable[[], None]:
+    """What undoes it."""
+    hook, function = torch_checkpoint._checkpoint_hook.__init__, torch_checkpoint.CheckpointFunction
 
+    def unless_measured(called: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _here.block is not None:
+                raise _FoundError(f"{_here.block.name} has a checkpoint within")
+            return called(*args, **kwargs)
 
-def _unless_measured(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if _here.block is not None:
-            raise _FoundError(f"{_here.block.name} has a checkpoint within")
-        return function(*args, **kwargs)
+        return call
 
-    called.refuses_in_measures = True  # type: ignore[attr-defined]
-    return called
+    def unwatch() -> None:
+        torch_checkpoint._checkpoint_hook.__init__ = hook  # type: ignore[method-assign]
+        del function.apply
 
-
-_lock = new_in_child(threading.Lock())
+    torch_checkpoint._checkpoint_hook.__init__ = unless_measured(hook)  # type: ignore[method-assign]
+    function.apply = unless_measured(function.apply)  # type: ignore[method-assign]
+    return unwatch

@@ -900,7 +900,13 @@ class Trial:
         self.planner.open_block(block, reason, opens=opens)
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
-        return self.planner.hold_weight(block, weight, reason)
+        block = self.planner.hold_weight(block, weight, reason)
+        if self.casts.has(weight):
+            raise PrepareError(
+                "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "
+                f"{reason}. It is on the device from here on: repeat the forward."
+            )
+        return block
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,14 +47,6 @@ def gradient_bytes(parameter: torch.Tensor) -> int:
 def are_trained(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Which of them require a gradient."""
     return list(map(_REQUIRES_GRAD, parameters))
-
-
-class Buffer(NamedTuple):
-    """What a forward has found: the tensor, and its values; itself, of a block that writes none."""
-
-    itself: torch.Tensor | None
-    version: int
-    value: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -163,10 +155,17 @@ class Block:
         if not self._buffers:
             return []
         now = [d.get(name) for d, name in self._buffers]
-        if not self.writes_buffers:
+        if not self._copies_buffers:
             return now
         with torch.no_grad():
             return [None if b is None else b.clone() for b in now]
+
+    def buffers_themselves(self) -> list[torch.Tensor]:
+        return [b for d, name in self._buffers if (b := d.get(name)) is not None]
+
+    @property
+    def _copies_buffers(self) -> bool:
+        return self.writes_buffers or self._counts_unseen
 
     def put_back_buffers(self, then: Sequence[torch.Tensor | None]) -> None:
         """The forward has not run after all."""
@@ -182,33 +181,15 @@ class Block:
         """Its modules have what `buffers_now` has told, or copies of it; those of before, for `take_back_buffers`."""
         if not then:
             return []
-        for buffer in then:
-            if (
-                buffer.value is buffer.itself
-                and buffer.value is not None
-                and version_of(buffer.value) != buffer.version
-            ):
-                raise RuntimeError(
-                    f"a buffer of block {self.name}, which writes none in its own forward, was changed in place "
-                    "between that and its repetition in the backward. Change it after backward, or assign a new tensor."
-                )
         now = [d.get(name) for d, name in self._buffers]
         for (d, name), value in zip(self._buffers, then, strict=True):
-            d[name] = value.clone() if value is not None and self.writes_buffers else value
+            d[name] = value.clone() if value is not None and self._copies_buffers else value
         return now
 
     def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:
         if now:
             for (d, name), value in zip(self._buffers, now, strict=True):
                 d[name] = value
-
-    def put_back_buffers(self, then: Sequence[Buffer]) -> None:
-        """After a forward that is to run anew."""
-        with torch.no_grad():
-            for (d, name), buffer in zip(self._buffers, then, strict=bool(then)):
-                d[name] = buffer.itself
-                if buffer.itself is not None and buffer.value is not buffer.itself:
-                    buffer.itself.copy_(buffer.value)
 
 
 def _is_numbered_device(value: object) -> bool:

@@ -298,6 +298,7 @@ class RepeatedCall(Call):
             self.keep_clones()
         self._surroundings = Surroundings(block.module_states)
         self._buffers = block.buffers_now()
+        self._inputs += [_memory_of(b) for b in block.buffers_themselves()]
         self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
         self._held_versions = versions_of([*block.held])
         self._draws = DrawRecord()
@@ -313,6 +314,7 @@ class RepeatedCall(Call):
         self._saved, self._looks = [], []
         rewind(self._draws)
         self.block.put_back_buffers(self._buffers)
+        self.trial.casts.forget(self.promoted)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

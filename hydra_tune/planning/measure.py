@@ -274,6 +274,8 @@ class Measurement:
                 leaf.__dict__ = noted
         for d, n, b, then in buffers:
             d[n] = b if _is_equal(b, then) else then
+        there = [d.get(n) for d, n, _, _ in buffers]
+        counts = versions_of([b for b in there if b is not None])
         asked, given, arguments = self._arguments()
         del given
         with self._measured() as used:
@@ -297,7 +299,9 @@ class Measurement:
                 torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
             del wanted
             self._device.synchronize()
-        writes_buffers |= not all(_is_equal(d.get(n), then) for d, n, _, then in buffers)  # in its backward
+        found = [d.get(n) for d, n, _, _ in buffers]
+        writes_buffers |= list(map(id, found)) != list(map(id, there))
+        writes_buffers |= versions_of([b for b in found if b is not None]) != counts  # in its backward
         backward_work, backward_s = used
         return BlockMeasure(
             forward_work, backward_work, saved, boundary, carried, at_home, forward_s, backward_s,

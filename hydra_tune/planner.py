@@ -115,8 +115,9 @@ class Planner:
         self.__dict__.pop("_trial", None)
 
     def summary(self) -> dict[str, Any]:
-        """Plain data on the plan, the same as long as that is."""
-        plan, budget_bytes = self.plan or self._next_plan, self._trial.device.budget_bytes
+        """Plain data on the plan, the same as long as that is; of training, once there was one."""
+        plan = self._plans.training or self.plan or self._next_plan
+        budget_bytes = self._trial.device.budget_bytes
         if self._summary is None or self._summary[:2] != (plan, budget_bytes):
             self._summary = plan, budget_bytes, summary_of(plan, budget_bytes)
         return self._summary[2]

@@ -497,6 +497,10 @@ class Trial:
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             if self._pass is None and not self._backward_passes:
+                forward_pass = self.steps.latest_forward if torch._C._current_graph_task_id() != -1 else None
+                if forward_pass is not None and torch.is_grad_enabled():  # a checkpoint repeats it
+                    self._enter_backward(forward_pass)
+                    return self._run_block(block, args, kwargs)
                 return self._run_block_alone(block, args, kwargs)
             return self._run_block(block, args, kwargs)
         except Exception as error:
@@ -594,6 +598,9 @@ class Trial:
             copy = self.begin_visit(block, Direction.FORWARD)
             try:
                 weights = copy.leaves(block.slot_parameters)
+                for leaf, p in zip(weights, block.slot_parameters, strict=True):
+                    if leaf.__dict__ or p.__dict__:
+                        leaf.__dict__ = dict(p.__dict__)
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
@@ -902,7 +909,13 @@ class Trial:
         self.planner.open_block(block, reason, opens=opens)
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
-        return self.planner.hold_weight(block, weight, reason)
+        block = self.planner.hold_weight(block, weight, reason)
+        if self.casts.has(weight):
+            raise PrepareError(
+                "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "
+                f"{reason}. It is on the device from here on: repeat the forward."
+            )
+        return block
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -891,8 +891,13 @@ class Trial:
 
     def move_home(self, device: Device) -> None:
         """Carry out the scheduler's `Move`."""
+        apart = device.torch_device != self.device.torch_device
+        if apart:
+            self.residency.bring_home(self.optimizers)
         self.residency.move_home(device)
         self._task_device = device
+        if apart:
+            self.residency.hold(self.model, self.planner.blocks, self.optimizers)
 
     # ---- for planner and first step ----
 

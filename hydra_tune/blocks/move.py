@@ -46,13 +46,14 @@ class Trial(Protocol):
 
 
 class Move(torch.autograd.Function):
-    """From an output where it was computed to its `copy` at home. The call lives as long as its graph can be used."""
+    """From an output where it was computed to its `copy` at home, in a list, or it would be an input that is returned.
+    The call lives as long as its graph can be used."""
 
     @staticmethod
-    def forward(ctx: Any, call: weakref.ref[Call], copy: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: weakref.ref[Call], copy: list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return copy
+        return copy[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
@@ -113,7 +114,7 @@ def returned(trial: Trial, call: Call, device: Device, inputs: Sequence[torch.Te
     at_home = dict[int, torch.Tensor]()
     for x, home in zip(made, homes, strict=True):
         if x.requires_grad:
-            home = _move(reference, home, x)
+            home = _move(reference, [home], x)
         elif device is trial.device:
             home = x
         if home is not x:

@@ -36,6 +36,7 @@ class TravellingCall(call.RepeatedCall):
         super().__init__(block, trial, forward_pass)
         self._mover = trial
         self._place: Device | None = None  # of the backward under way, unless it is at home
+        self._stays = False  # its backward is at home: a graph of gradients may lead into the midst of its own
 
     def _forward_at(self, device: Device) -> Any:
         with brought(self._mover, device, self._leaves) as leaves:
@@ -48,7 +49,8 @@ class TravellingCall(call.RepeatedCall):
     # ---- backward ----
 
     def start_backward(self) -> None:
-        if self._place is None and not torch.is_grad_enabled():
+        self._stays |= torch.is_grad_enabled()
+        if self._place is None and not self._stays:
             self.trial.with_room(self.block, self._start_backward, self._rewound)
 
     def _start_backward(self) -> None:

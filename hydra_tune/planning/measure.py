@@ -325,7 +325,8 @@ class Measurement:
         return ""
 
     def _is_at_home(self, twin: nn.Module, given: Sequence[torch.Tensor], outputs: Any) -> bool:
-        """It has tensors of its own beside its weights, gives a view of what it is given, or says where to make any."""
+        """It has tensors of its own beside its weights, gives a view of what it is given, or says where to make any; or
+        a library collects what its parts make, in their hooks or by other forwards of theirs."""
         block, places = self._block, {s._cdata for x in given for s in storages_of(x)}
         if (
             block.held
@@ -333,6 +334,9 @@ class Measurement:
             or any(map(_tensors_of, twin.modules()))
             or block.names_device
         ):
+            return True
+        parts = [module for module in block.modules if module is not block.module]
+        if any("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks for part in parts):
             return True
         return any(s._cdata in places for x in tensors_in(outputs) for s in storages_of(x))
 

@@ -4,6 +4,7 @@ and globals that its modules' code names. A measure looks whether it has changed
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

@@ -150,6 +150,7 @@ class Planner:
         shared = trial.pool.measures.get(key, [])
         found = [m for m in shared if m.covers(_comparable(kind))]
         if not found:
+            refuse_computed_weights(trial.model)
             return False
         self._count(replace(found[0], kinds=(kind,), trains=kind.trains))
         return True
@@ -349,6 +350,8 @@ class Planner:
         trial, pool = self._trial, self._trial.pool
         if plan is self.plan:
             return
+        if not plan.resident:
+            refuse_computed_weights(trial.model)
         before, self.covered = self.plan, set()
         alike = before is not None and (before.resident, before.cut, before.held_bytes) == (
             plan.resident, plan.cut, plan.held_bytes,

@@ -29,7 +29,7 @@ def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
 
 def gradient_bytes(parameter: torch.Tensor) -> int:
     """Bytes of its `.grad`, if it gets one. Before torch 2.10 a gradient always has its parameter's dtype."""
-    dtype = (parameter.grad_dtype if _HAVE_GRAD_DTYPE else None) or parameter.dtype
+    dtype = (parameter.grad_dtype if _HAVE_GRAD_DTYPE and parameter.is_leaf else None) or parameter.dtype
     return storage_bytes(parameter) * dtype.itemsize // parameter.dtype.itemsize
 
 

@@ -35,7 +35,7 @@ from hydra_tune.planning.on_paper import least_bytes
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.residency import Residency
-from hydra_tune.root import SeveralModels, refuse_unsupported
+from hydra_tune.root import SeveralModels, refuse_computed_weights, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 
 logger = logging.getLogger("hydra_tune")

@@ -609,6 +609,7 @@ class Trial:
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
+                self._take_gradients(block, weights)
                 if copy.num_bytes and (returned := weights_in(outputs, copy)):
                     rewind(draws)
                     raise ReturnsWeightsError(block.name, returned)
@@ -623,6 +624,14 @@ class Trial:
 
 
         return self.with_room(block, run, rewound)
+
+    @staticmethod
+    def _take_gradients(block: Block, weights: Sequence[torch.Tensor]) -> None:
+        """Of a backward that the block has run itself, for all that no gradients were asked for around it."""
+        for weight, p in zip(weights, block.slot_parameters, strict=True):
+            if weight.grad is not None:
+                gradient, weight.grad = weight.grad.to(p.device, copy=True), None
+                p.grad = gradient if p.grad is None else p.grad + gradient
 
     def _may_travel(self, block: Block, given: Sequence[torch.Tensor]) -> bool:
         """Whether a call of the block may run away from home. The gradients of its weights end its backward."""

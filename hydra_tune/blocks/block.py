@@ -31,7 +31,7 @@ def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Of its `.grad`. Before torch 2.10 always its own."""
-    return (parameter.grad_dtype if _HAVE_GRAD_DTYPE else None) or parameter.dtype
+    return (parameter.grad_dtype if _HAVE_GRAD_DTYPE and parameter.is_leaf else None) or parameter.dtype
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

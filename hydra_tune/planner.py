@@ -35,7 +35,7 @@ from hydra_tune.planning.on_paper import least_bytes
 from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.residency import Residency
-from hydra_tune.root import SeveralModels, refuse_unsupported
+from hydra_tune.root import SeveralModels, refuse_computed_weights, refuse_unsupported
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 
 logger = logging.getLogger("hydra_tune")
@@ -151,6 +151,7 @@ class Planner:
         shared = trial.pool.measures.get(key, [])
         found = [m for m in shared if m.covers(_comparable(kind))]
         if not found:
+            refuse_computed_weights(trial.model)
             return False
         self._count(replace(found[0], kinds=(kind,), trains=kind.trains))
         return True
@@ -350,6 +351,8 @@ class Planner:
         trial, pool = self._trial, self._trial.pool
         if plan is self.plan:
             return
+        if not plan.resident:
+            refuse_computed_weights(trial.model)
         before, self.covered = self.plan, set()
         alike = before is not None and (before.resident, before.cut, before.held_bytes) == (
             plan.resident, plan.cut, plan.held_bytes,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -108,6 +109,7 @@ class Trial:
         self._task_start_s = 0.0
         # the forward under way, and the backward
         self._pass: ForwardPass | None = None
+        self._thread = 0  # of that forward
         self.casts = SharedCasts()
         self._visiting = False  # a block's forward is under way, or its repetition
         self._backward_id = -1
@@ -430,6 +432,7 @@ class Trial:
         self.steps.number += 1
         self._invalidate()
         self._pass = forward_pass = ForwardPass()
+        self._thread = threading.get_ident()
         self.steps.add_forward(forward_pass)
         if self.meter.always:
             self._count()
@@ -488,11 +491,16 @@ class Trial:
 
     @property
     def in_visit(self) -> bool:
-        return self._visiting
+        """In the calling thread; what another calls in a forward is refused."""
+        return self._visiting and (self._pass is None or self._thread == threading.get_ident())
 
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             if self._pass is None and not self._backward_passes:
+                forward_pass = self.steps.latest_forward if torch._C._current_graph_task_id() != -1 else None
+                if forward_pass is not None and torch.is_grad_enabled():  # a checkpoint repeats it
+                    self._enter_backward(forward_pass)
+                    return self._run_block(block, args, kwargs)
                 return self._run_block_alone(block, args, kwargs)
             return self._run_block(block, args, kwargs)
         except Exception as error:
@@ -514,7 +522,7 @@ class Trial:
             )
         if self.planner.first is None:
             self.steps.open()
-        self._pass = ForwardPass()
+        self._pass, self._thread = ForwardPass(), threading.get_ident()
         try:
             return self._run_block(block, args, kwargs)
         finally:
@@ -522,6 +530,11 @@ class Trial:
             self.leave()
 
     def _run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._pass is not None and self._thread != threading.get_ident():
+            raise PrepareError(
+                f"a prepared model's layers run in the thread that called the model, but block {block.name} was called "
+                "in another, perhaps that of an executor. Call them one after another, without threads."
+            )
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
         if first is not None and not self._backward_passes:
@@ -585,6 +598,9 @@ class Trial:
             copy = self.begin_visit(block, Direction.FORWARD)
             try:
                 weights = copy.leaves(block.slot_parameters)
+                for leaf, p in zip(weights, block.slot_parameters, strict=True):
+                    if leaf.__dict__ or p.__dict__:
+                        leaf.__dict__ = dict(p.__dict__)
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
@@ -593,6 +609,7 @@ class Trial:
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
+                self._take_gradients(block, weights)
                 if copy.num_bytes and (returned := weights_in(outputs, copy)):
                     rewind(draws)
                     raise ReturnsWeightsError(block.name, returned)
@@ -607,6 +624,14 @@ class Trial:
 
 
         return self.with_room(block, run, rewound)
+
+    @staticmethod
+    def _take_gradients(block: Block, weights: Sequence[torch.Tensor]) -> None:
+        """Of a backward that the block has run itself, for all that no gradients were asked for around it."""
+        for weight, p in zip(weights, block.slot_parameters, strict=True):
+            if weight.grad is not None:
+                gradient, weight.grad = weight.grad.to(p.device, copy=True), None
+                p.grad = gradient if p.grad is None else p.grad + gradient
 
     def _may_travel(self, block: Block, given: Sequence[torch.Tensor]) -> bool:
         """Whether a call of the block may run away from home. The gradients of its weights end its backward."""
@@ -898,7 +923,13 @@ class Trial:
         self.planner.open_block(block, reason, opens=opens)
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
-        return self.planner.hold_weight(block, weight, reason)
+        block = self.planner.hold_weight(block, weight, reason)
+        if self.casts.has(weight):
+            raise PrepareError(
+                "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "
+                f"{reason}. It is on the device from here on: repeat the forward."
+            )
+        return block
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Forwards without gradients: they repeat nothing, so they may do what training may not."""
 
+import copy
 import random
 
 import pytest
@@ -51,12 +52,25 @@ def test_a_cache_that_is_given_is_filled_in_evaluation(budget, trains_first, mod
     assert_trains_as_in_plain_pytorch(Evaluates, budget)
 
 
-def test_a_cache_that_a_block_fills_in_training_after_the_first_batch_is_refused():
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        model = Decodes(Attends)
-        step(model, pool)
-        with pytest.raises(hydra_tune.PrepareError, match=r"but layers\.0 changed one"):
-            model(torch.randn(4, WIDTH), [[] for _ in model.layers])
+class FillsCachesInTraining(Script):
+    """After the first batch."""
+
+    def model(self):
+        self.caches = None
+        return Decodes(Attends)
+
+    def forward(self, model, x):
+        if self.caches is None:
+            self.caches = [[] for _ in model.layers]
+            return model(x)
+        y = model(x, self.caches)
+        self.caches = [[entry.detach() for entry in cache] for cache in self.caches]
+        return y
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_a_cache_that_a_block_fills_in_training_after_the_first_batch(budget):
+    assert_trains_as_in_plain_pytorch(FillsCachesInTraining, budget)
 
 
 class WritesItsMemory(Script):
@@ -260,21 +274,6 @@ class TakesForces(Script):
         return model(x) + force
 
 
-class EvaluatesMoreThanItTrains(Script):
-    """What fits the device as a whole in evaluation does not in training."""
-
-    def __init__(self):
-        self.first = True
-
-    def forward(self, model, x):
-        x = x.repeat(64, 1)
-        if self.first:
-            self.first = False
-            with torch.no_grad():
-                model(x)
-        return model(x)[:8]
-
-
 SCRIPTS = [
     WritesItsMemory, CallsAPart, AdaptsInEvaluation, CountsItsPositions, WritesWeightsInHooks, HandsOnAView,
     TeachesItself, SeesALayerInEvaluationFirst, TakesForces,
@@ -287,19 +286,65 @@ def test_it_trains_as_in_plain_pytorch(script, budget):
 
 
 def test_a_model_that_fits_in_evaluation_alone_is_spilled_in_training():
-    plain = EvaluatesMoreThanItTrains().run()
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(512, WIDTH), torch.randint(0, 8, (512,))
+    expected = [plain(x).detach()]
+    torch.nn.functional.cross_entropy(plain(x), y).backward()
     with hydra_tune.ShardPool(["cpu"], 2000 << 10) as pool:
-        prepared = EvaluatesMoreThanItTrains().run(pool)
-        assert [plan.resident for plan in pool.plans.values()] == [True, False]
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, prepared, strict=True))
+        hydra_tune.prepare(model, pool=pool)
+        with torch.no_grad():
+            got = [model(x)]
+        assert pool.report()["trials"][0]["resident"]
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        assert not pool.report()["trials"][0]["resident"]
+        hydra_tune.release(model)
+    expected += [p.grad for p in plain.parameters()]
+    got += [p.grad for p in model.parameters()]
+    assert all(map(torch.equal, expected, got))
 
 
-def test_a_layer_that_adapts_in_evaluation_after_the_first_batch_only_is_refused():
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
-        model = AdaptsInEvaluation().model()
-        step(model, pool)
-        with torch.no_grad(), pytest.raises(hydra_tune.PrepareError, match=r"layers\.2 runs one within its forward"):
-            model.eval()(torch.randn(4, WIDTH))
+class Digits(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(1, 10, 5), torch.nn.Conv2d(10, 20, 5)
+        self.head = torch.nn.Linear(320, 10)
+
+    def forward(self, x):
+        for layer in (self.first, self.second):
+            x = torch.relu(torch.nn.functional.max_pool2d(layer(x), 2))
+        return self.head(x.view(-1, 320))
+
+
+def test_an_evaluation_on_a_larger_batch_is_planned_as_one():
+    """It was refused, where the trial had trained: as a training step on its batch it would have needed 66 MiB."""
+    model = Digits()
+    optimizer = torch.optim.Adam(model.parameters())
+    with hydra_tune.ShardPool("cpu", "21MiB") as pool:
+        hydra_tune.prepare(model, optimizer, pool=pool)
+        for _ in range(2):
+            loss = torch.nn.functional.cross_entropy(model(torch.randn(64, 1, 28, 28)), torch.zeros(64).long())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                assert model.eval()(torch.randn(500, 1, 28, 28)).shape == (500, 10)
+            model.train()
+        hydra_tune.release(model)
+
+
+def test_a_layer_that_adapts_in_evaluation_after_the_first_batch_only():
+    class AdaptsLater(AdaptsInEvaluation):
+        def forward(self, model, x):
+            y = model(x)
+            with torch.no_grad():
+                target = model.eval()(x)
+            model.train()
+            return y + target
+
+    for budget in ("three shards", "resident"):
+        assert_trains_as_in_plain_pytorch(AdaptsLater, budget)
 
 
 def test_batches_that_grow_up_to_those_of_an_evaluation_are_measured_in_training():

@@ -21,7 +21,6 @@ from compared import (
     left_by,
     loss_on,
     made,
-    refused,
     train,
 )
 
@@ -98,13 +97,10 @@ def with_a_gradient_penalty(prepare):
     return left_by(model)
 
 
-def test_gradients_of_gradients_are_exact_where_resident():
-    assert_as_in_plain_pytorch(with_a_gradient_penalty, "resident")
-
-
-def test_gradients_of_gradients_are_refused_where_spilled():
-    with pytest.raises(hydra_tune.PrepareError, match=r"create_graph=True.*release\(model\)"):
-        assert_as_in_plain_pytorch(with_a_gradient_penalty)
+@both_budgets
+def test_gradients_of_gradients(budget):
+    """Both graphs are on the device at once."""
+    assert_as_in_plain_pytorch(with_a_gradient_penalty, budget, num_bytes={"spilled": 420 * 1024}.get(budget))
 
 
 @both_budgets
@@ -171,34 +167,36 @@ class Averages(Layer):
 @both_budgets
 @pytest.mark.parametrize("view", [False, True])
 def test_a_buffer_that_a_forward_makes_part_of_its_graph(view, budget):
-    model = Net()
-    model.layers[1] = Averages(torch.zeros(2, WIDTH)[0] if view else torch.zeros(WIDTH))
-    before = [buffer.clone() for buffer in model.buffers()]
-    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
-        model = hydra_tune.prepare(model, pool=pool)
-        with pytest.raises(hydra_tune.PrepareError, match=r"layers\.1\.mean is part of a graph: .* Detach that"):
-            model(batch()[0])
-        hydra_tune.release(model)
-    assert_same(list(model.buffers()), before)
-    assert view or not model.layers[1].mean.requires_grad
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = Net()
+        model.layers[1] = Averages(torch.zeros(2, WIDTH)[0] if view else torch.zeros(WIDTH))
+        model, optimizer = made(prepare, model)
+        loss_on(model, *batch()).backward()
+        optimizer.step()
+        return left_by(model, optimizer)
+
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
+@both_budgets
 @pytest.mark.parametrize("trains", [False, True])
-def test_a_buffer_of_a_block_that_is_computed_before_the_forward(trains):
+def test_a_buffer_of_a_block_that_is_computed_before_the_forward(trains, budget):
     """As a hypernetwork does; and not before the first forward."""
-    model, source = Net(), torch.ones(WIDTH, requires_grad=True)
-    model.layers[1].register_buffer("mean", torch.zeros(WIDTH))
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        model = hydra_tune.prepare(model, pool=pool)
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, source = Net(), torch.ones(WIDTH, requires_grad=True)
+        model.layers[1].register_buffer("mean", torch.zeros(WIDTH))
+        model, optimizer = made(prepare, model)
         if trains:
-            with torch.no_grad():
-                model(batch()[0])
+            train(model, optimizer, 1)
         model.layers[1].mean = computed = 2 * source
-        refused = pytest.raises(hydra_tune.PrepareError, match=r"layers\.1\.mean is part of a graph")
-        with refused, torch.set_grad_enabled(trains):
-            model(batch()[0])
-        hydra_tune.release(model)
-    assert model.layers[1].mean is computed and computed.grad_fn is not None
+        train(model, optimizer, 1)
+        assert model.layers[1].mean is computed and computed.grad_fn is not None
+        return left_by(model, optimizer)
+
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class Assigns(Layer):
@@ -384,8 +382,8 @@ def test_weights_that_are_computed(wrap, budget):
         model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
 
-    with refused("layers.0.up stays on the device" if (wrap, budget) == (pruned, "spilled") else None):
-        assert_as_in_plain_pytorch(scenario, budget)
+    # an orthogonal weight is solved for, between the three matrices of which this is done
+    assert_as_in_plain_pytorch(scenario, budget, num_bytes=250 * 1024 if (wrap, budget) == (orthogonal, "spilled") else None)
 
 
 class KeepsItsPenalty(Layer):

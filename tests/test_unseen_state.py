@@ -504,8 +504,8 @@ def test_marks_are_on_the_tensor_that_the_model_has(script, budget):
     assert_trains_as_in_plain_pytorch(script, budget)
 
 
-def test_a_weight_that_its_own_block_thaws():
-    """While it is spilled it is a tensor of the visit's that the block thaws."""
-    assert_trains_as_in_plain_pytorch(ThawsLayersOneByOne, "resident")
-    with pytest.raises(hydra_tune.PrepareError, match=r"layers\.0 changed one's requires_grad\. Change it outside"):
+def test_a_weight_that_its_own_block_thaws_is_refused():
+    """It is a tensor of the visit's that the block thaws."""
+    words = r"layers\.0 changed one's requires_grad\. Change it outside"
+    with pytest.raises(hydra_tune.PrepareError, match=words):
         assert_trains_as_in_plain_pytorch(ThawsLayersOneByOne, "spilled")

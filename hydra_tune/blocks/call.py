@@ -114,6 +114,7 @@ class Call:
         self.trial = trial
         self.forward_pass = forward_pass
         self._versions: Sequence[int] = ()  # of the weights in host memory
+        self.promoted: list[nn.Parameter] = []
         self._casts = block.casts if block.casts and remembers_casts() else {}
 
     @property
@@ -138,6 +139,9 @@ class Call:
             finally:
                 _pop_hooks()
                 block.take_back(weights)
+                for weight, p in zip(weights, block.slot_parameters, strict=True):
+                    if weight.__dict__ or p.__dict__:  # what the forward has noted on it
+                        p.__dict__ = dict(weight.__dict__)
                 for i in self._casts:
                     trial.casts.free(block.slot_parameters[i])
             if are_trained(weights) != self._trained:
@@ -168,7 +172,8 @@ class Call:
         """The block's weights as its operators are to see them: outputs of `Promote`, where they are trained."""
         parameters = self.block.slot_parameters
         weights = copy.aliases(parameters)
-        trained = are_trained(parameters)
+        self._trained = are_trained(parameters)
+        trained = [*self._trained] if self._casts else self._trained
         for i, dtype in self._casts.items():
             known = self.trial.casts.get(parameters[i], weights[i], dtype) if trained[i] else None
             weights[i] = weights[i].to(dtype) if known is None else known
@@ -183,9 +188,12 @@ class Call:
                     self.trial.casts.put(parameters[i], weight)
         self._trained = are_trained(weights)
         self._cast_places = [(*_memory_of(weights[i]), parameters[i]) for i in self._casts]
-        for weight, p in zip(weights, parameters, strict=True):
-            if p.__dict__:
-                weight.__dict__.update(p.__dict__)
+        self._attributes = {}
+        for i, p in enumerate(parameters):
+            if p.__dict__ or weights[i].__dict__:
+                self._attributes[i] = weights[i].__dict__ = dict(p.__dict__)
+        if self._attributes:
+            self._attributes = {i: dict(own) for i, own in self._attributes.items()}
         return weights
 
     def _weight_view(self, tensor: torch.Tensor, place: int) -> WeightView | None:
@@ -270,7 +278,7 @@ def hooks_of_checkpoint() -> tuple[Callable[..., Any], ...] | None:
 
 class RepeatedCall(Call):
     """`_saved` are all that autograd has saved, in order, as long as it has them. What is a weight, or lies in the
-    memory of an input, is there without a repetition."""
+    memory of an input or buffer, is there without a repetition."""
 
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         super().__init__(block, trial, forward_pass)
@@ -290,6 +298,7 @@ class RepeatedCall(Call):
             self.keep_clones()
         self._surroundings = Surroundings(block.module_states)
         self._buffers = block.buffers_now()
+        self._inputs += [_memory_of(b) for b in block.buffers_themselves()]
         self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
         self._held_versions = versions_of([*block.held])
         self._draws = DrawRecord()
@@ -305,6 +314,7 @@ class RepeatedCall(Call):
         self._saved, self._looks = [], []
         rewind(self._draws)
         self.block.put_back_buffers(self._buffers)
+        self.trial.casts.forget(self.promoted)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -418,7 +428,10 @@ class RepeatedCall(Call):
         self.block.is_checked = True
 
     def _leaves_of(self, copy: DeviceCopy) -> list[torch.Tensor]:
-        weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters)]
+        weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters, self._trained)]
+        for i, leaf in enumerate(weights):
+            if i in self._attributes or leaf.__dict__:
+                leaf.__dict__ = dict(self._attributes.get(i, {}))
         for i, dtype in self._casts.items():
             weights[i] = weights[i].detach().to(dtype).requires_grad_(weights[i].requires_grad)
         return weights

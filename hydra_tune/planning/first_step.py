@@ -134,21 +134,25 @@ class FirstStep:
         any more: it was opened into its children, or is held as a whole."""
         if not torch.is_grad_enabled():
             return block  # it is measured while it runs, for nothing is kept of it
+        if not block.has_its_weights:
+            self._trial.open_block(block, f"{block.name} is called with other weights than its own", opens=True)
+            return None
         while True:
             key = self._key(block, args, kwargs)
             measure = self._known.get(key)
             if measure is None:
-                measure = self._known[key] = self._measure(block, args, kwargs)
+                measure = self._measure(block, args, kwargs)
+                if not measure.is_of_its_own:
+                    self._known[key] = measure
             if not measure.holds:
                 break
             for weight in [block.slot_parameters[i] for i in measure.holds]:
-                block = self._trial.hold_weight(block, weight, "its block changes it in its forward, or returns it")
+                block = self._trial.hold_weight(block, weight, measure.why or "its block changes it in its forward")
         if measure.whole:
             self._trial.open_block(block, measure.whole, opens=measure.opens)
             return None
         block.keeps = block.keeps or measure.keeps
         block.clones |= measure.clones
-        block.writes_buffers = measure.writes_buffers
         block.casts = dict(measure.casts)
         self._note(block, measure)
         return block

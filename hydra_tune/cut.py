@@ -34,7 +34,7 @@ def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[B
         if name in known:
             profile = known[name]
             block.keeps, block.clones, block.writes_buffers = profile.keeps, profile.clones, profile.writes_buffers
-            block.casts = dict(profile.casts)
+            block.casts, block.saved_counts = dict(profile.casts), profile.saved_counts
         blocks.append(block)
     return blocks
 

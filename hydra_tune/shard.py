@@ -80,7 +80,7 @@ class BlockProfile:
     `carried_bytes` is the larger of what it takes and what it gives, copied to another device; `at_home` says that
     it can be visited nowhere else, for it needs what its trial has there.
     `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called. `keeps`,
-    `clones`, `writes_buffers` and `casts` as in `Block`.
+    `clones`, `writes_buffers`, `casts` and `saved_counts` as in `Block`.
     """
 
     name: str
@@ -99,6 +99,7 @@ class BlockProfile:
     clones: bool = False
     writes_buffers: bool = True
     casts: tuple[tuple[int, Any], ...] = ()
+    saved_counts: frozenset[int] = frozenset()
 
     @property
     def work_bytes(self) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint
+from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint, is_watched
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
@@ -538,6 +538,7 @@ class Trial:
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
         if first is not None and not self._backward_passes:
+            self.pool.check_open(self)
             measured = first.before(block, args, kwargs)
             if measured is None:
                 return block.forward(args, kwargs)
@@ -551,7 +552,8 @@ class Trial:
         if hooks is not None:
             checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
             return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
-        if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
+        at_once = self._pass is None  # a checkpoint's repetition, whose own backward follows
+        if block.keeps or at_once or is_watched():
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
         if block.at_home or block.clones or not (self.pool.travels and self._may_travel(block, given)):
             call = RepeatedCall(block, self, forward_pass)

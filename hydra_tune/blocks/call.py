@@ -18,6 +18,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.device_copy import DeviceCopy
@@ -27,6 +31,7 @@ from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
+from hydra_tune.mode import TrialMode
 from hydra_tune.process_state import remembers_casts
 from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
 from hydra_tune.shard import Direction
@@ -115,6 +120,7 @@ class Call:
         self.forward_pass = forward_pass
         self._versions: Sequence[int] = ()  # of the weights in host memory
         self.promoted: list[nn.Parameter] = []
+        self._num_saved = 0
         self._casts = block.casts if block.casts and remembers_casts() else {}
 
     @property
@@ -144,6 +150,13 @@ class Call:
                         p.__dict__ = dict(weight.__dict__)
                 for i in self._casts:
                     trial.casts.free(block.slot_parameters[i])
+            if self._casts and self._num_saved not in block.saved_counts:
+                raise PrepareError(
+                    f"a block uses its weights in one way under autocast, but this call of {block.name} saves "
+                    f"{self._num_saved} tensors for its backward, where {sorted(block.saved_counts)} were measured: it "
+                    "has taken another branch, in which autocast's copy of a weight may not do. Raise the pool's memory= "
+                    "until the model is resident, or leave autocast out."
+                )
             if are_trained(weights) != self._trained:
                 raise PrepareError(
                     f"a weight requires a gradient or does not before its block runs, but {block.name} changed one's "
@@ -247,6 +260,7 @@ class Call:
 
 class KeptCall(Call):
     def _pack(self, tensor: torch.Tensor) -> WeightView | Versioned:
+        self._num_saved += 1
         return self._weight_view(tensor, _place_of(tensor)) or Versioned(tensor, version_of(tensor))
 
     def _unpack(self, packed: WeightView | Versioned) -> torch.Tensor:
@@ -264,6 +278,7 @@ class CheckpointedCall(KeptCall):
         self._outer_pack, self._outer_unpack = hooks
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        self._num_saved += 1
         return self._weight_view(tensor, _place_of(tensor)) or self._outer_pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -273,7 +288,29 @@ class CheckpointedCall(KeptCall):
 def hooks_of_checkpoint() -> tuple[Callable[..., Any], ...] | None:
     """Of the user's checkpoint around, whose forward or repetition this is; None, if there is none."""
     hooks: tuple[Callable[..., Any], ...] | None = _top_hooks(False)
-    return hooks if hooks is not None and hooks[0].__module__ == _CHECKPOINT else None
+    if hooks is None:
+        return None
+    origin = getattr(hooks[0], "__module__", None)
+    if origin not in (_CHECKPOINT, "torch.autograd.graph"):  # save_on_cpu changes no value
+        raise PrepareError(
+            "what blocks save for the backward is the pool's business, but saved_tensors_hooks are around the model's "
+            "forward, which would see none of it. Leave them out, or call hydra_tune.release(model) first."
+        )
+    return hooks if origin == _CHECKPOINT else None
+
+
+def is_watched() -> bool:
+    """Whether a mode that is not ours sees the operators here, or parametrized weights are cached: a repetition would
+    be without either."""
+    if torch._C._len_torch_function_stack() and any(
+        not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    ):
+        return True
+    if torch._C._len_torch_dispatch_stack() and any(
+        not isinstance(mode, TrialMode) for mode in _get_current_dispatch_mode_stack()
+    ):
+        return True
+    return bool(parametrize._cache_enabled)
 
 
 class RepeatedCall(Call):
@@ -311,7 +348,7 @@ class RepeatedCall(Call):
 
     def rewind(self) -> None:
         """As if it had not run, for it had no room."""
-        self._saved, self._looks = [], []
+        self._saved, self._looks, self._num_saved = [], [], 0
         rewind(self._draws)
         self.block.put_back_buffers(self._buffers)
         self.trial.casts.forget(self.promoted)
@@ -329,6 +366,7 @@ class RepeatedCall(Call):
     def _pack(self, tensor: torch.Tensor) -> Saved:
         saved = Saved()
         saved.value = None
+        self._num_saved += 1
         place = _place_of(tensor)
         if self._start <= place < self._end or self._cast_places:
             saved.value = self._weight_view(tensor, place)

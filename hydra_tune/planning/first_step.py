@@ -153,7 +153,7 @@ class FirstStep:
             return None
         block.keeps = block.keeps or measure.keeps
         block.clones |= measure.clones
-        block.casts = dict(measure.casts)
+        block.casts, block.saved_counts = dict(measure.casts), block.saved_counts | {measure.num_saved}
         self._note(block, measure)
         return block
 
@@ -234,6 +234,7 @@ class FirstStep:
             measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
             measure.forward_s, measure.backward_s, visits=1 + torch.is_grad_enabled(),
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,
+            saved_counts=block.saved_counts,
         )  # fmt: skip
         known = self.profiles.pop(block.name, None)
         if known is not None:

@@ -77,6 +77,7 @@ class BlockMeasure:
     writes_buffers: bool = True
     casts: tuple[tuple[int, torch.dtype], ...] = ()
     why: str = ""
+    num_saved: int = 0
     is_of_its_own: bool = False
 
 
@@ -228,7 +229,12 @@ class Measurement:
         with self._measured() as used, _without_checkpoints(block), uses as outside:
             caches = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
-            _push_hooks(_drop, _refuse_unpacking(block))
+            num_saved = [0]
+
+            def drop(_: torch.Tensor) -> None:
+                num_saved[0] += 1
+
+            _push_hooks(drop, _refuse_unpacking(block))
             try:
                 outputs = self._forward(*arguments)
             finally:
@@ -306,6 +312,7 @@ class Measurement:
         return BlockMeasure(
             forward_work, backward_work, saved, boundary, carried, at_home, forward_s, backward_s,
             keeps=keeps, clones=self._clones, writes_buffers=writes_buffers, casts=casts,
+            num_saved=num_saved[0],
         )  # fmt: skip
 
     def _gives_away(self, twin: nn.Module, outputs: Any) -> str:
@@ -447,10 +454,6 @@ def _has_generator(module: nn.Module) -> bool:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _drop(_: torch.Tensor) -> None:
-    return None
 
 
 def _refuse_unpacking(block: Block) -> Callable[[Any], torch.Tensor]:

@@ -149,8 +149,9 @@ class Planner:
             self._kinds.update(kind() for kind in key.kinds)
         shared = trial.pool.measures.get(key, [])
         found = [m for m in shared if m.covers(_comparable(kind))]
-        if not found:
+        if not found or self.plan is None or not self.plan.resident:
             refuse_computed_weights(trial.model)
+        if not found:
             return False
         self._count(replace(found[0], kinds=(kind,), trains=kind.trains))
         return True
@@ -227,7 +228,7 @@ class Planner:
         trial.pool.end_pilot(trial, first.peak_bytes)
         trial.residency.bring_home(trial.optimizers)
         measure = StepMeasure(
-            tuple(first.kinds), first.trains, self._cut, first.profiles, step_bytes, first.kept_bytes, first.peak_bytes
+            tuple(first.kinds), first.trains, self._cut, first.profiles_beside(step_bytes), step_bytes, first.kept_bytes, first.peak_bytes
         )
         self._count(measure)
         trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))

@@ -700,6 +700,8 @@ class Trial:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph, *outer))
         if not self.steps.under_way:
             if self.plan is None:
+                self.planner.settle_last()
+            if self.plan is None:
                 raise PrepareError(
                     "a backward comes after a later forward has failed or was interrupted in its first step, and the "
                     "model has no plan now. Call backward before the next forward, or repeat the forward."
@@ -727,6 +729,8 @@ class Trial:
 
     def _forget_backward(self) -> None:
         """It was ended by an exception, after which the engine calls nobody."""
+        for forward_pass in self._backward_passes:
+            forward_pass.done = True
         self._backward_id, self._backward_passes, self._touched = -1, set(), []
         self._close_backward()
         self.residency.await_gradients()

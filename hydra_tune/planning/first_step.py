@@ -24,6 +24,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import RepeatedCall
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.config import format_bytes
+from hydra_tune.cut import UNMEASURED
 from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.meter import TrialMeter, storages_of
@@ -69,6 +70,7 @@ class FirstStep:
         self._copy: tuple[Block, DeviceCopy] | None = None
         self._known: dict[Any, BlockMeasure] = {}
         self._start_bytes = trial.meter.trial_bytes
+        self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
         self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = self
@@ -121,6 +123,15 @@ class FirstStep:
             self._trial.residency.device.free_slot(None, block.weight_bytes)
             self._limit()
 
+    def profiles_beside(self, step_bytes: int) -> dict[str, BlockProfile]:
+        """Those of an evaluation need what is beyond the step's highest, which may come at another time."""
+        if self.trains:
+            return self.profiles
+        return {
+            name: replace(p, forward_work_bytes=min(p.forward_work_bytes, max(0, self._totals.get(name, 0) - step_bytes)))
+            for name, p in self.profiles.items()
+        }
+
     def end(self) -> None:
         self._trial.meter.first = None
         self._drop_copy()
@@ -145,7 +156,7 @@ class FirstStep:
         if measure.whole:
             self._trial.open_block(block, measure.whole, opens=measure.opens)
             return None
-        block.keeps = block.keeps or measure.keeps
+        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or measure.keeps
         block.clones |= measure.clones
         block.writes_buffers = measure.writes_buffers
         block.casts = dict(measure.casts)
@@ -163,6 +174,8 @@ class FirstStep:
         seconds = time.perf_counter() - start_s
         used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
         self._note(block, BlockMeasure(used, 0, 0, kept, seconds))
+        total = self._totals.get(block.name, 0)
+        self._totals[block.name] = max(total, meter.window_peak - self._start_bytes)
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""

@@ -244,7 +244,14 @@ def _is_setting(parameter: torch.Tensor) -> bool:
 
 
 def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    return tuple((tuple(t.shape), t.dtype) for t in tensors_in(inputs))
+    return tuple((shape_of(t), t.dtype) for t in tensors_in(inputs))
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested tensor, some of whose sizes are no numbers, that of its memory."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    return tuple(tensor._values.shape) if tensor.layout is torch.jagged else (tensor.numel(),)
 
 
 def gradient_flags(inputs: object) -> tuple[bool, ...]:

@@ -149,7 +149,8 @@ class Planner:
             self._kinds.update(kind() for kind in key.kinds)
         shared = trial.pool.measures.get(key, [])
         found = [m for m in shared if m.covers(_comparable(kind))]
-        if not found or self.plan is None or not self.plan.resident:
+        plan = self.plan or self._next_plan
+        if not found or plan is None or not plan.resident:
             refuse_computed_weights(trial.model)
         if not found:
             return False

@@ -345,6 +345,10 @@ class Trial:
             planner.start()
         number, call = self.models.index(root.module), _call_key(root, args, kwargs)
         kind = root.kind_of(call, lambda: planner.kind_of(number, args, kwargs))
+        if planner.first is not None and self.steps.outlasts_first:
+            self.steps.leave()
+            self._end_first_step()
+            kind = planner.kind_of(self.models.index(root.module), args, kwargs)
         if planner.first is not None:  # of a step with several forwards
             planner.first.add(kind)
             return

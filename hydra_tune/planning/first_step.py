@@ -28,6 +28,7 @@ from hydra_tune.cut import UNMEASURED
 from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.meter import TrialMeter, storages_of
+from hydra_tune.partition import shape_of
 from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.residency import Residency
@@ -198,7 +199,7 @@ class FirstStep:
     def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
         given = tuple(
-            (_shape_of(x), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None)
+            (shape_of(x), x.dtype, x.requires_grad, _parts_of(x) if x.is_nested else _strides_of(x))
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
@@ -252,11 +253,14 @@ class FirstStep:
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
 
 
-def _shape_of(tensor: torch.Tensor) -> Hashable:
-    """Of a nested tensor with strides, which has no shape, its memory's and where in it each part is."""
-    if tensor.is_nested and tensor.layout is torch.strided:
-        return tensor.numel(), tuple(map(tuple, tensor._nested_tensor_size().tolist()))
-    return tuple(tensor.shape)
+def _parts_of(tensor: torch.Tensor) -> Hashable:
+    """Of a nested tensor with strides, how its memory is parted."""
+    nests = tensor.is_nested and tensor.layout is torch.strided
+    return tuple(map(tuple, tensor._nested_tensor_size().tolist())) if nests else None
+
+
+def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return tensor.stride() if tensor.layout is torch.strided else None
 
 
 def _storages_of(value: Any) -> list[torch.UntypedStorage]:

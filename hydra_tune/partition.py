@@ -251,7 +251,10 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Of a nested tensor, some of whose sizes are no numbers, that of its memory."""
     if not tensor.is_nested:
         return tuple(tensor.shape)
-    return tuple(tensor._values.shape) if tensor.layout is torch.jagged else (tensor.numel(),)
+    if tensor.layout is not torch.jagged:
+        return (tensor.numel(),)
+    memory: torch.Tensor = tensor._values  # type: ignore[assignment]
+    return tuple(memory.shape)
 
 
 def gradient_flags(inputs: object) -> tuple[bool, ...]:

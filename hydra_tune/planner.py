@@ -229,7 +229,13 @@ class Planner:
         trial.pool.end_pilot(trial, first.peak_bytes)
         trial.residency.bring_home(trial.optimizers)
         measure = StepMeasure(
-            tuple(first.kinds), first.trains, self._cut, first.profiles_beside(step_bytes), step_bytes, first.kept_bytes, first.peak_bytes
+            tuple(first.kinds),
+            first.trains,
+            self._cut,
+            first.profiles_beside(step_bytes),
+            step_bytes,
+            first.kept_bytes,
+            first.peak_bytes,
         )
         self._count(measure)
         trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))

@@ -21,7 +21,6 @@ from compared import (
     left_by,
     loss_on,
     made,
-    refused,
     train,
 )
 

@@ -1,8 +1,8 @@
 """The weights of some blocks in one slot on the device.
 
-    host buffer   | block 0 | block 1 | block 2 | ...       parameters, in the order in which blocks run
-                            \\_________/
-    slot                    | block 1 | tied |              one copy for the run, one for each of the rest
+host buffer   | block 0 | block 1 | block 2 | ...       parameters, in the order in which blocks run
+                        \\_________/
+slot                    | block 1 | tied |              one copy for the run, one for each of the rest
 """
 
 from __future__ import annotations

@@ -129,7 +129,9 @@ class FirstStep:
         if self.trains:
             return self.profiles
         return {
-            name: replace(p, forward_work_bytes=min(p.forward_work_bytes, max(0, self._totals.get(name, 0) - step_bytes)))
+            name: replace(
+                p, forward_work_bytes=min(p.forward_work_bytes, max(0, self._totals.get(name, 0) - step_bytes))
+            )
             for name, p in self.profiles.items()
         }
 

@@ -35,7 +35,6 @@ from hydra_tune.planning.around import Around, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shared_random import SharedDraws
-from hydra_tune.snapshot import Snapshot
 from hydra_tune.tree import containers_in, flatten, flatten_call, is_fixed, tensors_in, unflatten
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks

@@ -26,6 +26,7 @@ logger = logging.getLogger("hydra_tune")
 class CudaDevice(Device):
     """The budget is kept by reservation alone: `measured_peak_bytes` is what PyTorch's allocator has counted."""
 
+    homes_move = False  # what is held would go by way of the host; nobody has seen it on a GPU
     foreach_by_default = True
     link_bytes_per_s = 12e9  # of 15.75e9 of PCIe 3.0 x16, as pinned copies do; decides only which ways are worth it
     least_ahead_bytes = 1 << 20  # 20 us on a fast link, as long as it takes to wake the thread

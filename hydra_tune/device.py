@@ -41,7 +41,7 @@ class Device(ABC):
 
     foreach_by_default = False  # does torch.optim choose `foreach` here by itself?
     slots_stay = False  # is a slot at the same offset the same memory?
-    takes_travellers = False  # may tasks of trials that are at home elsewhere run here, if it is of the same model?
+    takes_travellers = False  # may tasks of trials that are at home elsewhere run here? Virtual devices' alone
     homes_move = False  # may a trial have its home elsewhere from one step to the next?
     model: Hashable = None  # devices of one compute the same numbers
     link_bytes_per_s = inf

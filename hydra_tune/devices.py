@@ -32,18 +32,15 @@ def open_devices(devices: str | Sequence[str | torch.device], memory: int | str 
     if not names:
         raise ConfigError('devices is empty. Name at least one, such as devices=["cpu"], or leave "auto".')
     parsed = [_parse_device(name) for name in names]
-    cuda = [d.index for d in parsed if d.type == "cuda"]
-    if len(set(cuda)) < len(cuda):
-        raise ConfigError(f"each GPU may appear once, got devices={names}.")
     budgets: list[Any] = list(memory) if isinstance(memory, (list, tuple)) else [memory] * len(parsed)
     if len(budgets) != len(parsed):
         raise ConfigError(f"memory has {len(budgets)} entries for {len(parsed)} devices. Give one, or one a device.")
-    num_cpu = sum(d.type == "cpu" for d in parsed)
     opened: list[Device] = []
     for number, (device, budget) in enumerate(zip(parsed, budgets, strict=True)):
         most = cuda_free_bytes(device) if device.type == "cuda" else host_free_bytes()
         if budget == "auto":
-            budget_bytes = most - CUDA_MARGIN_BYTES if device.type == "cuda" else most // CPU_SHARE // num_cpu
+            most_of_all = most - CUDA_MARGIN_BYTES if device.type == "cuda" else most // CPU_SHARE
+            budget_bytes = most_of_all // parsed.count(device)  # a GPU that is named twice is two, for tests of several
         else:
             budget_bytes = parse_bytes(budget)
         if not 0 < budget_bytes <= most:

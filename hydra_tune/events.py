@@ -42,8 +42,11 @@ class PilotReady:
 
 @dataclass(slots=True)
 class PilotDone:
+    """`trained`: it was a mini-batch."""
+
     trial: int
     peak_bytes: int
+    trained: bool = False
 
 
 @dataclass(slots=True)
@@ -165,9 +168,9 @@ class Reported:
 
 
 @dataclass(slots=True)
-class Interrupted:
-    """The trial's thread was interrupted, perhaps within an event. It keeps its home, and holds and awaits nothing
-    until it is admitted anew."""
+class Withdrawn:
+    """The trial does not wait any more for what it was not yet granted: a pilot, its admission, a step, a device to
+    itself. What it holds it keeps."""
 
     trial: int
 
@@ -179,7 +182,7 @@ class TrialEnded:
 
 Event: TypeAlias = (
     TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | Outgrown | StepDone | TaskReady | Promoted | Done
-    | Worked | Expired | OutOfMemory | Repacked | Failed | Invalidated | Reported | Interrupted | TrialEnded
+    | Worked | Expired | OutOfMemory | Repacked | Failed | Invalidated | Reported | Withdrawn | TrialEnded
 )  # fmt: skip
 
 # ---- instructions ------------------------------------------------------------------------------------

@@ -17,12 +17,24 @@ def user_hooks(module: nn.Module) -> bool:
     return bool(kinds) and any(_is_users(hook) for kind in kinds for hook in own[kind].values())
 
 
+def keep_only_pytorchs(module: nn.Module) -> None:
+    """Of the hooks on a copy of a module: PyTorch's compute weights, all others tell somebody of a call."""
+    for kind in HOOKS_OF_MODULES:
+        hooks = vars(module).get(kind, {})
+        for key in [key for key, hook in hooks.items() if not _origin_of(hook).startswith("torch.")]:
+            del hooks[key]
+
+
 def has_user_pre_hook(module: nn.Module) -> bool:
     """Whether one fires before its forward."""
     return any(map(_is_users, vars(module).get("_forward_pre_hooks", {}).values()))
 
 
 def _is_users(hook: Any) -> bool:
+    return not _origin_of(hook).startswith(_LIBRARIES)
+
+
+def _origin_of(hook: Any) -> str:
+    """The module that its code is in."""
     hook = getattr(hook, "func", hook)  # functools.partial
-    origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return not origin.startswith(_LIBRARIES)
+    return getattr(hook, "__module__", None) or type(hook).__module__

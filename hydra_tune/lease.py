@@ -163,8 +163,3 @@ class Lease:
             self.num_steps += trained
         self.busy = False
         return goes_on and not self.revoked
-
-    def settle(self) -> bool:
-        """After an interruption; whether a task is under way."""
-        self.busy = self._running is not None
-        return self.busy

@@ -85,7 +85,7 @@ class Ledger:
         return [k for k, (start, size) in self.slots.items() if start < offset + num_bytes and offset < start + size]
 
     def touch(self, key: SlotKey) -> None:
-        """Make `key` the most recently used slot: in one step, for an interruption shall not lose it."""
+        """Make `key` the most recently used slot."""
         self.slots.move_to_end(key)
 
     def retire(self, key: SlotKey) -> None:
@@ -110,8 +110,11 @@ class Ledger:
         self.note_peak()
 
     def grow_pilot(self) -> None:
-        """It has all that there is."""
+        """It has all that there is, for it needed more than it had."""
         assert self.pilot is not None
+        own_bytes = self.steps[self.pilot]
+        self.peak_bytes = max(self.peak_bytes, self._beside_pilot_bytes + own_bytes)
+        self._beside_pilot_bytes = self.used_bytes - own_bytes
         more_bytes = self.free_bytes
         self.steps[self.pilot] += more_bytes
         self.step_bytes += more_bytes
@@ -128,14 +131,6 @@ class Ledger:
         """Of what trials hold, steps reserve and slots take, counted one by one."""
         return sum(self.held.values()), sum(self.steps.values()), sum(size for _, size in self.slots.values())
 
-    @property
-    def is_sound(self) -> bool:
-        return (self.held_bytes, self.step_bytes, self.slot_bytes) == self.sums
-
-    def recount(self) -> None:
-        """After a change that was interrupted halfway."""
-        self.held_bytes, self.step_bytes, self.slot_bytes = self.sums
-
     def note_peak(self) -> None:
         used_bytes = self.used_bytes
         if self.pilot is not None:
@@ -144,7 +139,8 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, used_bytes)
 
     def validate(self) -> None:
-        assert self.is_sound, (self.held_bytes, self.step_bytes, self.slot_bytes, self.sums)
+        counted = self.held_bytes, self.step_bytes, self.slot_bytes
+        assert counted == self.sums, (counted, self.sums)
         assert 0 <= self.used_bytes <= self.budget_bytes, (self.used_bytes, self.budget_bytes)
         assert self.peak_bytes <= self.budget_bytes, (self.peak_bytes, self.budget_bytes)
         end = 0

@@ -13,7 +13,8 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -175,6 +176,11 @@ class Meter:
         with _lock:
             return sum(num_bytes for key, num_bytes in found.items() if key not in self._storages)
 
+    def known(self) -> list[int]:
+        """Keys of the storages that are counted."""
+        with _lock:
+            return list(self._storages)
+
     def start_window(self, trial: int) -> int:
         """Start to note the trial's highest bytes from here on; its bytes now."""
         with _lock:
@@ -210,7 +216,7 @@ class Meter:
                     to._enter(key, storage, trial, counted.num_bytes)
 
     def recount(self) -> None:
-        """After a change that was interrupted halfway."""
+        """Of those that live."""
         with _lock:
             for key, counted in self._storages.copy().items():
                 if counted.ref() is None:
@@ -235,22 +241,23 @@ class TrialMeter:
         self._is_outside = True  # of visits to shards
         self._starts_later = False
         self.watched = False  # a dispatch mode of the trial's own is installed
-        self.first: FirstStep | None = None  # under way: is told what is written, and makes room
+        self._first: weakref.ref[FirstStep] | None = None  # a mode on the thread's stack keeps this meter
+        self._uses: Uses | None = None  # noted, of what is on the device
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
+
+    @property
+    def first(self) -> FirstStep | None:
+        """Under way: is told what is written, and makes room."""
+        return None if self._first is None else self._first()
+
+    @first.setter
+    def first(self, first: FirstStep | None) -> None:
+        self._first = None if first is None else weakref.ref(first)
 
     @property
     def is_idle(self) -> bool:
         """Outside of models and pilots, whose work would be counted."""
         return not (self.inside or self.watched or self.first)
-
-    def reset(self) -> None:
-        """After an interruption: idle."""
-        self.here = self.meter
-        self.meter.recount()
-        self.limit(None)
-        self._is_outside = True
-        self.inside, self.watched, self.first = 0, False, None
-        self.counting, self._outside_start = self.always, None
 
     def device_of(self, operator: Any, inputs: list[torch.Tensor]) -> Meter | None:
         """Where an operator on these inputs makes its outputs; None: in host memory, or nowhere new.
@@ -265,6 +272,8 @@ class TrialMeter:
         found = [(t, meters) for t in inputs if (meters := _known(t))]
         if not found:
             return self.here if self.inside and not inputs else None
+        if self._uses is not None:
+            self._uses.note(inputs)
         if packet is _COPY_TO:
             return self.here
         sets = [meters for t, meters in found if t.dim() and t.numel()] or [found[0][1]]
@@ -281,6 +290,17 @@ class TrialMeter:
                 ".tolist()), or copy a tensor into the trial that uses it (.to(device, copy=True))."
             )
         return self.here
+
+    @contextmanager
+    def noting_uses(self, *given: torch.Tensor) -> Iterator[list[int]]:
+        """What operators inside use of the device, beside these and what they make: known at the end."""
+        found: list[int] = []
+        self._uses = uses = Uses(self.meter.known(), given)
+        try:
+            yield found
+        finally:
+            self._uses = None
+            found += uses.found
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
@@ -371,6 +391,19 @@ class TrialMeter:
     def disown(self, tensor: torch.Tensor) -> None:
         """Count a tensor no longer that left the device without a copy."""
         self.meter.remove(tensor)
+
+
+class Uses:
+    """By operators, of storages that were `known` before; all but those of the `given` tensors."""
+
+    def __init__(self, known: Iterable[int], given: Iterable[torch.Tensor]) -> None:
+        self._known = set(known) - {storage._cdata for tensor in given for storage in storages_of(tensor)}
+        self.found: set[int] = set()
+
+    def note(self, inputs: Iterable[torch.Tensor]) -> None:
+        """A number may be used anywhere."""
+        used = {storage._cdata for t in inputs if t.dim() and t.numel() for storage in storages_of(t)}
+        self.found |= used & self._known
 
 
 class Paused:

@@ -5,10 +5,12 @@ accelerate and trl set one, as does who patches a model by hand: ``model.forward
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+
+from hydra_tune.interrupts import interruptible
 
 
 class StandIn:
@@ -26,6 +28,10 @@ class StandIn:
         """What the module would run in plain PyTorch."""
         forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return forward if self.own is None else self.own
+
+    @interruptible
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self.original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return (getattr, (self.module, "forward")) if self.own is None else (_itself, (self.own,))

@@ -115,8 +115,9 @@ class Planner:
         self.__dict__.pop("_trial", None)
 
     def summary(self) -> dict[str, Any]:
-        """Plain data on the plan, the same as long as that is."""
-        plan, budget_bytes = self.plan or self._next_plan, self._trial.device.budget_bytes
+        """Plain data on the plan, the same as long as that is; of training, once there was one."""
+        plan = self._plans.training or self.plan or self._next_plan
+        budget_bytes = self._trial.device.budget_bytes
         if self._summary is None or self._summary[:2] != (plan, budget_bytes):
             self._summary = plan, budget_bytes, summary_of(plan, budget_bytes)
         return self._summary[2]
@@ -220,13 +221,13 @@ class Planner:
             trial.pool.refusals[self._key, _comparable(first.kinds[0])] = known
         return known
 
-    def end_first(self, step_bytes: int) -> None:
+    def end_first(self, step_bytes: int, *, trained: bool) -> None:
         """It has come to its end, with so many bytes outside of its visits to blocks."""
         first, trial = self.first, self._trial
         assert first is not None
         self.first = None
         first.end()
-        trial.pool.end_pilot(trial, first.peak_bytes)
+        trial.pool.end_pilot(trial, first.peak_bytes, trained=trained)
         trial.residency.bring_home(trial.optimizers)
         measure = StepMeasure(
             tuple(first.kinds),
@@ -294,7 +295,7 @@ class Planner:
                 profiles[name] = larger_of(profiles[name], profile) if name in profiles else profile
         known = [profiles[b.name] for b in self._in_order(list(profiles)) if b.name in profiles]
         others = [b for b in self.blocks if b.name not in profiles]
-        uncalled = [BlockProfile(b.name, b.weight_bytes, measured=False, visits=0) for b in others]
+        uncalled = [BlockProfile(b.name, b.weight_bytes, at_home=True, measured=False, visits=0) for b in others]
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
         trains = any(m.trains for m in self._measures)
@@ -373,6 +374,8 @@ class Planner:
         self.plan, self._next_plan = plan, None
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]
+        for block, profile in zip(self.blocks, plan.blocks, strict=True):
+            block.at_home = profile.at_home
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         if plan.resident:
             self.unwrap()

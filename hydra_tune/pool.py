@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from math import inf
 from os import PathLike
@@ -33,6 +32,7 @@ from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialSt
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.fork import gate, new_in_child
 from hydra_tune.garbage import collect_beside
+from hydra_tune.interrupts import interrupts
 from hydra_tune.lease import LOOK_S, Lease
 from hydra_tune.patience import Wait
 from hydra_tune.planning.kind import Kind, StepMeasure
@@ -42,7 +42,6 @@ from hydra_tune.randomness import RandomState
 from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
-from hydra_tune.state import Standing
 from hydra_tune.stop import Stop
 from hydra_tune.task_clock import BETWEEN, TaskClock
 from hydra_tune.trace import Trace
@@ -131,8 +130,9 @@ class ShardPool:
         ledgers = [device.ledger for device in self._machine.devices]
         self.devices = tuple(PoolDevice(*pair, self.end_abandoned) for pair in zip(self._devices, ledgers, strict=True))
         alike = len({device.model for device in self._devices}) == 1
-        self._travels = alike and all(device.takes_travellers for device in self._devices)
-        self._homes_stay = not all(device.homes_move for device in self._devices)
+        self.travels = len(self._devices) > 1 and alike and all(device.takes_travellers for device in self._devices)
+        self._homes_stay = not (alike and all(device.homes_move for device in self._devices))
+        self._moves = self.travels or not self._homes_stay  # its trials' tasks, or their homes
         self._lock = threading.RLock()
         gate.guard(self._lock)
         self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
@@ -149,7 +149,6 @@ class ShardPool:
         self._trace = Trace()
         self._clocks = [TaskClock(self._trace, device) for device in self._devices]
         self._closed = False
-        self._handling = False  # an event; still, after an interruption
 
     @property
     def budget_bytes(self) -> int:
@@ -310,7 +309,7 @@ class ShardPool:
             stop = stop or Stop()
             stop.reaches(self)
             try:
-                added = e.TrialAdded(number, total_steps, host_bytes, self._travels, self._homes_stay)
+                added = e.TrialAdded(number, total_steps, host_bytes, self._moves, self._homes_stay)
                 home = self._await_place(added, name, stop)
                 trial = self._trials[number] = make(number, self._devices[home])
             except BaseException:
@@ -342,6 +341,7 @@ class ShardPool:
         self._handle(event)
         wait = Wait()
         while not self._granted[event.trial]:
+            interrupts.check()
             self.check_usable()
             stop.check()
             self._summaries[event.trial] = {
@@ -358,8 +358,8 @@ class ShardPool:
             self.await_copies(trial)
             return self._ask(e.PilotReady(trial.id, empty, least_bytes), e.StartPilot)
 
-    def end_pilot(self, trial: Client, peak_bytes: int) -> None:
-        self._tell(e.PilotDone(trial.id, peak_bytes))
+    def end_pilot(self, trial: Client, peak_bytes: int, *, trained: bool = False) -> None:
+        self._tell(e.PilotDone(trial.id, peak_bytes, trained))
 
     def share(self, key: PlanKey, measure: StepMeasure) -> None:
         """Keep what a first step has shown for the trials to come; let go of what none can need, for a class of its
@@ -473,10 +473,9 @@ class ShardPool:
         except BaseException:
             with self._lock:
                 self._drop_turn(lease)
-                if not self._handling:
-                    self.await_copies(trial)
-                    self._handle(e.Failed(task))
-                    self._granted[task.trial].clear()
+                self.await_copies(trial)
+                self._handle(e.Failed(task))
+                self._granted[task.trial].clear()
             raise
 
     def release(self, task: Task, start_s: float) -> None:
@@ -531,32 +530,6 @@ class ShardPool:
             self.note_summary(trial)
             self._forget(trial.id)
             self._trials.pop(trial.id, None)
-
-    def standing(self, trial: Client) -> Standing | None:
-        """None if the trial's last event was interrupted."""
-        with self._lock:
-            self.await_copies(trial)
-            if self._handling or self._granted[trial.id]:
-                return None
-            standing, lease = self._machine.standing(trial.id), self._leases[trial.id]
-            if standing is None or not lease.is_open:
-                return standing
-            return replace(standing, in_step=lease.in_step, running=lease.task if lease.settle() else None)
-
-    def interrupt(self, trial: Client) -> None:
-        """Take back everything; the trial will ask anew."""
-        with self._lock:
-            self.await_copies(trial)
-            self._stop_others()
-            self._drop_turn(self._leases[trial.id])
-            self._leases[trial.id].in_step = False
-            self._handle(e.Interrupted(trial.id))
-            self._granted[trial.id].clear()
-
-    def _stop_others(self) -> None:
-        """Where an event was interrupted, another trial may wait for ever for what it has said."""
-        if self._handling and len(self._machine.trials) > 1:
-            self.close()
 
     @property
     def is_shared(self) -> bool:
@@ -637,8 +610,7 @@ class ShardPool:
         if tasks:
             lease.told_s = tasks[-1].end_s
             self._summaries[lease.trial]["steps"] = tasks[-1].task.step
-        if not self._handling:
-            self._handle(e.Worked(lease.trial, seconds, steps))
+        self._handle(e.Worked(lease.trial, seconds, steps))
 
     def _look_at_turn(self, trial: int) -> float:
         """That of who is in the trial's way, if it waits for one that lasts, and nobody else looks; for how many
@@ -693,12 +665,15 @@ class ShardPool:
         with self._lock:
             self._end_abandoned()
             self._handle(event)
-            instruction: InstructionT = self._await(event.trial, (answer,))
+            try:
+                instruction: InstructionT = self._await(event.trial, (answer,))
+            except BaseException:  # it may go on, and ask anew
+                self._handle(e.Withdrawn(event.trial))
+                raise
             return instruction
 
     def _handle(self, event: e.Event, at_s: float | None = None) -> None:
         """It has happened then, or now."""
-        self._handling = True
         recalled: list[Lease] = []
         for instruction in self._machine.handle(event):
             if isinstance(instruction, e.Drop):
@@ -722,7 +697,6 @@ class ShardPool:
             cause = self._machine.idle_cause(device)
             if cause not in ("", clock.cause):
                 clock.idles(self._trace.now_s() if at_s is None else at_s, cause)
-        self._handling = False
         for lease in recalled:
             if lease.revoke() and lease.is_open:
                 self._end_turn(lease)
@@ -742,9 +716,6 @@ class ShardPool:
     def _promote_ahead(self, promote: e.Promote) -> None:
         copy = Copy(promote)
         self._copying.setdefault(promote.task.trial, []).append(copy)
-        self._submit(copy)
-
-    def _submit(self, copy: Copy) -> None:
         self._copiers[copy.promote.device].submit(partial(_promote_ahead, weakref.ref(self), copy))
 
     def _has_arrived(self, copy: Copy, start_s: float) -> None:
@@ -764,9 +735,6 @@ class ShardPool:
         Who has the lock keeps others from beginning one meanwhile."""
         if trial.id in self._copying:  # seldom
             with self._lock:
-                if self._handling:  # the event that began one was interrupted, perhaps before it was submitted
-                    for copy in self._copying.get(trial.id, ()):
-                        self._submit(copy)
                 while self._copying.get(trial.id):
                     self._keep_copying()
                     self._wake[trial.id].wait(_LOOK_AROUND_S)
@@ -785,6 +753,7 @@ class ShardPool:
             wait = Wait()
             try:
                 while not self._granted[trial]:
+                    interrupts.check()
                     self.check_open(self._trials[trial])
                     self._wait(trial, wait)
             finally:
@@ -848,7 +817,6 @@ class ShardPool:
     def _forget(self, number: int) -> None:
         self._drop_turn(self._leases.get(number))
         if number in self._machine.trials:
-            self._stop_others()
             self._handle(e.TrialEnded(number))
         self._leave(number)
 

@@ -17,6 +17,7 @@ from hydra_tune.context import computes_elsewhere, current_context
 from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.fork import gate, new_in_child
+from hydra_tune.interrupts import interrupts
 from hydra_tune.optim import training_bytes
 from hydra_tune.pool import ShardPool, default_pool
 from hydra_tune.prepared_loader import PreparedLoader, plain_loader, refuse_what_is_no_loader
@@ -119,6 +120,7 @@ def prepare(
         context.register(trial)
     if computes_elsewhere():
         torch.autograd.set_multithreading_enabled(False)
+    interrupts.install()
     each = zip_longest(plain, progress)
     wrapped = [PreparedLoader.standing_for(loader, weakref.ref(trial), its_progress) for loader, its_progress in each]
     return (model, optimizer, *wrapped) if optimizer is not None or loaders else model
@@ -137,6 +139,7 @@ def release(model: nn.Module) -> None:
     trials = [(trial, module) for module in modules if (trial := trial_of(module)) is not None]
     for trial, module in trials:
         trial.release(module)
+    interrupts.check()
     if not trials and not (isinstance(model, nn.Module) and end_orphans(model)):
         raise PrepareError(f"only a prepared model can be released; this {type(model).__name__} is not prepared.")
 

@@ -41,6 +41,7 @@ class Progress:
     value: float | None = None
     maximizes: bool = False
     _now_s: float = 0.0  # of the step under way
+    _is_timed: bool = False  # a step was, in turns
 
     @property
     def remaining_s(self) -> float:
@@ -52,8 +53,8 @@ class Progress:
         return max(self.neighbours.mean_s - self.device_s, self.step_s)
 
     def expect(self, plan: TrialPlan) -> None:
-        """Until a step is measured, it takes what the pilot has measured."""
-        if not self.steps_done:
+        """Until a step has run in turns, it takes what its blocks have been measured to."""
+        if not self._is_timed:
             self.step_s = sum(block.forward_s + block.backward_s for block in plan.blocks)
 
     def spend(self, seconds: float) -> None:
@@ -64,15 +65,17 @@ class Progress:
         """So many mini-batches, which have taken the same time each."""
         if number:
             each_s, weight = self._now_s / number, 1.0 - (1.0 - _WEIGHT_OF_LAST) ** number
-            self.step_s += (weight if self.steps_done else 1.0) * (each_s - self.step_s)
+            self.step_s += (weight if self._is_timed else 1.0) * (each_s - self.step_s)
             self.steps_done += number
+            self._is_timed = True
             self._now_s = 0.0
 
     def end_step(self, *, trained: bool) -> None:
         if trained:
-            weight = _WEIGHT_OF_LAST if self.steps_done else 1.0
+            weight = _WEIGHT_OF_LAST if self._is_timed else 1.0
             self.step_s += weight * (self._now_s - self.step_s)
             self.steps_done += 1
+            self._is_timed = True
         self._now_s = 0.0
 
     def end(self) -> None:

@@ -68,7 +68,7 @@ class Residency:
     def _retire_copies(self) -> None:
         for copy in list(self.copies.values()):  # another trial may drop an idle one
             copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
-            copy.retire()
+            self.drop(copy)
         self.copies.clear()
 
     def promote(self, block: Block) -> DeviceCopy:
@@ -115,8 +115,11 @@ class Residency:
 
     def drop_shard(self, device: Device, shard: int) -> None:
         copy = self.copies.pop((device.number, shard), None)
-        if copy is None:
-            return
+        if copy is not None:
+            self.drop(copy)
+
+    def drop(self, copy: DeviceCopy) -> None:
+        """Whoever has it still, as an exception's frames: its slot counts no more."""
         copy.retire()
         if copy.counted:
             copy.device.meter.remove(copy.slot)
@@ -155,6 +158,15 @@ class Residency:
             return spilled  # type: ignore[return-value]
         hosts = iter(spilled)
         return [None if g is None else next(hosts) for g in gradients]
+
+    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies there of another virtual device's tensors, without their graph."""
+        counting = self.meter.counting
+        with self.meter.paused():
+            copies = device.receive(tensors)
+        if counting:
+            device.meter.add(self.meter.trial, copies)
+        return copies
 
     def await_gradients(self) -> None:
         """Those of the last backward that have not reached the host yet."""

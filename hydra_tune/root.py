@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from hydra_tune.errors import PrepareError, UntraceableError
 from hydra_tune.fingerprint import slots_of
 from hydra_tune.host_buffer import is_dense
+from hydra_tune.interrupts import interrupts
 from hydra_tune.own_forward import StandIn, own_forward_of
 from hydra_tune.shard import TrialPlan
 from hydra_tune.unchanged import Unchanged
@@ -82,7 +83,10 @@ class RootForward(StandIn):
             args = args[1:]
         if self.trial.is_plain:  # what somebody has put around this one leads here still
             return self.original(*args, **kwargs)
-        return self.trial.run_root(self, args, kwargs)
+        outputs = self.trial.run_root(self, args, kwargs)
+        if interrupts.pending:
+            interrupts.check()
+        return outputs
 
 
 class RootApply:

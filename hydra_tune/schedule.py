@@ -42,7 +42,6 @@ from hydra_tune.events import (
     Expired,
     Failed,
     Instruction,
-    Interrupted,
     Invalidated,
     Move,
     Outgrown,
@@ -62,6 +61,7 @@ from hydra_tune.events import (
     TaskReady,
     TrialAdded,
     TrialEnded,
+    Withdrawn,
     Worked,
 )
 from hydra_tune.ledger import Ledger
@@ -70,7 +70,7 @@ from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.ready import ReadyTasks, Waiting
 from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
 from hydra_tune.slots import Slots
-from hydra_tune.state import NO_TRIAL, DeviceState, Standing, TaskState, TrialState
+from hydra_tune.state import NO_TRIAL, DeviceState, TaskState, TrialState
 
 PATIENCE = 16
 _STORY_EVENTS = 200  # short, or the garbage collector would take what it forgets for old
@@ -153,19 +153,6 @@ class Machine:
         running = self.devices[on].running
         return TaskState.RUNNING if running is not None and running.trial == trial else TaskState.PROMISED
 
-    def standing(self, trial: int) -> Standing | None:
-        """None while it awaits something, or where an event was handled only in part."""
-        state = self.trials.get(trial)
-        if state is None:
-            return None
-        home = self.devices[state.home]
-        on = home if state.on is None else self.devices[state.on]
-        running = on.running if on.running is not None and on.running.trial == trial else None
-        awaits = trial in self.ready.of or any(e.trial == trial for e in (*home.admissions, *home.entries))
-        if awaits or not home.ledger.is_sound or (running is not None and not on.started):
-            return None
-        return Standing(state.admitted, trial in home.ledger.steps, running, frozenset(state.slots))
-
     @property
     def tasks_begun(self) -> int:
         """On all devices so far."""
@@ -232,6 +219,7 @@ class Machine:
         device = self._home(event.trial)
         assert device.ledger.pilot == event.trial, self._impossible(event)
         device.ledger.end_pilot(event.peak_bytes)
+        self.trials[event.trial].progress.steps_done += event.trained
         device.end_measuring(event.trial)
         return self._advance(device)
 
@@ -266,27 +254,26 @@ class Machine:
         device = self._home(event.trial)
         taken_back, freed = self._take_back(event.trial)
         device.trials.discard(event.trial)
-        self.trials.pop(event.trial).progress.end()  # last: should this be interrupted, it is called again
+        self.trials.pop(event.trial).progress.end()
         return [*taken_back, *self._place_arrivals(), *self._advance_all(freed)]
 
-    def _on_Interrupted(self, event: Interrupted) -> list[Instruction]:
-        taken_back, freed = self._take_back(event.trial)
-        trial = self.trials[event.trial]
-        trial.plan, trial.admitted = None, False
-        trial.visits.forget()
-        return [*taken_back, *self._advance_all(freed)]
+    def _on_Withdrawn(self, event: Withdrawn) -> list[Instruction]:
+        home = self._home(event.trial)
+        self._forget_requests(event.trial, home)
+        return self._advance(home)
+
+    def _forget_requests(self, number: int, home: DeviceState) -> None:
+        home.admissions = [e for e in home.admissions if e.trial != number]
+        home.entries = [e for e in home.entries if e.trial != number]
 
     def _take_back(self, number: int) -> tuple[list[Instruction], set[int]]:
         """All that the trial holds and awaits, whatever was under way; and the devices on which there is more room."""
         trial, home = self.trials[number], self._home(number)
-        home.admissions = [e for e in home.admissions if e.trial != number]
-        home.entries = [e for e in home.entries if e.trial != number]
+        self._forget_requests(number, home)
         self.ready.remove(number)
         freed = {trial.home, *(index for index, _ in trial.slots), *([] if trial.on is None else [trial.on])}
         self._stop(number)
         home.end_measuring(number)
-        for index in freed:
-            self.devices[index].ledger.recount()
         home.ledger.forget(number)
         trial.lacks_room = False
         return self.slots.drop_all_of(number), freed

@@ -25,16 +25,6 @@ class TaskState(Enum):
     RUNNING = "running"
 
 
-@dataclass(frozen=True)
-class Standing:
-    """What a trial has now; its thread knows the same, unless it was interrupted."""
-
-    admitted: bool
-    in_step: bool
-    running: Task | None
-    slots: frozenset[tuple[int, int]]  # (device, shard)
-
-
 @dataclass
 class TrialState:
     home: int

@@ -107,6 +107,11 @@ class Steps:
     def add_forward(self, forward: ForwardPass) -> None:
         self._forwards.append(weakref.ref(forward))
 
+    @property
+    def latest_forward(self) -> ForwardPass | None:
+        """The last one whose graph may still be used."""
+        return next((found for ref in reversed(self._forwards) if (found := ref()) is not None), None)
+
     def add_backward(self) -> None:
         self._num_backwards += 1
 

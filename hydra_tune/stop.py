@@ -9,6 +9,9 @@ from typing import Protocol
 from weakref import ref
 
 from hydra_tune.errors import TrialStopped
+from hydra_tune.interrupts import interrupts
+
+_LOOK_AROUND_S = 0.5
 
 
 class Waited(Protocol):
@@ -68,6 +71,6 @@ class Stop:
         while self._asked:
             self._asked.pop(0)()
         paused = self._paused
-        if paused is not None:
-            paused.wait()
+        while paused is not None and not paused.wait(_LOOK_AROUND_S):
+            interrupts.check()
         self.check()

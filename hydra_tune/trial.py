@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,7 +27,9 @@ from torch import nn
 from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
+from hydra_tune.blocks.travelling import TravellingCall
 from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
@@ -38,6 +41,7 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
+from hydra_tune.interrupts import interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.planner import Planner
@@ -45,7 +49,7 @@ from hydra_tune.planning.around import weights_in
 from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
-from hydra_tune.process_state import autocast_mode
+from hydra_tune.process_state import autocast_mode, remembers_casts
 from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
@@ -105,13 +109,14 @@ class Trial:
         self._task_start_s = 0.0
         # the forward under way, and the backward
         self._pass: ForwardPass | None = None
+        self._thread = 0  # of that forward
         self.casts = SharedCasts()
         self._visiting = False  # a block's forward is under way, or its repetition
         self._backward_id = -1
         self._backward_passes: set[ForwardPass] = set()
-        self._open: Call | None = None  # the call whose block's backward is under way
+        self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
         self._open_copy: DeviceCopy | None = None
-        self._touched: list[Call] = []  # in the backward under way
+        self._touched: list[weakref.ref[Call]] = []  # in the backward under way
 
     # ---- what it is ----
 
@@ -193,8 +198,8 @@ class Trial:
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # They only let go early: an optimizer that wraps another, and has none, does without.
-            root.hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
-            root.hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()))
+            root.hooks.append(optimizer.register_step_pre_hook(_then_check(self._before_optimizer_step)))
+            root.hooks.append(optimizer.register_step_post_hook(_then_check(self._after_optimizer_step)))
 
     def release(self, model: nn.Module) -> None:
         """Let go of this model; with the last one the trial ends."""
@@ -219,11 +224,11 @@ class Trial:
         try:
             self._leave_device()
         finally:  # last: from here on others may have its bytes
-            torch._C._set_grad_enabled(with_gradients)  # should that be interrupted
+            torch._C._set_grad_enabled(with_gradients)  # should that have failed
             self.pool.end_trial(self)
             for root in self._roots:
                 root.let_go()
-            for model in self.models:  # so far `release` may be called again, should it be interrupted
+            for model in self.models:  # so far `release` may be called again, should it have failed
                 give_back(model, self)
             self._plain = True
         self.planner.close()
@@ -260,6 +265,7 @@ class Trial:
         self.boundary()
         if self.plan is None and self.planner.first is None and not self.ended:
             self.planner.settle_last()
+            self.pool.note_summary(self)
 
     def _after_optimizer_step(self) -> None:
         self._invalidate()
@@ -311,7 +317,7 @@ class Trial:
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
         self._refuse_other_threads()
         if self._pass is not None or self._visiting:
-            return root.original(*args, **kwargs)  # the model calls itself
+            return root.run(args, kwargs)  # the model calls itself
         self.pool.check_open(self)
         self._leave_last_step()
         self._enter(root, args, kwargs)
@@ -388,7 +394,10 @@ class Trial:
     def _end_first_step(self) -> None:
         step_bytes = self.meter.outside_peak()
         self._end_counting()
-        self.planner.end_first(step_bytes)
+        if self.planner.first is not None and self.planner.first.failed:
+            self.planner.give_up_first()
+            return
+        self.planner.end_first(step_bytes, trained=self.steps.trains)
 
     def _end_counting(self) -> None:
         self.meter.counting = self.meter.always
@@ -427,6 +436,7 @@ class Trial:
         self.steps.number += 1
         self._invalidate()
         self._pass = forward_pass = ForwardPass()
+        self._thread = threading.get_ident()
         self.steps.add_forward(forward_pass)
         if self.meter.always:
             self._count()
@@ -436,7 +446,7 @@ class Trial:
                 self.meter.adopt(tensors_in((args, kwargs)))
             if first is None and plan is not None and plan.resident:
                 self._go_to(0, Direction.FORWARD)
-            outputs = root.original(*args, **kwargs)
+            outputs = root.run(args, kwargs)
             if forward_pass.ended_by is not None:
                 raise forward_pass.ended_by
             if first is not None:
@@ -485,11 +495,16 @@ class Trial:
 
     @property
     def in_visit(self) -> bool:
-        return self._visiting
+        """In the calling thread; what another calls in a forward is refused."""
+        return self._visiting and (self._pass is None or self._thread == threading.get_ident())
 
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             if self._pass is None and not self._backward_passes:
+                forward_pass = self.steps.latest_forward if torch._C._current_graph_task_id() != -1 else None
+                if forward_pass is not None and torch.is_grad_enabled():  # a checkpoint repeats it
+                    self._enter_backward(forward_pass)
+                    return self._run_block(block, args, kwargs)
                 return self._run_block_alone(block, args, kwargs)
             return self._run_block(block, args, kwargs)
         except Exception as error:
@@ -511,7 +526,7 @@ class Trial:
             )
         if self.planner.first is None:
             self.steps.open()
-        self._pass = ForwardPass()
+        self._pass, self._thread = ForwardPass(), threading.get_ident()
         try:
             return self._run_block(block, args, kwargs)
         finally:
@@ -519,6 +534,11 @@ class Trial:
             self.leave()
 
     def _run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._pass is not None and self._thread != threading.get_ident():
+            raise PrepareError(
+                f"a prepared model's layers run in the thread that called the model, but block {block.name} was called "
+                "in another, perhaps that of an executor. Call them one after another, without threads."
+            )
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
         if first is not None and not self._backward_passes:
@@ -537,7 +557,10 @@ class Trial:
             return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
         if block.keeps or self._pass is None:  # a checkpoint's repetition: its own backward follows at once
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
-        call = RepeatedCall(block, self, forward_pass)
+        if block.at_home or block.clones or not (self.pool.travels and self._may_travel(block, given)):
+            call = RepeatedCall(block, self, forward_pass)
+        else:
+            call = TravellingCall(block, self, forward_pass)
         if first is not None:
             first.watch(call, given)
         versions = versions_of(given)
@@ -572,13 +595,16 @@ class Trial:
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
     ) -> Any:
         """No backward follows, so it may change what it is given."""
-        versions, draws = versions_of(given), DrawRecord()
+        versions, draws, buffers = versions_of(given), DrawRecord(), block.buffers_now()
 
         def run() -> Any:
             caches, first = torch.is_autocast_cache_enabled(), self.planner.first
             copy = self.begin_visit(block, Direction.FORWARD)
             try:
                 weights = copy.leaves(block.slot_parameters)
+                for leaf, p in zip(weights, block.slot_parameters, strict=True):
+                    if leaf.__dict__ or p.__dict__:
+                        leaf.__dict__ = dict(p.__dict__)
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
@@ -597,7 +623,9 @@ class Trial:
 
         def rewound() -> bool:
             rewind(draws)
+            block.put_back_buffers(buffers)
             return versions == versions_of(given)
+
 
         return self.with_room(block, run, rewound)
 
@@ -609,11 +637,22 @@ class Trial:
                 gradient, weight.grad = weight.grad.to(p.device, copy=True), None
                 p.grad = gradient if p.grad is None else p.grad + gradient
 
-    def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
-        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
-        copy = self._at(block, direction)
+    def _may_travel(self, block: Block, given: Sequence[torch.Tensor]) -> bool:
+        """Whether a call of the block may run away from home. The gradients of its weights end its backward."""
+        if self.plan is None or self.plan.resident or (block.casts and remembers_casts()):  # which several calls share
+            return False
+        return any(are_trained(block.slot_parameters)) and all(map(may_move, given))
+
+    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.residency.received(device, tensors)
+
+    def begin_visit(self, block: Block, direction: Direction, *, travels: bool = False) -> DeviceCopy:
+        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`. With
+        `travels`, perhaps on another one than the trial's home, or where the backward that it is for is."""
+        copy = self._at(block, direction, travels=travels)
         gate.enter()
         self._visiting = True
+        self.meter.here = copy.device.meter
         self.meter.inside += 1
         if direction is Direction.FORWARD:
             self.meter.outside_ends()
@@ -621,44 +660,47 @@ class Trial:
 
     def end_visit(self, copy: DeviceCopy, direction: Direction) -> None:
         self._visiting = False
+        self.meter.here = self.meter.meter if self._open_copy is None else self._open_copy.device.meter
         self.meter.inside -= 1
         copy.used = copy.device.mark()
         if direction is Direction.FORWARD:
             self.meter.outside_starts()
         gate.leave()
 
-    def _at(self, block: Block, direction: Direction) -> DeviceCopy:
+    def _at(self, block: Block, direction: Direction, *, travels: bool) -> DeviceCopy:
         """Be where the block's shard is; its copy there."""
         if self.planner.first is not None:
             copy = self.planner.first.copy_of(block)
         elif self.plan is not None and self.plan.resident:
             copy = DeviceCopy.of_none(self.device)
         else:
-            copy = self._go_to(self.planner.shard_of(block), direction)
+            copy = self._go_to(self.planner.shard_of(block), direction, travels=travels)
         self.residency.refresh(copy, block)
         return copy
 
     # ---- backward ----
 
-    def visit_backward(self, call: Call) -> DeviceCopy:
-        if self._open is not call or self._open_copy is None:
-            self._open_backward(call)
+    def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
+        if self._open is None or self._open() is not call or self._open_copy is None:
+            self._open_backward(call, travels=travels)
         assert self._open_copy is not None
         return self._open_copy
 
-    def _open_backward(self, call: Call) -> None:
+    def _open_backward(self, call: Call, *, travels: bool) -> None:
         self._enter_backward(call.forward_pass)
         self._close_backward()
         self.meter.outside_ends()
-        self._open_copy = self._at(call.block, Direction.BACKWARD)
-        self._open = call
-        self._touched.append(call)
+        self._open_copy = self._at(call.block, Direction.BACKWARD, travels=travels)
+        self.meter.here = self._open_copy.device.meter
+        self._open = weakref.ref(call)
+        self._touched.append(self._open)
 
     def _close_backward(self) -> None:
         """The block's backward is over, or another's begins."""
         if self._open_copy is not None:
             self._open_copy.used = self._open_copy.device.mark()
             self.meter.outside_starts_later()
+            self.meter.here = self.meter.meter
         self._open = self._open_copy = None
 
     def send_home(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
@@ -701,7 +743,9 @@ class Trial:
         self._backward_id = current
         self._backward_passes = {forward_pass}
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(keeps_graph, *outer))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            _then_check(lambda: self._end_backward(keeps_graph, *outer))
+        )
         if not self.steps.under_way:
             if self.plan is None:
                 self.planner.settle_last()
@@ -720,9 +764,7 @@ class Trial:
                 forward_pass.done = True
         self._backward_id, self._backward_passes = outer, outer_passes
         self._close_backward()
-        for call in self._touched:
-            call.forget()
-        self._touched = []
+        self._forget_touched()
         self.residency.await_gradients()
         self.steps.trains |= not within_forward
         if not (within_forward or within_backward):
@@ -735,9 +777,18 @@ class Trial:
         """It was ended by an exception, after which the engine calls nobody."""
         for forward_pass in self._backward_passes:
             forward_pass.done = True
-        self._backward_id, self._backward_passes, self._touched = -1, set(), []
+        if self.planner.first is not None:
+            self.planner.first.failed = True
+        self._backward_id, self._backward_passes = -1, set()
         self._close_backward()
+        self._forget_touched()
         self.residency.await_gradients()
+
+    def _forget_touched(self) -> None:
+        for reference in self._touched:
+            if (call := reference()) is not None:
+                call.forget()
+        self._touched = []
 
     # ---- room ----
 
@@ -802,17 +853,17 @@ class Trial:
 
     # ---- the lease ----
 
-    def _go_to(self, shard: int, direction: Direction) -> Any:
+    def _go_to(self, shard: int, direction: Direction, *, travels: bool = False) -> Any:
         if self.lease.begin(self.steps.number, direction):
             self._task = self.lease.task
             self.pool.check_open(self)
             return None
         task = Task(self.id, self.steps.number, shard, direction)
-        if self._task != task:
+        if self._task != task or not (travels or self._task_device is self.device):
             self._close_backward()
             ended, self._task = self._task, None
             after = (ended, self._task_start_s) if ended else None
-            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, True), after)
+            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, at_home=not travels), after)
             hold(self._task_device.generators(), self.random_state)
             self._task = task
         assert self.plan is not None
@@ -824,6 +875,8 @@ class Trial:
     def _leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
         self._visiting = False
+        if self.planner.first is not None:
+            self.planner.first.failed = True
         if not self.of_runner:
             self.leave()
             if self.planner.first is not None:
@@ -855,7 +908,13 @@ class Trial:
 
     def move_home(self, device: Device) -> None:
         """Carry out the scheduler's `Move`."""
+        apart = device.torch_device != self.device.torch_device
+        if apart:
+            self.residency.bring_home(self.optimizers)
         self.residency.move_home(device)
+        self._task_device = device
+        if apart:
+            self.residency.hold(self.model, self.planner.blocks, self.optimizers)
 
     # ---- for planner and first step ----
 
@@ -872,7 +931,13 @@ class Trial:
         self.planner.open_block(block, reason, opens=opens)
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
-        return self.planner.hold_weight(block, weight, reason)
+        block = self.planner.hold_weight(block, weight, reason)
+        if self.casts.has(weight):
+            raise PrepareError(
+                "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "
+                f"{reason}. It is on the device from here on: repeat the forward."
+            )
+        return block
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -886,6 +951,16 @@ def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) ->
         else:
             return None
     return (*told, *kwargs)
+
+
+def _then_check(function: Callable[[], None]) -> Callable[..., None]:
+    """At whose end a Ctrl-C that came meanwhile is raised."""
+
+    def call(*_: Any) -> None:
+        function()
+        interrupts.check()
+
+    return call
 
 
 def _let_go(mode: TrialMode) -> None:

@@ -197,7 +197,7 @@ def test_what_objectives_report_reaches_the_policy(direction):
     assert [trial.intermediate_values for trial in study.trials] == [{0: 3.0, 1: n + 1.0, 2: 9.0} for n in range(2)]
 
 
-def test_held_weights_stay_where_they_are_when_a_first_step_has_been_measured():
+def test_held_weights_stay_where_they_are_once_training_and_evaluation_have_been_measured():
     places, steps = [], 4
 
     def objective(trial):
@@ -218,7 +218,7 @@ def test_held_weights_stay_where_they_are_when_a_first_step_has_been_measured():
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(optuna.create_study(), objective, n_trials=1)
         (trial,) = pool.report()["trials"]
     assert not trial["resident"] and len(places) == steps
-    assert len({place.data_ptr() for place in places}) == 1
+    assert len({place.data_ptr() for place in places[1:]}) == 1
 
 
 class Scaled(nn.Module):

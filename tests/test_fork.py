@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader
 
 import hydra_tune
 import scripts
-from hydra_tune.block import Block
+from hydra_tune.blocks.block import Block
 from hydra_tune.checkpoint import CheckpointFolder, Moment
 from hydra_tune.context import TrialContext
 from hydra_tune.device import CpuDevice
 from hydra_tune.fork import ForkGate, gate
+from hydra_tune.host_weights import HostWeights
 from hydra_tune.meter import Meter, TrialMeter
 from hydra_tune.mode import TrialMode
-from hydra_tune.spill import HostWeights
 
 
 def test_a_fork_waits_for_visits_under_way_and_holds_up_the_next():

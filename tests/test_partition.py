@@ -33,12 +33,17 @@ from hydra_tune.events import (
     TrialAdded,
 )
 from hydra_tune.fingerprint import PlanKey
-from hydra_tune.partition import covers, find_blocks, make_plan, pack_shards, plan_key, promotions
+from hydra_tune.partition import covers, find_blocks, make_plan, pack_shards, promotions
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
 from models import bytes_batch, gpt, hf_gpt2, hf_vit, loss_of, mlp, vector_batch
 
 LARGE = 1 << 30
+
+
+def plan_key(model, optimizer, x):
+    """Of a model with at most one optimizer, and of what it is given."""
+    return partition.plan_key(model, [] if optimizer is None else [optimizer], partition.input_signature(x))
 
 
 def names(model, limit=LARGE):

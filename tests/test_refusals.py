@@ -381,7 +381,8 @@ def test_weights_that_are_computed(wrap, budget):
         return train(model, optimizer), left_by(model, optimizer)
 
     # an orthogonal weight is solved for, between the three matrices of which this is done
-    assert_as_in_plain_pytorch(scenario, budget, num_bytes=250 * 1024 if (wrap, budget) == (orthogonal, "spilled") else None)
+    num_bytes = 250 * 1024 if (wrap, budget) == (orthogonal, "spilled") else None
+    assert_as_in_plain_pytorch(scenario, budget, num_bytes)
 
 
 class KeepsItsPenalty(Layer):

@@ -19,7 +19,6 @@ from hydra_tune.events import (
     Enter,
     Expired,
     Failed,
-    Interrupted,
     Invalidated,
     Move,
     Outgrown,
@@ -40,6 +39,7 @@ from hydra_tune.events import (
     TaskReady,
     TrialAdded,
     TrialEnded,
+    Withdrawn,
     Worked,
 )
 from hydra_tune.ledger import Ledger
@@ -56,7 +56,7 @@ from hydra_tune.policy import (
 from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.schedule import PATIENCE, Machine
 from hydra_tune.shard import BlockProfile, Direction, Shard, ShardState, Task, TrialPlan
-from hydra_tune.state import Standing, TaskState
+from hydra_tune.state import TaskState
 
 
 def plan(slots=(30, 30), work=10, held=0, step=10, boundary=0, at_home=()):
@@ -399,29 +399,27 @@ def test_a_failed_task_gives_the_lease_to_the_next(machine, moment):
     assert machine.handle(Failed(a)) == [Drop(0, 0, 0, 0, 30), Promote(b, 0, 0, 30)]
 
 
-def test_an_interrupted_trial_is_admitted_anew(machine):
-    """Ctrl-C after the machine has handled an event, but before the trial's thread has noted what it said."""
-    admitted(machine, 0, 1)
-    a, b = task(0, 0), task(1, 0)
-    for trial in (0, 1):
-        machine.handle(StepReady(trial))
-        machine.handle(TaskReady(task(trial, 0)))
-    assert machine.standing(0) is None, "its shard is on its way"
-    assert machine.handle(Promoted(a, 0)) == [Run(a, 0)]
-    assert machine.standing(0) == Standing(admitted=True, in_step=True, running=a, slots=frozenset({(0, 0)}))
-    assert machine.handle(Interrupted(0)) == [Drop(0, 0, 0, 0, 30), Promote(b, 0, 0, 30)]
-    assert machine.standing(0) == Standing(admitted=False, in_step=False, running=None, slots=frozenset())
-    assert machine.handle(PlanReady(0, plan())) == [Admit(0)]
+def test_who_does_not_wait_any_more_keeps_what_it_has_and_may_ask_anew(machine):
+    """Ctrl-C, while it waits."""
+    admitted(machine, 0, held=30)
+    assert machine.handle(TrialAdded(1)) == [Place(1, 0)]
+    assert machine.handle(PlanReady(1, plan(held=30))) == [], "30 + 30 + 10 + 40 > 100"
+    assert machine.handle(Withdrawn(1)) == []
     assert machine.handle(StepReady(0)) == [Enter(0)]
+    assert machine.handle(Withdrawn(0)) == [], "it waits for nothing"
+    assert machine.handle(StepDone(0)) == []
+    assert machine.handle(TrialEnded(0)) == [], "nobody waits"
+    assert machine.handle(PlanReady(1, plan(held=30))) == [Admit(1)]
 
 
-def test_an_interruption_within_an_event_leaves_sums_that_are_counted_anew(machine):
-    admitted(machine, 0, held=20)
-    machine.handle(StepReady(0))
-    machine.devices[0].ledger.held_bytes = 40  # halfway through a change
-    assert machine.standing(0) is None
-    machine.handle(Interrupted(0))
-    assert machine.devices[0].ledger.used_bytes == 0
+def test_who_waited_behind_one_that_does_not_any_more_goes_on(machine):
+    admitted(machine, 0, 1, held=5, step=50)
+    assert machine.handle(StepReady(0)) == [Enter(0)]
+    assert machine.handle(PilotReady(1)) == [], "it wants the device to itself"
+    assert machine.handle(StepDone(0)) == [StartPilot(1, 95)]
+    assert machine.handle(StepReady(0)) == []
+    assert machine.handle(Withdrawn(0)) == []
+    assert machine.handle(PilotDone(1, 10)) == []
 
 
 def test_an_impossible_event_tells_its_story(machine):
@@ -816,27 +814,27 @@ def test_the_story_of_a_trial_and_of_a_shard():
 
 class Player:
     """Plays trials against the machine with random timing, and keeps the story. Copies arrive at any time after
-    they were ordered; trials arrive late, fail, are interrupted, and run out of memory."""
+    they were ordered; trials arrive late, fail, do not wait any more and ask again, and run out of memory."""
 
     def __init__(
-        self, rng, machine, plans, *, steps=2, fails=0.0, interrupted=0.0, lacks=0.0, travels=0.0, arrives=0.4
+        self, rng, machine, plans, *, steps=2, fails=0.0, withdrawn=0.0, lacks=0.0, travels=0.0, arrives=0.4
     ):
         self.rng, self.machine, self.plans, self.steps = rng, machine, plans, steps
-        self.fails, self.interrupted, self.lacks, self.arrives = fails, interrupted, lacks, arrives
+        self.fails, self.withdrawn, self.lacks, self.arrives = fails, withdrawn, lacks, arrives
         self.travels = [rng.random() < travels for _ in plans]
         self.granted = {t: [] for t in range(len(plans))}
         self.copies = []
         self.story = []
         self.passed_over = {}  # how often the home of a waiting task ran another one
         self.waiting = {}  # by trial, the answer that it waits for
+        self.asked = {}  # and with which event
 
-    def script(self, trial, anew=False):
+    def script(self, trial):
         """What a trial asks and which answer it waits for, as a generator of (event, answer). Even trials
         measure their first step, which proves larger than estimated; every third says when it has been through."""
         final, measures = self.plans[trial], trial % 2 == 0
-        if not anew:
-            total_steps = self.steps if trial % 3 else None
-            yield TrialAdded(trial, total_steps, host_bytes=10, travels=self.travels[trial]), Place
+        total_steps = self.steps if trial % 3 else None
+        yield TrialAdded(trial, total_steps, host_bytes=10, travels=self.travels[trial]), Place
         least_bytes = None if trial % 3 == 1 else self.rng.randrange(100)
         yield PilotReady(trial, least_bytes=least_bytes), StartPilot
         yield PilotDone(trial, self.rng.randrange(100)), None
@@ -914,15 +912,10 @@ class Player:
                 self.passed_over[trial] = self.passed_over.get(trial, 0) + 1
                 assert self.passed_over[trial] <= (PATIENCE + 2) * (len(self.plans) + 1), "starved"
 
-    def interrupt(self, trial):
-        """Wherever it is; its last event may have been handled only in part. Its copies are made by then."""
-        for copy in [c for c in self.copies if c.task.trial == trial]:
-            self.arrive(copy)
-        ledger = self.machine._home(trial).ledger
-        ledger.held_bytes += self.rng.choice((0, 1))
-        ledger.slot_bytes -= self.rng.choice((0, 1))
-        self.send(Interrupted(trial))
-        self.granted[trial].clear()
+    def withdraw(self, trial):
+        self.send(Withdrawn(trial))
+        if not self.granted[trial]:
+            self.send(self.asked[trial])
 
     def arrive(self, copy):
         if copy in self.copies:
@@ -933,12 +926,9 @@ class Player:
         live = {t: self.script(t) for t in self.granted}
         waiting = self.waiting
         while live:
-            known = [t for t in live if t in self.machine.trials]
-            if known and self.rng.random() < self.interrupted:
-                trial = self.rng.choice(known)
-                waiting.pop(trial, None)
-                self.interrupt(trial)
-                live[trial] = self.script(trial, anew=True)
+            asking = [t for t in waiting if not self.granted[t] and waiting[t] in (StartPilot, Admit, Enter, Alone)]
+            if asking and self.rng.random() < self.withdrawn:
+                self.withdraw(self.rng.choice(asking))
             movable = [t for t in live if t not in waiting or self.granted[t]]
             assert movable or self.copies, f"deadlock: {waiting}"
             if self.copies and (not movable or self.rng.random() < self.arrives):
@@ -954,7 +944,7 @@ class Player:
             else:
                 event, answer = next(live[trial])
                 if answer is not None:
-                    waiting[trial] = answer
+                    waiting[trial], self.asked[trial] = answer, event
                 if isinstance(event, TrialEnded):
                     del live[trial]
                 self.send(event)
@@ -984,7 +974,7 @@ POLICIES = [
     OldestFirst(),
     Shuffled(3),
 ]
-RATES = {"fails": (0.0, 0.02), "interrupted": (0.0, 0.02), "lacks": (0.0, 0.1), "travels": (0.0, 0.7, 1.0)}
+RATES = {"fails": (0.0, 0.02), "withdrawn": (0.0, 0.05), "lacks": (0.0, 0.1), "travels": (0.0, 0.7, 1.0)}
 RATES["arrives"] = (0.4, 0.05)  # copies that take long
 
 
@@ -1019,7 +1009,7 @@ def check_any_mix(workload):
     _, plans, _, _, rates = workload
     story = play(*workload)
     assert story == play(*workload), "same seed, same story"
-    if not (rates["fails"] or rates["interrupted"] or rates["lacks"]):
+    if not (rates["fails"] or rates["withdrawn"] or rates["lacks"]):
         runs = [i.task for i in story if isinstance(i, Run)]
         for trial, its_plan in enumerate(plans):
             shards = range(len(its_plan.shards))
@@ -1193,7 +1183,7 @@ def test_a_turn_that_lasts_goes_with_its_trial(machine):
     live(machine, 0, 1)
     wants_turn(machine, 0)
     wants_turn(machine, 1)
-    assert machine.handle(Interrupted(0)) == [Run(task(1, 0), 0, lasts=True)]
+    assert machine.handle(TrialEnded(0)) == [Run(task(1, 0), 0, lasts=True)]
     assert machine.handle(TrialEnded(1)) == []
     assert machine.devices[0].ledger.work_bytes == 0
 

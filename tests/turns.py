@@ -10,8 +10,8 @@ import threading
 from types import SimpleNamespace
 
 import hydra_tune
-from hydra_tune import pilot
 from hydra_tune.context import TrialContext
+from hydra_tune.planning import first_step, measure
 
 MOST_TURNS = 1_000_000
 
@@ -109,7 +109,8 @@ class Wakes(dict):
 def run_in_turns(monkeypatch, pool, objectives):
     """Each in a thread of its own, with the random state of its number."""
     ticks = itertools.count()
-    monkeypatch.setattr(pilot, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    for module in (first_step, measure):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     errors = []
 
     def run(number):

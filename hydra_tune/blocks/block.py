@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from hydra_tune.errors import UncuttableError
 from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.interrupts import interruptible
 from hydra_tune.module_states import ModuleStates
 from hydra_tune.own_forward import own_forward_of
 
@@ -27,9 +29,18 @@ def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     return leaf
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Of its `.grad`. Before torch 2.10 always its own."""
+    return (parameter.grad_dtype if _HAVE_GRAD_DTYPE and parameter.is_leaf else None) or parameter.dtype
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def gradient_bytes(parameter: torch.Tensor) -> int:
     """Bytes of its `.grad`, if it gets one. Before torch 2.10 a gradient always has its parameter's dtype."""
-    dtype = (parameter.grad_dtype if _HAVE_GRAD_DTYPE and parameter.is_leaf else None) or parameter.dtype
+    dtype = gradient_dtype(parameter)
     return storage_bytes(parameter) * dtype.itemsize // parameter.dtype.itemsize
 
 
@@ -45,6 +56,7 @@ class Block:
     held    its parameters that live on the device for the trial's life, as all buffers do
     keeps   why its activations are kept from forward to backward; empty where the forward is repeated
     clones  its inputs are changed in place, by itself or by what comes after it
+    at_home it is visited nowhere else than on its trial's home
     """
 
     name: str
@@ -52,6 +64,7 @@ class Block:
     held: Collection[nn.Parameter] = ()
     keeps: str = ""
     clones: bool = False
+    at_home: bool = True
     writes_buffers: bool = True  # its forward does, for all that is known
     casts: dict[int, torch.dtype] = field(default_factory=dict)  # `slot_parameters` that it uses only as autocast's
     is_checked: bool = False  # a repetition has made what the forward made
@@ -76,7 +89,8 @@ class Block:
             for name, p in m._parameters.items()
             if p is not None and id(p) in numbers
         ]
-        self._buffers = [(m._buffers, name) for m in self.modules for name, b in m._buffers.items() if b is not None]
+        self._buffers = [(m._buffers, name) for m in self.modules for name in m._buffers]
+        self._counts_unseen = any(isinstance(m, _NormBase) for m in self.modules)
         self._recurrent = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.module_states = ModuleStates(self.modules)
         self.own_forward = own_forward_of(self.module)
@@ -91,11 +105,18 @@ class Block:
         """Whether an attribute of its modules says where to make tensors, by a device's number."""
         return any(_is_numbered_device(value) for module in self.modules for value in vars(module).values())
 
+    @interruptible
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The module's own forward, whatever stands in its place; one set on the instance goes before its class's."""
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def has_its_weights(self) -> bool:
+        """Whether its modules have their parameters; `torch.func.functional_call` lends them others."""
+        own = self.slot_parameters
+        return all(module._parameters.get(name) is own[i] for module, name, i in self.sites)
 
     def lend(self, weights: Sequence[torch.Tensor]) -> None:
         """Its modules have these in the places of their parameters, until `take_back`."""
@@ -134,10 +155,27 @@ class Block:
         if not self._buffers:
             return []
         now = [d.get(name) for d, name in self._buffers]
-        if not self.writes_buffers:
+        if not self._copies_buffers:
             return now
         with torch.no_grad():
             return [None if b is None else b.clone() for b in now]
+
+    def buffers_themselves(self) -> list[torch.Tensor]:
+        return [b for d, name in self._buffers if (b := d.get(name)) is not None]
+
+    @property
+    def _copies_buffers(self) -> bool:
+        return self.writes_buffers or self._counts_unseen
+
+    def put_back_buffers(self, then: Sequence[torch.Tensor | None]) -> None:
+        """The forward has not run after all."""
+        for (d, name), value in zip(self._buffers if then else [], then, strict=True):
+            now = d.get(name)
+            if now is None or value is None or (now.shape, now.dtype) != (value.shape, value.dtype):
+                d[name] = value
+            else:
+                with torch.no_grad():
+                    now.copy_(value)
 
     def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Its modules have what `buffers_now` has told, or copies of it; those of before, for `take_back_buffers`."""
@@ -145,7 +183,7 @@ class Block:
             return []
         now = [d.get(name) for d, name in self._buffers]
         for (d, name), value in zip(self._buffers, then, strict=True):
-            d[name] = value.clone() if value is not None and self.writes_buffers else value
+            d[name] = value.clone() if value is not None and self._copies_buffers else value
         return now
 
     def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:

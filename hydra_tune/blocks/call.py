@@ -23,6 +23,7 @@ from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.promote import promote
 from hydra_tune.blocks.shared_casts import SharedCasts
+from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
@@ -48,12 +49,13 @@ class Executor(Protocol):
     @property
     def is_alone(self) -> bool: ...
 
-    def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
-        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
+    def begin_visit(self, block: Block, direction: Direction, *, travels: bool = False) -> DeviceCopy:
+        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`. With
+        `travels`, perhaps on another one than the trial's home, or where the backward that it is for is."""
 
     def end_visit(self, copy: DeviceCopy, direction: Direction) -> None: ...
 
-    def visit_backward(self, call: Call) -> DeviceCopy:
+    def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
         """Have the block's shard on the device, from here until the next visit; its copy there."""
 
     def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT: ...
@@ -105,11 +107,14 @@ class _EnoughError(BaseException):
 class Call:
     """The part that repeating and keeping share. Lives as long as the graph of the call."""
 
+    travels = False  # see `travelling.py`
+
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         self.block = block
         self.trial = trial
         self.forward_pass = forward_pass
         self._versions: Sequence[int] = ()  # of the weights in host memory
+        self.promoted: list[nn.Parameter] = []
         self._casts = block.casts if block.casts and remembers_casts() else {}
 
     @property
@@ -122,7 +127,7 @@ class Call:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block's forward in the user's graph, in a visit."""
         block, trial = self.block, self.trial
-        copy = trial.begin_visit(block, Direction.FORWARD)
+        copy = trial.begin_visit(block, Direction.FORWARD, travels=self.travels)
         try:
             self._enter(copy)
             self._versions = versions_of(block.slot_parameters)
@@ -130,10 +135,13 @@ class Call:
             block.lend(weights)
             _push_hooks(self._pack, self._unpack)
             try:
-                outputs = block.forward(args, kwargs)
+                outputs = self._forward_at(copy.device) if self.travels else block.forward(args, kwargs)
             finally:
                 _pop_hooks()
                 block.take_back(weights)
+                for weight, p in zip(weights, block.slot_parameters, strict=True):
+                    if weight.__dict__ or p.__dict__:  # what the forward has noted on it
+                        p.__dict__ = dict(weight.__dict__)
                 for i in self._casts:
                     trial.casts.free(block.slot_parameters[i])
             if are_trained(weights) != self._trained:
@@ -142,11 +150,18 @@ class Call:
                     "requires_grad. Change it outside of forward."
                 )
             if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):
-                return map_tensors(_apart_from(copy), outputs)
-            return outputs
+                outputs = map_tensors(_apart_from(copy), outputs)
+            return self._returned_from(copy.device, outputs) if self.travels else outputs
         finally:
             del self._copy
             trial.end_visit(copy, Direction.FORWARD)
+
+    def _forward_at(self, device: Device) -> Any:
+        """Of a call that travels, on what it was given."""
+        raise NotImplementedError
+
+    def _returned_from(self, device: Device, outputs: Any) -> Any:
+        raise NotImplementedError
 
     def _enter(self, copy: DeviceCopy) -> None:
         self._copy, self._start = copy, copy.start
@@ -157,7 +172,8 @@ class Call:
         """The block's weights as its operators are to see them: outputs of `Promote`, where they are trained."""
         parameters = self.block.slot_parameters
         weights = copy.aliases(parameters)
-        trained = are_trained(parameters)
+        self._trained = are_trained(parameters)
+        trained = [*self._trained] if self._casts else self._trained
         for i, dtype in self._casts.items():
             known = self.trial.casts.get(parameters[i], weights[i], dtype) if trained[i] else None
             weights[i] = weights[i].to(dtype) if known is None else known
@@ -172,9 +188,12 @@ class Call:
                     self.trial.casts.put(parameters[i], weight)
         self._trained = are_trained(weights)
         self._cast_places = [(*_memory_of(weights[i]), parameters[i]) for i in self._casts]
-        for weight, p in zip(weights, parameters, strict=True):
-            if p.__dict__:
-                weight.__dict__.update(p.__dict__)
+        self._attributes = {}
+        for i, p in enumerate(parameters):
+            if p.__dict__ or weights[i].__dict__:
+                self._attributes[i] = weights[i].__dict__ = dict(p.__dict__)
+        if self._attributes:
+            self._attributes = {i: dict(own) for i, own in self._attributes.items()}
         return weights
 
     def _weight_view(self, tensor: torch.Tensor, place: int) -> WeightView | None:
@@ -259,7 +278,7 @@ def hooks_of_checkpoint() -> tuple[Callable[..., Any], ...] | None:
 
 class RepeatedCall(Call):
     """`_saved` are all that autograd has saved, in order, as long as it has them. What is a weight, or lies in the
-    memory of an input, is there without a repetition."""
+    memory of an input or buffer, is there without a repetition."""
 
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         super().__init__(block, trial, forward_pass)
@@ -273,12 +292,13 @@ class RepeatedCall(Call):
         block = self.block
         self._leaves, self._structure = flatten_call(args, kwargs)
         tensors = [x for x in self._leaves if isinstance(x, torch.Tensor)]
-        self._inputs = list(map(_memory_of, tensors))
+        self._inputs = [] if self.travels else list(map(_memory_of, tensors))
         self._input_versions = versions_of(tensors)
         if block.clones:
             self.keep_clones()
         self._surroundings = Surroundings(block.module_states)
         self._buffers = block.buffers_now()
+        self._inputs += [_memory_of(b) for b in block.buffers_themselves()]
         self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
         self._held_versions = versions_of([*block.held])
         self._draws = DrawRecord()
@@ -293,6 +313,8 @@ class RepeatedCall(Call):
         """As if it had not run, for it had no room."""
         self._saved, self._looks = [], []
         rewind(self._draws)
+        self.block.put_back_buffers(self._buffers)
+        self.trial.casts.forget(self.promoted)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -360,7 +382,7 @@ class RepeatedCall(Call):
                 "tensor."
             )
         trial.visit_backward(self)
-        copy = trial.begin_visit(block, Direction.BACKWARD)
+        copy = trial.begin_visit(block, Direction.BACKWARD, travels=self.travels)
         try:
             self._enter(copy)
             self._next = 0
@@ -406,7 +428,10 @@ class RepeatedCall(Call):
         self.block.is_checked = True
 
     def _leaves_of(self, copy: DeviceCopy) -> list[torch.Tensor]:
-        weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters)]
+        weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters, self._trained)]
+        for i, leaf in enumerate(weights):
+            if i in self._attributes or leaf.__dict__:
+                leaf.__dict__ = dict(self._attributes.get(i, {}))
         for i, dtype in self._casts.items():
             weights[i] = weights[i].detach().to(dtype).requires_grad_(weights[i].requires_grad)
         return weights

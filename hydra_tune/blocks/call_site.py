@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from hydra_tune.blocks.block import Block
+from hydra_tune.interrupts import interrupts
 from hydra_tune.own_forward import StandIn
 
 
@@ -41,7 +42,10 @@ class BlockForward(StandIn):
         if not trial.has_model:
             trial.end()
             return block.forward(args, kwargs)
-        return trial.run_block(block, args, kwargs)
+        outputs = trial.run_block(block, args, kwargs)
+        if interrupts.pending:
+            interrupts.check()
+        return outputs
 
 
 def end_orphans(model: nn.Module) -> bool:

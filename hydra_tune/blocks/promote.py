@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hydra_tune.interrupts import interrupts
+
 
 class Call(Protocol):
     """What the node needs of the call of a block that it stands for."""
@@ -42,7 +44,10 @@ class Promote(torch.autograd.Function):
             )
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.call = None  # a kept loss shall not keep the call's inputs
-        return (None, None, *call.sent_home(gradients))
+        sent = call.sent_home(gradients)
+        if interrupts.pending:
+            interrupts.check()
+        return (None, None, *sent)
 
 
 # As `Promote.apply` where no transform of torch.func is around, which would be refused; in less time.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from functools import wraps
 
 import torch
@@ -41,6 +42,14 @@ class SharedCasts:
         found = self._of.get(id(weight))
         if found is not None:
             found[0].data = found[0].data.new_empty(0)
+
+    def has(self, weight: torch.Tensor) -> bool:
+        return id(weight) in self._of
+
+    def forget(self, weights: Iterable[torch.Tensor]) -> None:
+        """What a forward has cast that is to run anew."""
+        for weight in weights:
+            self._of.pop(id(weight), None)
 
     def clear(self) -> None:
         self._of.clear()

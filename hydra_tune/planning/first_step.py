@@ -66,6 +66,7 @@ class FirstStep:
         self.profiles: dict[str, BlockProfile] = {}
         self.kept_bytes = 0
         self.peak_bytes = 0
+        self.failed = False  # an exception has ended its forward or backward: it tells nothing
         self._trial = trial
         self._beside = beside
         self._copy: tuple[Block, DeviceCopy] | None = None
@@ -120,7 +121,7 @@ class FirstStep:
             block, copy = self._copy
             self._copy = None
             copy.used = copy.device.mark()
-            copy.retire()
+            self._trial.residency.drop(copy)
             self._trial.residency.device.free_slot(None, block.weight_bytes)
             self._limit()
 
@@ -147,21 +148,25 @@ class FirstStep:
         any more: it was opened into its children, or is held as a whole."""
         if not torch.is_grad_enabled():
             return block  # it is measured while it runs, for nothing is kept of it
+        if not block.has_its_weights:
+            self._trial.open_block(block, f"{block.name} is called with other weights than its own", opens=True)
+            return None
         while True:
             key = self._key(block, args, kwargs)
             measure = self._known.get(key)
             if measure is None:
-                measure = self._known[key] = self._measure(block, args, kwargs)
+                measure = self._measure(block, args, kwargs)
+                if not measure.is_of_its_own:
+                    self._known[key] = measure
             if not measure.holds:
                 break
             for weight in [block.slot_parameters[i] for i in measure.holds]:
-                block = self._trial.hold_weight(block, weight, "its block changes it in its forward, or returns it")
+                block = self._trial.hold_weight(block, weight, measure.why or "its block changes it in its forward")
         if measure.whole:
             self._trial.open_block(block, measure.whole, opens=measure.opens)
             return None
         block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or measure.keeps
         block.clones |= measure.clones
-        block.writes_buffers = measure.writes_buffers
         block.casts = dict(measure.casts)
         self._note(block, measure)
         return block
@@ -176,7 +181,7 @@ class FirstStep:
         device.synchronize()
         seconds = time.perf_counter() - start_s
         used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
-        self._note(block, BlockMeasure(used, 0, 0, kept, seconds))
+        self._note(block, BlockMeasure(used, 0, 0, kept, forward_s=seconds))
         total = self._totals.get(block.name, 0)
         self._totals[block.name] = max(total, meter.window_peak - self._start_bytes)
 
@@ -196,12 +201,13 @@ class FirstStep:
                     call.keep_clones()
                     call.block.clones = True
                     name = call.block.name
-                    self.profiles[name] = replace(self.profiles[name], clones=True)
+                    self.profiles[name] = replace(self.profiles[name], clones=True, at_home=True)
 
     def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
+        places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
         given = tuple(
-            (shape_of(x), x.dtype, x.requires_grad, _parts_of(x) if x.is_nested else _strides_of(x))
+            (shape_of(x), x.dtype, x.requires_grad, _parts_of(x) if x.is_nested else _strides_of(x), places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
@@ -241,7 +247,7 @@ class FirstStep:
     def _note(self, block: Block, measure: BlockMeasure) -> None:
         profile = BlockProfile(
             block.name, block.weight_bytes, measure.forward_work_bytes, measure.backward_work_bytes,
-            measure.saved_bytes, measure.boundary_bytes, measure.boundary_bytes, True,
+            measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
             measure.forward_s, measure.backward_s, visits=1 + torch.is_grad_enabled(),
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,
         )  # fmt: skip

@@ -24,17 +24,19 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from hydra_tune.blocks.block import Block
+from hydra_tune.blocks.block import Block, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
-from hydra_tune.hooks import user_hooks
+from hydra_tune.fork import new_in_child
+from hydra_tune.hooks import keep_only_pytorchs
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.around import Around, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shared_random import SharedDraws
+from hydra_tune.transfer import copied_bytes
 from hydra_tune.tree import containers_in, flatten, flatten_call, is_fixed, tensors_in, unflatten
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -53,13 +55,18 @@ class BlockMeasure:
     holds     weights that it changes in its forward or returns, by their numbers in the block: these stay on the device
     keeps     why its activations are kept; empty if its forward may be repeated
     clones    it changes an input in place
+    carried   bytes of its inputs, or of its outputs if these are more, as copies on another device
+    at_home   it needs what its trial has at home
     casts     weights that it uses only through autocast's copy, by their numbers in the block
+    is_of_its_own  it tells nothing of the next call: the forward raised
     """
 
     forward_work_bytes: int = 0
     backward_work_bytes: int = 0
     saved_bytes: int = 0
     boundary_bytes: int = 0
+    carried_bytes: int = 0
+    at_home: bool = True
     forward_s: float = 0.0
     backward_s: float = 0.0
     whole: str = ""
@@ -69,6 +76,8 @@ class BlockMeasure:
     clones: bool = False
     writes_buffers: bool = True
     casts: tuple[tuple[int, torch.dtype], ...] = ()
+    why: str = ""
+    is_of_its_own: bool = False
 
 
 class WritesInputError(Exception):
@@ -80,7 +89,7 @@ class _FoundError(Exception):
 
     def __init__(self, why: str, *, opens: bool = True, holds: tuple[int, ...] = ()) -> None:
         super().__init__(why)
-        self.measure = BlockMeasure(holds=holds) if holds else BlockMeasure(whole=why, opens=opens)
+        self.measure = BlockMeasure(holds=holds, why=why) if holds else BlockMeasure(whole=why, opens=opens)
 
 
 class Measurement:
@@ -120,11 +129,17 @@ class Measurement:
                 with noting_draws(records):
                     measure = self._train(twin, records)
             except RuntimeError as error:
-                if clones or "leaf Variable that requires grad" not in str(error):
+                if not clones and "leaf Variable that requires grad" in str(error):
+                    raise WritesInputError from None
+                if isinstance(error, torch.OutOfMemoryError):
                     raise
-                raise WritesInputError from None
+                measure = _after(error, block.name)
             except _FoundError as found:
                 measure = found.measure
+            except (torch.OutOfMemoryError, WritesInputError):
+                raise
+            except Exception as error:  # as its own forward will, before anybody repeats it
+                measure = _after(error, block.name)
             finally:
                 drew = shared.are_some
                 shared.take_back()
@@ -179,9 +194,8 @@ class Measurement:
             if own_forward is not None:
                 block.module.__dict__["forward"] = own_forward
         for module in twin.modules():
-            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-                if module is not twin and user_hooks(module):
-                    getattr(module, hooks).clear()
+            if module is not twin:
+                keep_only_pytorchs(module)
         self._forward = _forward_of(block, twin)
         return twin
 
@@ -204,11 +218,14 @@ class Measurement:
 
     def _train(self, twin: nn.Module, records: DrawRecord) -> BlockMeasure:
         block = self._block
-        buffers = [(d, n, b, b.clone()) for d, n, b in _buffers_of(twin)]
+        buffers = [(d, n, b, None if b is None else b.detach().clone()) for d, n, b in _buffers_of(twin)]
+        notes = [dict(leaf.__dict__) for leaf in self._leaves]
         asked, given, arguments = self._arguments()
         marks = list(map(_marks_on, given))
         weights = versions_of(self._leaves)
-        with self._measured() as used, _without_checkpoints(block):
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        uses = self._meter.noting_uses(*tensors, self._at.slot)
+        with self._measured() as used, _without_checkpoints(block), uses as outside:
             caches = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             _push_hooks(_drop, _refuse_unpacking(block))
@@ -221,6 +238,9 @@ class Measurement:
         forward_work, forward_s = used
         made = tensors_in(outputs)
         boundary = sum(map(storage_bytes, made))
+        carried = max(copied_bytes(tensors), copied_bytes(made))
+        at_home = bool(outside or self._clones) or self._is_at_home(twin, tensors, outputs)
+        del tensors
         own = versions_of(self._leaves)[: len(block.slot_parameters)]
         if own != weights[: len(own)]:
             holds = tuple(i for i, (a, b) in enumerate(zip(weights, own, strict=False)) if a != b)
@@ -232,7 +252,16 @@ class Measurement:
             raise _FoundError(f"{block.name} returns one of its weights", holds=holds)
         if any(self._at.has(t) for m in twin.modules() for t in _tensors_of(m)):
             raise _FoundError(f"{block.name} keeps a view of a weight in an attribute")
+        if any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in self._leaves):
+            raise _FoundError(f"{block.name} puts a hook on a weight in its forward")
         change = self._around.change()
+        if any(
+            {**leaf.__dict__}.keys() != own.keys() or any(leaf.__dict__[k] is not v for k, v in own.items())
+            for leaf, own in zip(self._leaves, notes, strict=True)
+        ):
+            change = change or "what is noted on a weight"
+        if any(b is not None and b.grad_fn is not None for b in (d.get(n) for d, n, _, _ in buffers)):
+            change = change or "a buffer into an activation"
         keeps = f"{block.name} changes {change}" if change else self._gives_away(twin, outputs)
         if list(map(_marks_on, given)) != marks:
             keeps = keeps or f"{block.name} puts a hook or an attribute on an input"
@@ -240,11 +269,13 @@ class Measurement:
         first = [x.detach().clone() for x in made]
         del outputs, made, given, arguments, asked
         self._around.restore()
-        with torch.no_grad():
-            for d, n, b, then in buffers:
-                if not _is_equal(b, then):
-                    b.copy_(then)
-                d[n] = b
+        for leaf, noted in zip(self._leaves, notes, strict=True):
+            if leaf.__dict__ or noted:
+                leaf.__dict__ = noted
+        for d, n, b, then in buffers:
+            d[n] = b if _is_equal(b, then) else then
+        there = [d.get(n) for d, n, _, _ in buffers]
+        counts = versions_of([b for b in there if b is not None])
         asked, given, arguments = self._arguments()
         del given
         with self._measured() as used:
@@ -268,16 +299,21 @@ class Measurement:
                 torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
             del wanted
             self._device.synchronize()
+        found = [d.get(n) for d, n, _, _ in buffers]
+        writes_buffers |= list(map(id, found)) != list(map(id, there))
+        writes_buffers |= versions_of([b for b in found if b is not None]) != counts  # in its backward
         backward_work, backward_s = used
         return BlockMeasure(
-            forward_work, backward_work, saved, boundary, forward_s, backward_s,
+            forward_work, backward_work, saved, boundary, carried, at_home, forward_s, backward_s,
             keeps=keeps, clones=self._clones, writes_buffers=writes_buffers, casts=casts,
         )  # fmt: skip
 
     def _gives_away(self, twin: nn.Module, outputs: Any) -> str:
         """Whether it returns something of its own, into which others may write."""
         name, leaves = self._block.name, flatten(outputs)[0]
-        own = [b for _, _, b in _buffers_of(twin)] + [t for m in twin.modules() for t in _tensors_of(m)]
+        own = [b for _, _, b in _buffers_of(twin) if b is not None] + [
+            t for m in twin.modules() for t in _tensors_of(m)
+        ]
         own += self._leaves[len(self._block.slot_parameters) :]
         memory = {s._cdata for t in own for s in storages_of(t)}
         if any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
@@ -288,14 +324,29 @@ class Measurement:
             return f"{name} returns an object"
         return ""
 
+    def _is_at_home(self, twin: nn.Module, given: Sequence[torch.Tensor], outputs: Any) -> bool:
+        """It has tensors of its own beside its weights, gives a view of what it is given, or says where to make any; or
+        a library collects what its parts make, in their hooks or by other forwards of theirs."""
+        block, places = self._block, {s._cdata for x in given for s in storages_of(x)}
+        if (
+            block.held
+            or any(b is not None for _, _, b in _buffers_of(twin))
+            or any(map(_tensors_of, twin.modules()))
+            or block.names_device
+        ):
+            return True
+        parts = [module for module in block.modules if module is not block.module]
+        if any("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks for part in parts):
+            return True
+        return any(s._cdata in places for x in tensors_in(outputs) for s in storages_of(x))
+
     def _casts(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
-        """Of the weights that are promoted, those whose every use is a cast to autocast's dtype."""
-        dtype = casts_to()
-        if dtype is None or not remembers_casts():
-            return ()
+        """Of the weights that are promoted, those whose every use is a cast to autocast's dtype. Held are those whose
+        gradients plain PyTorch adds up as a visit would not."""
+        dtype = casts_to() if remembers_casts() else None
         own = self._leaves[: len(self._block.slot_parameters)]
         numbers = {id(leaf): i for i, leaf in enumerate(own) if leaf.requires_grad}
-        direct, cast = set[int](), dict[int, int]()
+        direct, cast = dict[int, int](), dict[int, int]()
         left, met = [x.grad_fn for x in outputs if x.grad_fn is not None], set[Any]()
         while left:
             node = left.pop()
@@ -309,11 +360,17 @@ class Measurement:
                 elif node.name() == "ToCopyBackward0" and node._input_metadata[0].dtype is dtype:
                     cast[number] = cast.get(number, 0) + 1
                 else:
-                    direct.add(number)
-        mixed = [i for i, times in cast.items() if i in direct and times > 1]
-        if mixed:
-            raise _FoundError(f"{self._block.name} uses a weight both as it is and as autocast's copy")
-        return tuple((i, dtype) for i in sorted(cast.keys() - direct))
+                    direct[number] = direct.get(number, 0) + 1
+        held = {i: "it is used both as it is and as autocast's copy" for i in cast if i in direct}
+        for i, times in direct.items():
+            if times > 1 and gradient_dtype(self._block.slot_parameters[i]) is not own[i].dtype:
+                held[i] = "its gradients are added up in a dtype that is not its own"
+        hooked = [i for i in numbers.values() if has_hooks(self._block.slot_parameters[i])]
+        if not all(i in direct or i in cast for i in hooked):
+            held |= dict.fromkeys(hooked, "it has a hook, and not every call uses all such weights")
+        if held:
+            raise _FoundError("; ".join(sorted({*held.values()})), holds=tuple(sorted(held)))
+        return tuple((i, dtype) for i in sorted(cast)) if dtype is not None else ()
 
     @contextmanager
     def _measured(self) -> Iterator[list[Any]]:
@@ -323,6 +380,12 @@ class Measurement:
         before, start_s = self._meter.start_window(), time.perf_counter()
         yield used
         used[:] = self._meter.window_peak - before, time.perf_counter() - start_s
+
+
+def _after(error: Exception, name: str) -> BlockMeasure:
+    if "saved tensor hooks" in str(error):
+        return BlockMeasure(whole=f"{name} takes gradients within its forward by torch.func")
+    return BlockMeasure(keeps=f"{name} raises {type(error).__name__}", is_of_its_own=True)
 
 
 def _forward_of(block: Block, twin: nn.Module) -> Callable[..., Any]:
@@ -343,11 +406,13 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return tensors_in([v for v in own if isinstance(v, (torch.Tensor, list, tuple, dict))])
 
 
-def _buffers_of(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    return [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+def _buffers_of(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor | None]]:
+    return [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items()]
 
 
-def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
     return a.shape == b.shape and (a.layout is not torch.strided or same_bits(a.contiguous(), b.contiguous()))
 
 
@@ -399,24 +464,49 @@ def _are_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(same_values, a, b))
 
 
+class _Here(threading.local):
+    """The block that the thread measures."""
+
+    block: Block | None = None
+
+
+_here = _Here()
+_lock = new_in_child(threading.Lock())
+_watching: list[Callable[[], None]] = []  # one a thread that measures: what the first has set goes with the last
+
+
 @contextmanager
 def _without_checkpoints(block: Block) -> Iterator[None]:
     """One within a block would repeat its part outside of any visit. Other threads' go on."""
-    here, hook = threading.get_ident(), torch_checkpoint._checkpoint_hook.__init__
-    apply = torch_checkpoint.CheckpointFunction.apply
-
-    def unless_here(function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == here:
-                raise _FoundError(f"{block.name} has a checkpoint within")
-            return function(*args, **kwargs)
-
-        return called
-
-    torch_checkpoint._checkpoint_hook.__init__ = unless_here(hook)  # type: ignore[method-assign]
-    torch_checkpoint.CheckpointFunction.apply = unless_here(apply)  # type: ignore[method-assign]
+    with _lock:
+        _watching.append(_watching[0] if _watching else _watch_checkpoints())
+    _here.block = block
     try:
         yield
     finally:
+        _here.block = None
+        with _lock:
+            unwatch = _watching.pop()
+            if not _watching:
+                unwatch()
+
+
+def _watch_checkpoints() -> Callable[[], None]:
+    """What undoes it."""
+    hook, function = torch_checkpoint._checkpoint_hook.__init__, torch_checkpoint.CheckpointFunction
+
+    def unless_measured(called: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _here.block is not None:
+                raise _FoundError(f"{_here.block.name} has a checkpoint within")
+            return called(*args, **kwargs)
+
+        return call
+
+    def unwatch() -> None:
         torch_checkpoint._checkpoint_hook.__init__ = hook  # type: ignore[method-assign]
-        del torch_checkpoint.CheckpointFunction.apply
+        del function.apply
+
+    torch_checkpoint._checkpoint_hook.__init__ = unless_measured(hook)  # type: ignore[method-assign]
+    function.apply = unless_measured(function.apply)  # type: ignore[method-assign]
+    return unwatch

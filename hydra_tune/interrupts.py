@@ -1,0 +1,93 @@
+"""Ctrl-C waits until the library has finished what may not be cut in half.
+
+PyTorch goes on after a KeyboardInterrupt, and so does a prepared model. But raised between the pool's answer and the
+line that notes it, it would leave the two in disagreement. So a handler of ours looks where the main thread is:
+
+    the script, a loader, a model's own forward   raised at once, as ever
+    the library's own frames                      raised at the next boundary: the end of a visit or of a forward, an
+                                                  optimizer's step, a wait; where none comes, as soon as they are left
+
+Neither costs a step anything. A second Ctrl-C is raised at once, wherever it comes. It stands in for Python's own
+handler alone: with one of the user's, which may raise anywhere, nothing is promised.
+"""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import TypeVar
+
+_LOOK_AGAIN_S = 0.1
+_OURS = frozenset(
+    f"hydra_tune.{name}"
+    for name in (
+        "company", "context", "fork", "lease", "meter", "mode", "planner", "pool", "pool_device", "process_state",
+        "residency", "shared_random", "steps", "trial",
+    )
+)  # fmt: skip
+_FOLDERS_OF_OURS = ("hydra_tune.blocks.", "hydra_tune.planning.", "hydra_tune.randomness.")
+_runs_users_code = set[CodeType]()
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
+
+
+def interruptible(function: FunctionT) -> FunctionT:
+    """It does nothing but call the user's code."""
+    _runs_users_code.add(function.__code__)
+    return function
+
+
+class Interrupts:
+    """Of the process. `pending` is set from a Ctrl-C that waits until it is raised."""
+
+    def __init__(self) -> None:
+        self.pending = False
+        self._looks_again = False
+
+    def install(self) -> None:
+        """In place of Python's handler, if this is the main thread: no other may."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, _: int, frame: FrameType | None) -> None:
+        """Called in the main thread."""
+        is_second = self.pending and not self._looks_again
+        self._looks_again = False
+        if is_second or not _is_ours(frame):
+            self.pending = False
+            raise KeyboardInterrupt
+        self.pending = True
+        _thread.start_new_thread(self._look_again, ())  # threading's own takes locks that this frame may have
+
+    def _look_again(self) -> None:
+        time.sleep(_LOOK_AGAIN_S)
+        if self.pending:
+            self._looks_again = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def check(self) -> None:
+        """A boundary: raises what is pending, in the main thread."""
+        if self.pending and threading.current_thread() is threading.main_thread():
+            self.pending = False
+            raise KeyboardInterrupt
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether the innermost frame that tells is one of the library's own."""
+    while frame is not None:
+        if frame.f_code in _runs_users_code:
+            return False
+        name = frame.f_globals.get("__name__", "")
+        if name in _OURS or name.startswith(_FOLDERS_OF_OURS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+interrupts = Interrupts()

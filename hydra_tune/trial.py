@@ -542,7 +542,9 @@ class Trial:
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
         if first is not None and not self._backward_passes:
+            self.stop.check()
             measured = first.before(block, args, kwargs)
+            self.stop.check()
             if measured is None:
                 return block.forward(args, kwargs)
             block = measured

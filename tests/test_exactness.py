@@ -131,15 +131,17 @@ def budget_bytes(name, training_name):
 
 
 def plan_of(name, training_name, budget):
-    """The plan under this budget, made in a first forward; None if there is none."""
+    """The plan under this budget, made of a first step; None if there is none."""
     torch.manual_seed(0)
     architecture, training = ZOO[name], TRAININGS[training_name]
     with hydra_tune.ShardPool(["cpu"], budget) as pool:
         model = architecture.build()
-        model, _ = hydra_tune.prepare(model, training.optimizer(model.parameters()), pool=pool)
+        model, optimizer = hydra_tune.prepare(model, training.optimizer(model.parameters()), pool=pool)
         try:
             with torch.autocast("cpu", torch.bfloat16) if training.bf16 else nullcontext():
-                architecture.loss(model, architecture.batch())
+                loss = architecture.loss(model, architecture.batch())
+            (loss / training.accumulation).backward()
+            optimizer.step()
         except hydra_tune.BudgetError:
             return None
         (plan,) = pool.plans.values()

@@ -180,23 +180,6 @@ def set_generator_states(generators: Sequence[torch.Generator], states: Sequence
 
 
 @contextmanager
-def lent(generators: Sequence[torch.Generator], to: Sequence[torch.Generator]) -> Iterator[None]:
-    """What the thread draws from those of another device is what these would have given, and they go on from there.
-    The others are as before."""
-    pairs = [(own, other) for own, other in zip(generators, to, strict=True) if own is not other]
-    own, others = [own for own, _ in pairs], [other for _, other in pairs]
-    states, theirs = generator_states(own), generator_states(others)
-    try:
-        set_generator_states(others, states)
-        yield
-    finally:
-        drawn = generator_states(others)
-        set_generator_states(others, theirs)
-        if not all(map(torch.equal, drawn, states)):  # else another thread may have drawn meanwhile
-            set_generator_states(own, drawn)
-
-
-@contextmanager
 def random_state_kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Whatever the thread draws inside is as if it had not: torch's numbers, Python's and NumPy's."""
     states = generator_states(generators)

@@ -557,7 +557,8 @@ class Trial:
         if hooks is not None:
             checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
             return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
-        if block.keeps or self._pass is None or block.module_states.is_rebuilt:  # a checkpoint's repetition: its own backward follows at once
+        # a checkpoint's repetition: its own backward follows at once
+        if block.keeps or self._pass is None or block.module_states.is_rebuilt:
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
         if block.at_home or block.clones or not (self.pool.travels and self._may_travel(block, given)):
             call = RepeatedCall(block, self, forward_pass)

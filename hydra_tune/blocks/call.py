@@ -319,6 +319,7 @@ class RepeatedCall(Call):
 
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         super().__init__(block, trial, forward_pass)
+        self._buffers: Sequence[torch.Tensor | None] = ()
         self._draws = DrawRecord()
         self._saved: list[weakref.ref[Saved]] = []
         self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same

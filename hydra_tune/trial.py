@@ -25,7 +25,15 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint, is_watched
+from hydra_tune.blocks.call import (
+    Call,
+    CheckpointedCall,
+    KeptCall,
+    RepeatedCall,
+    hooks_of_checkpoint,
+    is_watched,
+    refuse_hooks,
+)
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
@@ -616,6 +624,7 @@ class Trial:
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
+                refuse_hooks(block, weights)
                 self._take_gradients(block, weights)
                 if copy.num_bytes and (returned := weights_in(outputs, copy)):
                     rewind(draws)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.journal import Journal
+
 from hydra_tune.meter import is_counted
 
 WIDTH = 32

@@ -154,8 +154,8 @@ class Call:
                 raise PrepareError(
                     f"a block uses its weights in one way under autocast, but this call of {block.name} saves "
                     f"{self._num_saved} tensors for its backward, where {sorted(block.saved_counts)} were measured: it "
-                    "has taken another branch, in which autocast's copy of a weight may not do. Raise its pool memory="
-                    "until the model is resident, or leave autocast out."
+                    "has taken another branch, in which autocast's copy of a weight may not do. Raise the pool's "
+                    "memory= until the model is resident, or leave autocast out."
                 )
             if are_trained(weights) != self._trained:
                 raise PrepareError(

@@ -431,7 +431,7 @@ class Trial:
         first, plan = self.planner.first, self.plan
         self.steps.number += 1
         self._invalidate()
-        self._pass = forward_pass = ForwardPass()
+        self._pass = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
         self._thread = threading.get_ident()
         self.steps.add_forward(forward_pass)
         if self.meter.always:
@@ -762,7 +762,10 @@ class Trial:
         self._close_backward()
         self._forget_touched()
         self.residency.await_gradients()
-        self.steps.trains |= not within_forward
+        self.steps.trains |= self._pass is None or self._pass.trains
+        if self._pass is not None and self._pass.trains and not self._pass.has_trained:
+            self._pass.has_trained = True
+            self.steps.add_backward()
         if not (within_forward or within_backward):
             self.steps.add_backward()
             if not self.ended:

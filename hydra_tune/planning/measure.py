@@ -272,6 +272,8 @@ class Measurement:
         if any(b is not None and b.grad_fn is not None for b in (d.get(n) for d, n, _, _ in buffers)):
             change = change or "a buffer into an activation"
         keeps = f"{block.name} changes {change}" if change else self._gives_away(twin, outputs)
+        if any(t.grad_fn is not None for m in block.modules for t in _tensors_of(m)):
+            keeps = keeps or f"{block.name} has an activation in an attribute"  # which may be gone in the backward
         if list(map(_marks_on, given)) != marks:
             keeps = keeps or f"{block.name} puts a hook or an attribute on an input"
         writes_buffers = any(d.get(n) is not b or not _is_equal(b, then) for d, n, b, then in buffers)

@@ -363,6 +363,9 @@ class Trial:
             self.steps.leave()
             self._end_first_step()
             kind = planner.kind_of(self.models.index(root.module), args, kwargs)
+        if planner.first is not None and self.steps.is_endless:
+            self.steps.leave()
+            self._end_first_step()
         if planner.first is not None:  # of a step with several forwards
             planner.first.add(kind)
             return
@@ -443,7 +446,7 @@ class Trial:
         first, plan = self.planner.first, self.plan
         self.steps.number += 1
         self._invalidate()
-        self._pass = forward_pass = ForwardPass()
+        self._pass = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
         self._thread = threading.get_ident()
         self.steps.add_forward(forward_pass)
         if self.meter.always:
@@ -778,7 +781,10 @@ class Trial:
         self._close_backward()
         self._forget_touched()
         self.residency.await_gradients()
-        self.steps.trains |= not within_forward
+        self.steps.trains |= self._pass is None or self._pass.trains
+        if self._pass is not None and self._pass.trains and not self._pass.has_trained:
+            self._pass.has_trained = True
+            self.steps.add_backward()
         if not (within_forward or within_backward):
             self.steps.add_backward()
             if not self.ended:

@@ -8,6 +8,7 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune.context import TrialContext
+from hydra_tune.planning.measure import Measurement
 
 WIDTH, STEPS = 48, 12
 BUDGET = 72 << 10  # in double precision, some of six layers
@@ -80,6 +81,28 @@ def test_scripts_in_threads_that_share_a_pool():
     assert len(found) == 4
     assert max(worst for _, worst in found) < 1e-9
     assert len({tuple(losses) for losses, _ in found}) == 4, "none draws what another does"
+
+
+def test_what_other_threads_draw_while_a_block_is_measured_stays_drawn(monkeypatch):
+    """The default generator was put back with the devices' own: others drew the same numbers twice."""
+    run, drawn = Measurement.run, []
+
+    def beside(*given, **options):
+        found = run(*given, **options)
+        drawn.append(torch.rand(1).item())
+        return found
+
+    def measured(measurement, twin, records):
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(1).item()))
+        thread.start(), thread.join()
+        return train_twin(measurement, twin, records)
+
+    train_twin = Measurement._train
+    monkeypatch.setattr(Measurement, "run", beside)
+    monkeypatch.setattr(Measurement, "_train", measured)
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+        train(pool, 1)
+    assert len(set(drawn)) == len(drawn) > 1
 
 
 def test_a_script_alone_draws_what_plain_pytorch_draws():

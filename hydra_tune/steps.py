@@ -18,6 +18,7 @@ from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 
 logger = logging.getLogger("hydra_tune")
+_MOST_FIRST_BACKWARDS = 3
 _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
 
 
@@ -70,6 +71,11 @@ class Steps:
     def open_first(self) -> None:
         self.trains, self._num_backwards = False, 0
         self.under_way = self._is_first = True
+
+    @property
+    def outlasts_first(self) -> bool:
+        """The first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
+        return self._is_first and self._num_backwards >= _MOST_FIRST_BACKWARDS
 
     def leave(self) -> None:
         trial = self._trial

@@ -363,6 +363,10 @@ class Trial:
             planner.start()
         number, call = self.models.index(root.module), _call_key(root, args, kwargs)
         kind = root.kind_of(call, lambda: planner.kind_of(number, args, kwargs))
+        if planner.first is not None and self.steps.outlasts_first:
+            self.steps.leave()
+            self._end_first_step()
+            kind = planner.kind_of(self.models.index(root.module), args, kwargs)
         if planner.first is not None:  # of a step with several forwards
             planner.first.add(kind)
             return
@@ -552,6 +556,7 @@ class Trial:
         if first is not None and not self._backward_passes:
             self.pool.check_open(self)
             measured = first.before(block, args, kwargs)
+            self.stop.check()
             if measured is None:
                 return block.forward(args, kwargs)
             block = measured
@@ -565,7 +570,7 @@ class Trial:
             checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
             return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
         at_once = self._pass is None  # a checkpoint's repetition, whose own backward follows
-        if block.keeps or at_once or is_watched():
+        if block.keeps or at_once or block.module_states.is_rebuilt or is_watched():
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
         if block.at_home or block.clones or not (self.pool.travels and self._may_travel(block, given)):
             call = RepeatedCall(block, self, forward_pass)
@@ -766,6 +771,8 @@ class Trial:
         )
         if not self.steps.under_way:
             if self.plan is None:
+                self.planner.settle_last()
+            if self.plan is None:
                 raise PrepareError(
                     "a backward comes after a later forward has failed or was interrupted in its first step, and the "
                     "model has no plan now. Call backward before the next forward, or repeat the forward."
@@ -792,6 +799,8 @@ class Trial:
 
     def _forget_backward(self) -> None:
         """It was ended by an exception, after which the engine calls nobody."""
+        for forward_pass in self._backward_passes:
+            forward_pass.done = True
         if self.planner.first is not None:
             self.planner.first.failed = True
         self._backward_id, self._backward_passes = -1, set()

@@ -286,22 +286,25 @@ def test_a_forward_that_a_user_has_put_around_a_blocks_stays_after_the_end(budge
             hydra_tune.release(model)
 
 
-def test_a_block_that_is_made_anew_before_its_first_call_is_measured_then():
-    class Deepening(Net):
-        depth = 2
+class MakesABlockAnewBeforeItsFirstCall(Script):
+    """Which no first step has measured."""
 
-        def forward(self, x):
-            for layer in self.layers[: self.depth]:
-                x = layer(x)
-            return self.head(x)
+    def model(self):
+        class Deepening(Net):
+            depth = 2
 
-    model = Deepening(Dropping)
-    for i, layer in enumerate(model.layers):  # none is like another, which would do for its measure
-        layer.up, layer.down = nn.Linear(WIDTH, 64 + i), nn.Linear(64 + i, WIDTH)
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        step(model, pool).sum().backward()
+            def forward(self, x):
+                for layer in self.layers[: self.depth]:
+                    x = layer(x)
+                return self.head(x)
+
+        return Deepening(Dropping)
+
+    def after(self, model, optimizer):
         model.layers[5].drop = nn.Dropout(0.1)
-        for model.depth in (2, 6):
-            model(torch.randn(4, WIDTH)).sum().backward()
-        (plan,) = pool.plans.values()
-        assert all(block.measured for block in plan.blocks)
+        model.depth += 2
+
+
+@pytest.mark.parametrize("budget", ["three shards", "resident"])
+def test_a_block_that_is_made_anew_before_its_first_call(budget):
+    assert_trains_as_in_plain_pytorch(MakesABlockAnewBeforeItsFirstCall, budget)

@@ -154,8 +154,8 @@ class Call:
                 raise PrepareError(
                     f"a block uses its weights in one way under autocast, but this call of {block.name} saves "
                     f"{self._num_saved} tensors for its backward, where {sorted(block.saved_counts)} were measured: it "
-                    "has taken another branch, in which autocast's copy of a weight may not do. Raise its pool memory="
-                    "until the model is resident, or leave autocast out."
+                    "has taken another branch, in which autocast's copy of a weight may not do. Raise the pool's "
+                    "memory= until the model is resident, or leave autocast out."
                 )
             if are_trained(weights) != self._trained:
                 raise PrepareError(
@@ -319,6 +319,8 @@ class RepeatedCall(Call):
 
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         super().__init__(block, trial, forward_pass)
+        self._buffers: Sequence[torch.Tensor | None] = ()
+        self._draws = DrawRecord()
         self._saved: list[weakref.ref[Saved]] = []
         self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
         self._drops = False  # something that a repetition must make
@@ -338,7 +340,6 @@ class RepeatedCall(Call):
         self._inputs += [_memory_of(b) for b in block.buffers_themselves()]
         self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
         self._held_versions = versions_of([*block.held])
-        self._draws = DrawRecord()
         with noting_draws(self._draws):
             outputs = super().run(args, kwargs)
         del self._inputs

@@ -244,6 +244,7 @@ class Measurement:
         forward_work, forward_s = used
         made = tensors_in(outputs)
         boundary = sum(map(storage_bytes, made))
+        forward_work = max(0, forward_work - boundary)  # what it makes and leaves is the step's from then on
         carried = max(copied_bytes(tensors), copied_bytes(made))
         at_home = bool(outside or self._clones) or self._is_at_home(twin, tensors, outputs)
         del tensors

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import MixedDevicesError
+from hydra_tune.errors import BudgetError, MixedDevicesError
 from hydra_tune.fork import gate, new_in_child
 from hydra_tune.host_buffer import parts_of
 
@@ -310,6 +310,12 @@ class TrialMeter:
     def outgrow(self) -> bool:
         """Whether there is more room now for what was to be made."""
         return self.first is not None and self.first.outgrow()
+
+    def refusal_of(self, error: torch.OutOfMemoryError) -> Exception:
+        """What ends the trial: outside of visits a first step cannot run an operator otherwise."""
+        if self.first is None or self.inside:
+            return error
+        return BudgetError(f"a first step has no room on {self.meter.name}: {error}")
 
     def note_growth(self, written: Iterable[torch.Tensor]) -> None:
         """Count what an operator has enlarged."""

@@ -92,10 +92,12 @@ class TrialMode(TorchDispatchMode):
             meter.before_writing(_written_by(func, args, kwargs))
         try:
             return self._observed(func, args, kwargs, meter, inputs)
-        except torch.OutOfMemoryError:  # of a GPU's allocator, which nobody can ask before
+        except torch.OutOfMemoryError as error:  # of a GPU's allocator, which nobody can ask before
             schema = getattr(func, "_schema", None)
-            if meter is None or schema is None or schema.is_mutable or not meter.outgrow():
+            if meter is None:
                 raise
+            if schema is None or schema.is_mutable or not meter.outgrow():
+                raise meter.refusal_of(error) from None
         return self._observed(func, args, kwargs, meter, inputs)
 
     def _observed(

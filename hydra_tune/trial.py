@@ -887,6 +887,8 @@ class Trial:
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not (rewound() and first.outgrow()):
+                    if self._backward_passes:
+                        raise BudgetError(f"a first step has no room on {self.device.name}: {error}") from None
                     raise
 
     def _drop_others(self, block: Block) -> None:

@@ -117,6 +117,11 @@ class Steps:
         """The last one whose graph may still be used."""
         return next((found for ref in reversed(self._forwards) if (found := ref()) is not None), None)
 
+    @property
+    def has_one_forward(self) -> bool:
+        """Whether no other one's backward may be under way, or be still to come."""
+        return sum((forward := ref()) is not None and not forward.done for ref in self._forwards) == 1
+
     def add_backward(self) -> None:
         self._num_backwards += 1
 

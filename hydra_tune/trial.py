@@ -19,13 +19,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint, is_watched
+from hydra_tune.blocks.call import (
+    Call,
+    CheckpointedCall,
+    KeptCall,
+    RepeatedCall,
+    hooks_of_checkpoint,
+    is_watched,
+    refuse_hooks,
+)
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
@@ -78,6 +86,16 @@ class _Root:
         self.use_cache_again()
 
 
+class _Sent(NamedTuple):
+    """A gradient in host memory, which only autograd holds."""
+
+    parameter: nn.Parameter
+    place: int
+    version: int
+    block: str
+    late: bool
+
+
 class Trial:
     """Executes one prepared model. Used by one thread at a time; the pool's lock guards what is shared."""
 
@@ -117,6 +135,8 @@ class Trial:
         self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
         self._open_copy: DeviceCopy | None = None
         self._touched: list[weakref.ref[Call]] = []  # in the backward under way
+        self._sent: list[_Sent] = []  # in the backward under way
+        self._taken = set[int]()  # weights, by id, whose gradients autograd has taken as they were sent, the last time
 
     # ---- what it is ----
 
@@ -619,6 +639,7 @@ class Trial:
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
+                refuse_hooks(block, weights)
                 self._take_gradients(block, weights)
                 if copy.num_bytes and (returned := weights_in(outputs, copy)):
                     rewind(draws)
@@ -721,12 +742,20 @@ class Trial:
         if call.has_casts:
             gradients = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
         if self.residency.spilled or self.planner.first is not None:
-            late = (
+            alone = (
                 self._task_device.spills_behind
                 and call.forward_pass.calls.get(call.block.name, 0) == 1
+                and self.steps.has_one_forward
                 and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
             )
+            late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
             sent = self.residency.spill_gradients(self._task_device, parameters, gradients, late=late)
+            if alone:
+                self._sent += [
+                    _Sent(p, g.data_ptr(), g._version, call.block.name, late)
+                    for p, g in zip(parameters, sent, strict=True)
+                    if g is not None
+                ]
         else:
             sent = list(gradients)
         call.forget()
@@ -772,6 +801,7 @@ class Trial:
         self._close_backward()
         self._forget_touched()
         self.residency.await_gradients()
+        self._check_taken()
         self.steps.trains |= self._pass is None or self._pass.trains
         if self._pass is not None and self._pass.trains and not self._pass.has_trained:
             self._pass.has_trained = True
@@ -792,6 +822,24 @@ class Trial:
         self._close_backward()
         self._forget_touched()
         self.residency.await_gradients()
+        self._sent = []
+
+    def _check_taken(self) -> None:
+        """What was sent late must have been taken as it is: who adds something to it reads it before it is there."""
+        summed, sent, self._sent = "", self._sent, []
+        for p, place, version, block, late in sent:
+            gradient = p.grad
+            if gradient is not None and (gradient.data_ptr(), gradient._version) == (place, version):
+                self._taken.add(id(p))
+            else:
+                self._taken.discard(id(p))
+                summed = block if late else summed
+        if summed:
+            raise PrepareError(
+                f"a weight of block {summed} has another use in this backward, as a penalty has it, and had none "
+                "before, so that its gradient was on its way while it was added up. From here on it is awaited: "
+                "set the gradients to None, and repeat the forward."
+            )
 
     def _forget_touched(self) -> None:
         for reference in self._touched:
@@ -975,6 +1023,14 @@ def _then_check(function: Callable[[], None]) -> Callable[..., None]:
 def _let_go(mode: TrialMode) -> None:
     """Wherever it is still on a stack it does nothing."""
     mode.meter = None
+
+
+def _is_accumulated(parameter: torch.Tensor) -> bool:
+    """By the backward under way, and not what `torch.autograd.grad` returns."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:
+        return False
 
 
 def _reads_gradient(parameter: torch.Tensor) -> bool:

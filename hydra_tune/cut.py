@@ -16,6 +16,8 @@ from hydra_tune.partition import find_blocks, has_children
 from hydra_tune.root import SeveralModels
 from hydra_tune.shard import BlockProfile, Cut
 
+UNMEASURED = "no first step has called it"
+
 
 def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[BlockProfile] = ()) -> list[Block]:
     """The model's blocks, in order of registration; in the order of `profiles`, and by what these tell, if given."""
@@ -35,6 +37,8 @@ def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[B
             profile = known[name]
             block.keeps, block.clones, block.writes_buffers = profile.keeps, profile.clones, profile.writes_buffers
             block.casts, block.saved_counts = dict(profile.casts), profile.saved_counts
+            if not profile.visits:
+                block.keeps = UNMEASURED
         blocks.append(block)
     return blocks
 

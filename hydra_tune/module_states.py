@@ -36,13 +36,19 @@ class ModuleStates:
         self._latest: list[State | None] = [None] * len(modules)
         self._lengths: list[int] = []
         self._same: tuple[list[int], list[State]] | None = None  # by identity, while all of it is plain
-        self._build = self._read_build()
+        self._build = self._first_build = self._read_build()
 
     def build_now(self) -> Build:
         """As it is now; not to be changed."""
         if not self.have(self._build):
             self._build = self._read_build()
         return self._build
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """Some modules have other children, or are of other classes, than at first: nobody has noted what those are
+        set to."""
+        return not self.have(self._first_build)
 
     def have(self, build: Build) -> bool:
         return self._read_build() == build

@@ -244,7 +244,17 @@ def _is_setting(parameter: torch.Tensor) -> bool:
 
 
 def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    return tuple((tuple(t.shape), t.dtype) for t in tensors_in(inputs))
+    return tuple((shape_of(t), t.dtype) for t in tensors_in(inputs))
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested tensor, some of whose sizes are no numbers, that of its memory."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    if tensor.layout is not torch.jagged:
+        return (tensor.numel(),)
+    memory: torch.Tensor = tensor._values  # type: ignore[assignment]
+    return tuple(memory.shape)
 
 
 def gradient_flags(inputs: object) -> tuple[bool, ...]:

@@ -8,7 +8,7 @@ Trainings and evaluations share what is held for life, and have steps and shards
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -150,8 +150,10 @@ class Planner:
             self._kinds.update(kind() for kind in key.kinds)
         shared = trial.pool.measures.get(key, [])
         found = [m for m in shared if m.covers(_comparable(kind))]
-        if not found:
+        plan = self.plan or self._next_plan
+        if not found or plan is None or not plan.resident:
             refuse_computed_weights(trial.model)
+        if not found:
             return False
         self._count(replace(found[0], kinds=(kind,), trains=kind.trains))
         return True
@@ -228,7 +230,13 @@ class Planner:
         trial.pool.end_pilot(trial, first.peak_bytes, trained=trained)
         trial.residency.bring_home(trial.optimizers)
         measure = StepMeasure(
-            tuple(first.kinds), first.trains, self._cut, first.profiles, step_bytes, first.kept_bytes, first.peak_bytes
+            tuple(first.kinds),
+            first.trains,
+            self._cut,
+            first.profiles_beside(step_bytes),
+            step_bytes,
+            first.kept_bytes,
+            first.peak_bytes,
         )
         self._count(measure)
         trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
@@ -286,8 +294,7 @@ class Planner:
             for name, profile in measure.blocks.items():
                 profiles[name] = larger_of(profiles[name], profile) if name in profiles else profile
         known = [profiles[b.name] for b in self._in_order(list(profiles)) if b.name in profiles]
-        others = [b for b in self.blocks if b.name not in profiles]
-        uncalled = [BlockProfile(b.name, b.weight_bytes, at_home=True, measured=False, visits=0) for b in others]
+        uncalled = self._uncalled(profiles)
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
         trains = any(m.trains for m in self._measures)
@@ -296,7 +303,7 @@ class Planner:
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._held_bytes(self._loose, trains) + buffers + kept,
             resident_bytes=self._held_bytes(list(trial.model.parameters()), trains) + buffers + kept,
-            step_bytes=max(m.step_bytes for m in measures),
+            step_bytes=max(m.step_bytes for m in measures) + sum(p.boundary_bytes + p.saved_bytes for p in uncalled),
             late_bytes=self._late_bytes if trains else 0,
             may_be_resident=resident,
             cut=self._cut,
@@ -304,6 +311,16 @@ class Planner:
         if trial.alone:
             plan = replace(plan, held_bytes=trial.pool.budget_bytes - plan.step_bytes - plan.task_bytes)
         return plan
+
+    def _uncalled(self, known: Mapping[str, BlockProfile]) -> list[BlockProfile]:
+        """Blocks that no forward has called yet are like a called one of their kind, or nothing is known of them."""
+        of_kind = {_kind_of(b): known[b.name] for b in self.blocks if b.name in known}
+        found = []
+        for block in self.blocks:
+            if block.name not in known:
+                like = of_kind.get(_kind_of(block), BlockProfile(block.name, block.weight_bytes, measured=False))
+                found.append(replace(like, name=block.name, visits=0, at_home=True))
+        return found
 
     def _in_order(self, names: Sequence[str]) -> list[Block]:
         places = {name: i for i, name in enumerate(names)}
@@ -473,6 +490,10 @@ def _are_the_same(a: Block, b: Block) -> bool:
     """Whether both promote the same parameters, and run the same forward."""
     alike = list(map(id, a.slot_parameters)) == list(map(id, b.slot_parameters))
     return alike and a.own_forward is b.own_forward
+
+
+def _kind_of(block: Block) -> Hashable:
+    return type(block.module), tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.slot_parameters)
 
 
 def _comparable(kind: Kind) -> Kind:

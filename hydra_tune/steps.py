@@ -18,6 +18,7 @@ from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 
 logger = logging.getLogger("hydra_tune")
+_MOST_FIRST_BACKWARDS = 3
 _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
 
 
@@ -59,7 +60,7 @@ class Steps:
     def open(self) -> None:
         """Wait until the step fits. One that is under way goes on, but not for ever."""
         if self.under_way:
-            if self._num_backwards >= _MOST_BACKWARDS and not self._is_first:
+            if self.is_endless:
                 self._leave_endless()
             return
         self.trains, self._num_backwards = False, 0
@@ -67,9 +68,19 @@ class Steps:
             self._trial.pool.enter_step(self._trial, estimated=False)
         self.under_way = True
 
+    @property
+    def is_endless(self) -> bool:
+        """The script may keep an output, whose graph would make one step of all."""
+        return self.under_way and self._num_backwards >= _MOST_BACKWARDS
+
     def open_first(self) -> None:
         self.trains, self._num_backwards = False, 0
         self.under_way = self._is_first = True
+
+    @property
+    def outlasts_first(self) -> bool:
+        """The first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
+        return self._is_first and self._num_backwards >= _MOST_FIRST_BACKWARDS
 
     def leave(self) -> None:
         trial = self._trial
@@ -105,6 +116,11 @@ class Steps:
     def latest_forward(self) -> ForwardPass | None:
         """The last one whose graph may still be used."""
         return next((found for ref in reversed(self._forwards) if (found := ref()) is not None), None)
+
+    @property
+    def has_one_forward(self) -> bool:
+        """Whether no other one's backward may be under way, or be still to come."""
+        return sum((forward := ref()) is not None and not forward.done for ref in self._forwards) == 1
 
     def add_backward(self) -> None:
         self._num_backwards += 1

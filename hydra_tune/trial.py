@@ -19,13 +19,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint, is_watched
+from hydra_tune.blocks.call import (
+    Call,
+    CheckpointedCall,
+    KeptCall,
+    RepeatedCall,
+    hooks_of_checkpoint,
+    is_watched,
+    refuse_hooks,
+)
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
@@ -78,6 +86,16 @@ class _Root:
         self.use_cache_again()
 
 
+class _Sent(NamedTuple):
+    """A gradient in host memory, which only autograd holds."""
+
+    parameter: nn.Parameter
+    place: int
+    version: int
+    block: str
+    late: bool
+
+
 class Trial:
     """Executes one prepared model. Used by one thread at a time; the pool's lock guards what is shared."""
 
@@ -117,6 +135,8 @@ class Trial:
         self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
         self._open_copy: DeviceCopy | None = None
         self._touched: list[weakref.ref[Call]] = []  # in the backward under way
+        self._sent: list[_Sent] = []  # in the backward under way
+        self._taken = set[int]()  # weights, by id, whose gradients autograd has taken as they were sent, the last time
 
     # ---- what it is ----
 
@@ -351,6 +371,13 @@ class Trial:
             planner.start()
         number, call = self.models.index(root.module), _call_key(root, args, kwargs)
         kind = root.kind_of(call, lambda: planner.kind_of(number, args, kwargs))
+        if planner.first is not None and self.steps.outlasts_first:
+            self.steps.leave()
+            self._end_first_step()
+            kind = planner.kind_of(self.models.index(root.module), args, kwargs)
+        if planner.first is not None and self.steps.is_endless:
+            self.steps.leave()
+            self._end_first_step()
         if planner.first is not None:  # of a step with several forwards
             planner.first.add(kind)
             return
@@ -431,7 +458,7 @@ class Trial:
         first, plan = self.planner.first, self.plan
         self.steps.number += 1
         self._invalidate()
-        self._pass = forward_pass = ForwardPass()
+        self._pass = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
         self._thread = threading.get_ident()
         self.steps.add_forward(forward_pass)
         if self.meter.always:
@@ -540,6 +567,7 @@ class Trial:
         if first is not None and not self._backward_passes:
             self.pool.check_open(self)
             measured = first.before(block, args, kwargs)
+            self.stop.check()
             if measured is None:
                 return block.forward(args, kwargs)
             block = measured
@@ -553,7 +581,7 @@ class Trial:
             checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
             return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
         at_once = self._pass is None  # a checkpoint's repetition, whose own backward follows
-        if block.keeps or at_once or is_watched():
+        if block.keeps or at_once or block.module_states.is_rebuilt or is_watched():
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
         if block.at_home or block.clones or not (self.pool.travels and self._may_travel(block, given)):
             call = RepeatedCall(block, self, forward_pass)
@@ -611,6 +639,7 @@ class Trial:
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
+                refuse_hooks(block, weights)
                 self._take_gradients(block, weights)
                 if copy.num_bytes and (returned := weights_in(outputs, copy)):
                     rewind(draws)
@@ -713,12 +742,20 @@ class Trial:
         if call.has_casts:
             gradients = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
         if self.residency.spilled or self.planner.first is not None:
-            late = (
+            alone = (
                 self._task_device.spills_behind
                 and call.forward_pass.calls.get(call.block.name, 0) == 1
+                and self.steps.has_one_forward
                 and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
             )
+            late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
             sent = self.residency.spill_gradients(self._task_device, parameters, gradients, late=late)
+            if alone:
+                self._sent += [
+                    _Sent(p, g.data_ptr(), g._version, call.block.name, late)
+                    for p, g in zip(parameters, sent, strict=True)
+                    if g is not None
+                ]
         else:
             sent = list(gradients)
         call.forget()
@@ -746,6 +783,8 @@ class Trial:
         )
         if not self.steps.under_way:
             if self.plan is None:
+                self.planner.settle_last()
+            if self.plan is None:
                 raise PrepareError(
                     "a backward comes after a later forward has failed or was interrupted in its first step, and the "
                     "model has no plan now. Call backward before the next forward, or repeat the forward."
@@ -762,7 +801,11 @@ class Trial:
         self._close_backward()
         self._forget_touched()
         self.residency.await_gradients()
-        self.steps.trains |= not within_forward
+        self._check_taken()
+        self.steps.trains |= self._pass is None or self._pass.trains
+        if self._pass is not None and self._pass.trains and not self._pass.has_trained:
+            self._pass.has_trained = True
+            self.steps.add_backward()
         if not (within_forward or within_backward):
             self.steps.add_backward()
             if not self.ended:
@@ -771,12 +814,32 @@ class Trial:
 
     def _forget_backward(self) -> None:
         """It was ended by an exception, after which the engine calls nobody."""
+        for forward_pass in self._backward_passes:
+            forward_pass.done = True
         if self.planner.first is not None:
             self.planner.first.failed = True
         self._backward_id, self._backward_passes = -1, set()
         self._close_backward()
         self._forget_touched()
         self.residency.await_gradients()
+        self._sent = []
+
+    def _check_taken(self) -> None:
+        """What was sent late must have been taken as it is: who adds something to it reads it before it is there."""
+        summed, sent, self._sent = "", self._sent, []
+        for p, place, version, block, late in sent:
+            gradient = p.grad
+            if gradient is not None and (gradient.data_ptr(), gradient._version) == (place, version):
+                self._taken.add(id(p))
+            else:
+                self._taken.discard(id(p))
+                summed = block if late else summed
+        if summed:
+            raise PrepareError(
+                f"a weight of block {summed} has another use in this backward, as a penalty has it, and had none "
+                "before, so that its gradient was on its way while it was added up. From here on it is awaited: "
+                "set the gradients to None, and repeat the forward."
+            )
 
     def _forget_touched(self) -> None:
         for reference in self._touched:
@@ -960,6 +1023,14 @@ def _then_check(function: Callable[[], None]) -> Callable[..., None]:
 def _let_go(mode: TrialMode) -> None:
     """Wherever it is still on a stack it does nothing."""
     mode.meter = None
+
+
+def _is_accumulated(parameter: torch.Tensor) -> bool:
+    """By the backward under way, and not what `torch.autograd.grad` returns."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:
+        return False
 
 
 def _reads_gradient(parameter: torch.Tensor) -> bool:

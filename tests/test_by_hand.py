@@ -241,8 +241,8 @@ def test_an_error_ends_a_search_that_grows():
         hydra_tune.optimize(optuna.create_study(), objective, 100, pool=hydra_tune.ShardPool(["cpu"], "1MiB"))
 
 
-def test_a_trial_stops_at_the_next_block_of_its_pilot_too():
-    """Which may take long, for it runs each block three times."""
+def test_a_trial_stops_at_the_next_block_of_its_first_step_too():
+    """Which may take long, for each block is measured. A measure leaves nothing in the list."""
     ran = []
 
     class Notes(torch.nn.Linear):
@@ -282,7 +282,7 @@ def test_a_model_that_needs_more_lacks_more():
     lack = {trial.params["width"]: hydra_tune.memory_constraint(trial)[0] for trial in study.trials}
     assert lack[16] == 0
     assert [lack[w] for w in widths] == sorted(lack.values())
-    assert len(set(lack.values())) == len(widths), lack
+    assert len({lack[w] for w in widths if lack[w]}) == len([w for w in widths if lack[w]]) >= 4, lack
 
 
 @pytest.mark.filterwarnings("ignore:Argument ``constraints_func`` is an experimental")

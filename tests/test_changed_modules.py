@@ -66,24 +66,6 @@ class SwapsForAnEvaluation(SwapsWithBuffers):
             layer.norm = norm
 
 
-class SwapsAndEvaluates(Script):
-    """A child made within a step is in evaluation mode when its block is repeated."""
-
-    Layer = Dropping
-
-    def forward(self, model, x):
-        y = model(x)
-        for layer in model.layers:
-            layer.drop = nn.Dropout(0.5)
-        return y + model(x)
-
-    def between(self, model):
-        model.eval()
-
-    def after(self, model, optimizer):
-        model.train()
-
-
 class TakesChildrenOutAndIn(Script):
     """PyTorch keeps the others in a new dict then."""
 
@@ -170,20 +152,6 @@ class MovesIntoAStack(GrowsAStack):
             model.b.act, model.b.last = nn.Sequential(model.b.last), None
 
 
-class Halves(nn.Module):
-    def forward(self, x):
-        return x.mul_(0.5)
-
-
-class BecomesInPlace(Script):
-    """By a child that a pilot has not seen."""
-
-    Layer = GrowsAStack.Layer
-
-    def after(self, model, optimizer):
-        model.layers[2].act = Halves()
-
-
 class Halving(nn.Linear):
     def forward(self, x):
         return 0.5 * super().forward(x)
@@ -241,8 +209,8 @@ class WrapsABlockForLong(Script):
 
 
 SCRIPTS = [
-    SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers, SwapsForAnEvaluation, SwapsAndEvaluates,
-    TakesChildrenOutAndIn, InsertsChildren, ExchangesChildren, GrowsAStack, MovesIntoAStack, BecomesInPlace,
+    SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers, SwapsForAnEvaluation,
+    TakesChildrenOutAndIn, InsertsChildren, ExchangesChildren, GrowsAStack, MovesIntoAStack,
     ChangesClasses,
     PatchesWithin, PatchesForOneForward, WrapsABlockForOneForward, WrapsABlockForLong,
 ]  # fmt: skip
@@ -286,22 +254,25 @@ def test_a_forward_that_a_user_has_put_around_a_blocks_stays_after_the_end(budge
             hydra_tune.release(model)
 
 
-def test_a_block_that_is_made_anew_before_its_first_call_is_measured_then():
-    class Deepening(Net):
-        depth = 2
+class MakesABlockAnewBeforeItsFirstCall(Script):
+    """Which no first step has measured."""
 
-        def forward(self, x):
-            for layer in self.layers[: self.depth]:
-                x = layer(x)
-            return self.head(x)
+    def model(self):
+        class Deepening(Net):
+            depth = 2
 
-    model = Deepening(Dropping)
-    for i, layer in enumerate(model.layers):  # none is like another, which would do for its measure
-        layer.up, layer.down = nn.Linear(WIDTH, 64 + i), nn.Linear(64 + i, WIDTH)
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        step(model, pool).sum().backward()
+            def forward(self, x):
+                for layer in self.layers[: self.depth]:
+                    x = layer(x)
+                return self.head(x)
+
+        return Deepening(Dropping)
+
+    def after(self, model, optimizer):
         model.layers[5].drop = nn.Dropout(0.1)
-        for model.depth in (2, 6):
-            model(torch.randn(4, WIDTH)).sum().backward()
-        (plan,) = pool.plans.values()
-        assert all(block.measured for block in plan.blocks)
+        model.depth += 2
+
+
+@pytest.mark.parametrize("budget", ["three shards", "resident"])
+def test_a_block_that_is_made_anew_before_its_first_call(budget):
+    assert_trains_as_in_plain_pytorch(MakesABlockAnewBeforeItsFirstCall, budget)

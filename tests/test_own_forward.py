@@ -13,7 +13,7 @@ from torch import nn
 import hydra_tune
 from scripts import BUDGETS, WIDTH, Layer, Net
 
-both_budgets = pytest.mark.parametrize("budget", [BUDGETS["spilled"], "8MiB"], ids=["spilled", "resident"])
+both_budgets = pytest.mark.parametrize("budget", [145 << 10, "8MiB"], ids=["spilled", "resident"])
 
 
 def doubled(self, x):
@@ -222,7 +222,8 @@ def compiled(model, optimizer, pool):
 
 
 def second(model, optimizer, pool):
-    pool.other = hydra_tune.prepare(Net(Layer), pool=pool)
+    """One of its weights is in another prepared model."""
+    pool.other = hydra_tune.prepare(nn.Sequential(model.layers[1].up), pool=pool)
 
 
 def closed(model, optimizer, pool):

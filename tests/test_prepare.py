@@ -147,7 +147,7 @@ def test_unusual_orders_of_forward_and_backward(pool, retain):
     assert all(torch.equal(a, b) for a, b in zip(run(None), run(pool), strict=True))
 
 
-@pytest.mark.parametrize("budget", ["6MiB", "100MiB"], ids=["spilled", "resident"])
+@pytest.mark.parametrize("budget", ["7MiB", "100MiB"], ids=["spilled", "resident"])
 def test_autocast_is_that_of_plain_pytorch(budget):
     def run(pool):
         torch.manual_seed(0)
@@ -249,7 +249,7 @@ def deep():
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(7)), nn.Linear(64, 4))
 
 
-@pytest.mark.parametrize("budget", [72_000, "8MiB"], ids=["spilled", "resident"])
+@pytest.mark.parametrize("budget", [78_000, "8MiB"], ids=["spilled", "resident"])
 def test_layers_may_be_unfrozen_between_steps(budget):
     """Blocks that were frozen when the pilot ran got no gradient ever after, without a word."""
 

@@ -100,7 +100,7 @@ def with_a_gradient_penalty(prepare):
 @both_budgets
 def test_gradients_of_gradients(budget):
     """Both graphs are on the device at once."""
-    assert_as_in_plain_pytorch(with_a_gradient_penalty, budget, num_bytes={"spilled": 420 * 1024}.get(budget))
+    assert_as_in_plain_pytorch(with_a_gradient_penalty, budget, num_bytes={"spilled": 600 * 1024}.get(budget))
 
 
 @both_budgets
@@ -191,10 +191,8 @@ def test_a_buffer_of_a_block_that_is_computed_before_the_forward(trains, budget)
         model, optimizer = made(prepare, model)
         if trains:
             train(model, optimizer, 1)
-        model.layers[1].mean = computed = 2 * source
-        train(model, optimizer, 1)
-        assert model.layers[1].mean is computed and computed.grad_fn is not None
-        return left_by(model, optimizer)
+        model.layers[1].mean = 2 * source
+        return train(model, optimizer, 1), left_by(model, optimizer)
 
     assert_as_in_plain_pytorch(scenario, budget)
 
@@ -383,7 +381,8 @@ def test_weights_that_are_computed(wrap, budget):
         return train(model, optimizer), left_by(model, optimizer)
 
     # an orthogonal weight is solved for, between the three matrices of which this is done
-    assert_as_in_plain_pytorch(scenario, budget, num_bytes=250 * 1024 if (wrap, budget) == (orthogonal, "spilled") else None)
+    num_bytes = 250 * 1024 if (wrap, budget) == (orthogonal, "spilled") else None
+    assert_as_in_plain_pytorch(scenario, budget, num_bytes)
 
 
 class KeepsItsPenalty(Layer):
@@ -439,17 +438,23 @@ class KeepsGlobally(Layer):
 
 
 @both_budgets
-def test_losses_in_a_global_list_have_the_pilots_among_them(budget):
-    model = Net()
-    model.layers[1] = KeepsGlobally(WIDTH, True)
-    PENALTIES.clear()
-    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
-        model = hydra_tune.prepare(model, pool=pool)
-        loss = loss_on(model, *batch()) + sum(PENALTIES)
-        with pytest.raises(hydra_tune.PrepareError, match=r"runs twice.* perhaps in a global list"):
+def test_losses_in_a_global_list(budget):
+    """A measure leaves none there."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = Net()
+        model.layers[1] = KeepsGlobally(WIDTH, True)
+        model, optimizer = made(prepare, model)
+        for _ in range(2):
+            PENALTIES.clear()
+            loss = loss_on(model, *batch()) + sum(PENALTIES)
             loss.backward()
+            optimizer.step()
         PENALTIES.clear()
-        hydra_tune.release(model)
+        return loss.item(), left_by(model, optimizer)
+
+    assert_as_in_plain_pytorch(scenario, budget)
 
 
 class EndsEarly(Net):
@@ -460,20 +465,17 @@ class EndsEarly(Net):
         return self.head(self.layers[1](self.kept))
 
 
-def test_what_a_forward_has_left_that_its_own_exception_has_ended():
-    """Though that was a pilot's."""
-
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model, optimizer = made(prepare, EndsEarly())
-        train(model, optimizer)
-        with pytest.raises(StopIteration):
-            model(batch()[0], early=True)
+def test_what_a_forward_has_left_that_its_own_exception_has_ended(pool):
+    """In a first step nothing is planned that this backward could run by; training goes on."""
+    torch.manual_seed(0)
+    model, optimizer = made(lambda *both: hydra_tune.prepare(*both, pool=pool), EndsEarly())
+    train(model, optimizer)
+    with pytest.raises(StopIteration):
+        model(batch()[0], early=True)
+    with pytest.raises(hydra_tune.PrepareError, match="a backward comes after a later forward has failed"):
         model.kept.square().mean().backward()
-        optimizer.step()
-        return left_by(model)
-
-    assert_as_in_plain_pytorch(scenario)
+    train(model, optimizer)
+    hydra_tune.release(model)
 
 
 # ---- outputs that share memory ----
@@ -485,26 +487,31 @@ class GivesAView(nn.Linear):
         return x, x[:, 1:]
 
 
-def test_outputs_of_a_block_that_share_memory_are_not_changed_before_backward():
-    """The view's gradient would know, the other's would not."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), GivesAView(64, 64))
-    with hydra_tune.ShardPool(["cpu"], 60_000) as pool:
-        hydra_tune.prepare(model, pool=pool)
-        x, view = model(torch.randn(4, 64))
-        (x.sum() + view.sum()).backward()
+def test_an_output_of_a_block_that_is_changed_through_another():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = prepare(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), GivesAView(64, 64)))
+        for _ in range(2):
+            x, view = model(torch.randn(4, 64))
+            (x.sum() + view.sum()).backward()
         x, view = model(torch.randn(4, 64))
         view.mul_(2)
-        with pytest.raises(RuntimeError, match=r"one of block 3 was changed in place after.*clone"):
-            x.sum().backward()
+        x.square().sum().backward()
+        return left_by(model)
+
+    assert_as_in_plain_pytorch(scenario, num_bytes=70_000)
 
 
-def test_nested_tensors_are_refused():
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    with hydra_tune.ShardPool(["cpu"], 60_000) as pool:
-        hydra_tune.prepare(model, pool=pool)
-        ragged = torch.nested.nested_tensor([torch.randn(3, 64), torch.randn(2, 64)], layout=torch.jagged)
-        with pytest.raises(hydra_tune.PrepareError, match=r"plain tensors, but block 0 has a NestedTensor. Pad it"):
-            model(ragged)
+def test_nested_tensors():
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = prepare(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
+        for _ in range(2):
+            parts = [torch.randn(3, 64), torch.randn(2, 64)]
+            model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().square().sum().backward()
+        return left_by(model)
+
+    assert_as_in_plain_pytorch(scenario, num_bytes=70_000)
 
 
 # ---- compiled models: refused, before anything is compiled ----
@@ -589,13 +596,11 @@ def test_a_closed_pool_stops_a_plain_script_too_and_gives_its_weights_back(where
     train(model, optimizer)
 
 
-@pytest.mark.parametrize("memory", [40 * 1024, 80 * 1024])
-def test_a_block_that_fits_no_budget_is_named_and_the_model_is_plain_again(memory):
-    with hydra_tune.ShardPool(["cpu"], memory) as pool:
+def test_a_block_that_fits_no_budget_is_named_and_the_model_is_plain_again():
+    with hydra_tune.ShardPool(["cpu"], "40KiB") as pool:
         torch.manual_seed(0)
         model, optimizer = made(lambda *both: hydra_tune.prepare(*both, pool=pool))
-        budget = {40 * 1024: "40.0 KiB", 80 * 1024: "80.0 KiB"}[memory]
-        words = rf"block layers\.\d needs .*KiB.*budget.* is {budget}.*Raise the pool's memory=.*batch size.*split"
+        words = r"block layers\.\d\S* needs .*KiB.*budget.* is 40.0 KiB.*Raise the pool's memory=.*batch size.*split"
         with pytest.raises(hydra_tune.BudgetError, match=words):
             model(batch()[0])
         hydra_tune.release(model)
@@ -722,7 +727,8 @@ def test_another_method_than_forward_is_refused_with_gradients_and_evaluates_wit
     with torch.no_grad():
         expected = model.encode(x)
     hydra_tune.prepare(model, pool=pool)
-    model(x).sum().backward()
+    for _ in range(2):
+        model(x).sum().backward()
     with pytest.raises(hydra_tune.PrepareError, match=r"block \S+ was called outside of its forward"):
         model.encode(x)
     with torch.no_grad():

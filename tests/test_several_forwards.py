@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 from compared import BUDGETS, VOCABULARY, WIDTH, Layer, Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made
-from hydra_tune.gradient_sums import GradientSums
 from scripts import BUDGETS as SMALL_BUDGETS
 from scripts import Net as SmallNet
 
@@ -322,32 +321,6 @@ def test_another_thread_that_clears_the_casts_parts_nothing():
     assert len(found) == 3
     for weights in found.values():
         assert all(map(torch.equal, weights, expected))
-
-
-def test_a_graph_that_is_gone_leaves_nothing():
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        model, _ = made(lambda model, optimizer: hydra_tune.prepare(model, optimizer, pool=pool))
-        trial = model.forward.trial
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            for _ in range(3):
-                one_backward(model)
-            abandoned = loss_on(model, *batch())
-            del abandoned
-            trial.boundary()
-            assert not any(map(vars(trial.sums).get, vars(GradientSums())))
-
-
-def test_a_graph_that_is_kept_makes_later_steps_leave_nothing():
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        model, _ = made(lambda model, optimizer: hydra_tune.prepare(model, optimizer, pool=pool))
-        residency, sums = model.forward.trial.residency, model.forward.trial.sums
-        kept, left = loss_on(model, *batch()), []
-        for _ in range(4):
-            one_backward(model)
-            buffers = sum(found.value is not None for found in residency.found_buffers.values())
-            left.append((sum(map(len, sums._nodes.values())), len(residency.found_buffers), buffers))
-        assert left[1] == left[-1] and left[0][-1] > 0
-        kept.backward()
 
 
 # ---- weights that change in the context ----

@@ -1,6 +1,7 @@
 """Several models in one trial: each prepared by itself, trained together, with the numbers of plain PyTorch."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ BUDGETS = {"resident": 64 << 20, "spilled": 100 << 10, "few blocks": 70 << 10}
 
 
 def mlp(*widths):
-    layers = [x for a, b in zip(widths, widths[1:], strict=False) for x in (nn.Linear(a, b), nn.ReLU())]
+    layers = [x for a, b in pairwise(widths) for x in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -165,7 +166,8 @@ def backwards_out_of_order(prepare, release):
 
 
 SCENARIOS = [
-    gan, teacher_and_student, policy_and_reference, folds, one_optimizer_over_two, release_of_one, backwards_out_of_order
+    gan, teacher_and_student, policy_and_reference, folds, one_optimizer_over_two, release_of_one,
+    backwards_out_of_order,
 ]  # fmt: skip
 
 

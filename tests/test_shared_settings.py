@@ -6,13 +6,10 @@ from unittest import mock
 import optuna
 import pytest
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import weight_norm
 
 import hydra_tune
-from hydra_tune.probe import parametrizations_uncached
 from hydra_tune.process_state import ProcessState
 from scripts import BUDGETS, WIDTH, Layer, Net
 
@@ -160,26 +157,6 @@ def test_the_priorities_of_attention_kernels_are_among_what_a_repetition_restore
         loss.backward()
         hydra_tune.release(model)
     assert seen[before:] == [chosen] * 6 and torch._C._get_sdp_priority_order() == plain
-
-
-@pytest.fixture
-def parametrized():
-    return weight_norm(nn.Linear(2, 2))
-
-
-def test_who_leaves_a_cache_of_parametrizations_during_anothers_pilot_has_left_it(parametrized):
-    theirs, ours = parametrize.cached(), parametrizations_uncached(parametrized)
-    theirs.__enter__()
-    assert parametrized.weight is parametrized.weight
-    with ours:
-        assert parametrized.weight is not parametrized.weight
-        theirs.__exit__(None, None, None)
-    assert parametrize._cache_enabled == 0 and not parametrize._cache
-
-
-def test_a_cache_of_parametrizations_is_left_to_others_by_a_model_without(parametrized):
-    with parametrize.cached(), parametrizations_uncached(nn.Linear(2, 2)):
-        assert parametrized.weight is parametrized.weight
 
 
 def test_another_trials_cache_of_parametrizations_is_no_reason_to_refuse_a_model_without():

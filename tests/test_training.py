@@ -313,7 +313,9 @@ def test_gradients_and_weights_may_be_changed_before_the_step(name, budget):
             optimizer.step()
         return seen, left_by(model, optimizer)
 
-    assert_as_in_plain_pytorch(scenario, budget)
+    # one vector of all gradients takes the script itself as much as they
+    num_bytes = 250 * 1024 if (name, budget) == ("gradients as one vector", "spilled") else None
+    assert_as_in_plain_pytorch(scenario, budget, num_bytes)
 
 
 @both_budgets

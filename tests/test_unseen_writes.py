@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import unseen_writes
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget
 
 
@@ -215,38 +214,3 @@ SCRIPTS = [
 @at_each_budget([*SCRIPTS, WritesThroughNumPy])
 def test_it_trains_as_in_plain_pytorch(script, budget):
     assert_trains_as_in_plain_pytorch(script, budget)
-
-
-def test_buffers_that_blocks_write_themselves_are_not_taken_for_such():
-    """As by a layer that is called twice."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), *[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-    model.append(model[1])
-    with hydra_tune.ShardPool(["cpu"], "40KiB") as pool:
-        hydra_tune.prepare(model, pool=pool)
-        model(torch.randn(4, WIDTH))
-        assert not any(block.rewritten for block in model.forward.trial.planner.blocks)
-        hydra_tune.release(model)
-
-
-def test_a_kind_of_forward_is_looked_at_once(monkeypatch):
-    looked = []
-    monkeypatch.setattr(unseen_writes, "checksum", lambda tensor: looked.append(tensor))
-    model = Net()
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        hydra_tune.prepare(model, pool=pool)
-
-        def num_looked():
-            looked.clear()
-            model(torch.randn(4, WIDTH))
-            return len(looked)
-
-        def in_evaluation():
-            with torch.no_grad():
-                return num_looked()
-
-        first, *later = (num_looked() for _ in range(3))
-        assert first > 0 and later == [0, 0]
-        model.layers[0].register_forward_hook(lambda *_: None)
-        assert [num_looked(), num_looked()] == [first, 0]
-        assert [in_evaluation(), in_evaluation(), num_looked()] == [first, 0, 0]
-        hydra_tune.release(model)

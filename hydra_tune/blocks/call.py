@@ -150,6 +150,7 @@ class Call:
                         p.__dict__ = dict(weight.__dict__)
                 for i in self._casts:
                     trial.casts.free(block.slot_parameters[i])
+            refuse_hooks(block, weights)
             if self._casts and self._num_saved not in block.saved_counts:
                 raise PrepareError(
                     f"a block uses its weights in one way under autocast, but this call of {block.name} saves "
@@ -299,6 +300,17 @@ def hooks_of_checkpoint() -> tuple[Callable[..., Any], ...] | None:
     return hooks if origin == _CHECKPOINT else None
 
 
+def refuse_hooks(block: Block, weights: Sequence[torch.Tensor]) -> None:
+    """That a forward has put on its weights, for they are others in the next visit."""
+    if any(w._backward_hooks or w._post_accumulate_grad_hooks for w in weights):
+        for weight in weights:
+            weight._backward_hooks = weight._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        raise PrepareError(
+            f"hooks on weights are put there outside of forwards, but {block.name} puts one on a weight in its forward. "
+            "Register it on the Parameter, before the step."
+        )
+
+
 def is_watched() -> bool:
     """Whether a mode that is not ours sees the operators here, or parametrized weights are cached: a repetition would
     be without either."""
@@ -319,6 +331,8 @@ class RepeatedCall(Call):
 
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         super().__init__(block, trial, forward_pass)
+        self._buffers: Sequence[torch.Tensor | None] = ()
+        self._draws = DrawRecord()
         self._saved: list[weakref.ref[Saved]] = []
         self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
         self._drops = False  # something that a repetition must make
@@ -338,7 +352,6 @@ class RepeatedCall(Call):
         self._inputs += [_memory_of(b) for b in block.buffers_themselves()]
         self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
         self._held_versions = versions_of([*block.held])
-        self._draws = DrawRecord()
         with noting_draws(self._draws):
             outputs = super().run(args, kwargs)
         del self._inputs

@@ -24,9 +24,11 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import RepeatedCall
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.config import format_bytes
+from hydra_tune.cut import UNMEASURED
 from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.meter import TrialMeter, storages_of
+from hydra_tune.partition import shape_of
 from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.residency import Residency
@@ -70,6 +72,7 @@ class FirstStep:
         self._copy: tuple[Block, DeviceCopy] | None = None
         self._known: dict[Any, BlockMeasure] = {}
         self._start_bytes = trial.meter.trial_bytes
+        self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
         self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = self
@@ -122,6 +125,17 @@ class FirstStep:
             self._trial.residency.device.free_slot(None, block.weight_bytes)
             self._limit()
 
+    def profiles_beside(self, step_bytes: int) -> dict[str, BlockProfile]:
+        """Those of an evaluation need what is beyond the step's highest, which may come at another time."""
+        if self.trains:
+            return self.profiles
+        return {
+            name: replace(
+                p, forward_work_bytes=min(p.forward_work_bytes, max(0, self._totals.get(name, 0) - step_bytes))
+            )
+            for name, p in self.profiles.items()
+        }
+
     def end(self) -> None:
         self._trial.meter.first = None
         self._drop_copy()
@@ -151,7 +165,7 @@ class FirstStep:
         if measure.whole:
             self._trial.open_block(block, measure.whole, opens=measure.opens)
             return None
-        block.keeps = block.keeps or measure.keeps
+        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or measure.keeps
         block.clones |= measure.clones
         block.casts, block.saved_counts = dict(measure.casts), block.saved_counts | {measure.num_saved}
         self._note(block, measure)
@@ -168,6 +182,8 @@ class FirstStep:
         seconds = time.perf_counter() - start_s
         used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
         self._note(block, BlockMeasure(used, 0, 0, kept, forward_s=seconds))
+        total = self._totals.get(block.name, 0)
+        self._totals[block.name] = max(total, meter.window_peak - self._start_bytes)
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""
@@ -191,7 +207,7 @@ class FirstStep:
         leaves, structure = flatten_call(args, kwargs)
         places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
         given = tuple(
-            (_shape_of(x), x.dtype, x.requires_grad, x.stride() if x.layout is torch.strided else None, places[id(x)])
+            (shape_of(x), x.dtype, x.requires_grad, _parts_of(x) if x.is_nested else _strides_of(x), places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
@@ -246,11 +262,14 @@ class FirstStep:
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
 
 
-def _shape_of(tensor: torch.Tensor) -> Hashable:
-    """Of a nested tensor with strides, which has no shape, its memory's and where in it each part is."""
-    if tensor.is_nested and tensor.layout is torch.strided:
-        return tensor.numel(), tuple(map(tuple, tensor._nested_tensor_size().tolist()))
-    return tuple(tensor.shape)
+def _parts_of(tensor: torch.Tensor) -> Hashable:
+    """Of a nested tensor with strides, how its memory is parted."""
+    nests = tensor.is_nested and tensor.layout is torch.strided
+    return tuple(map(tuple, tensor._nested_tensor_size().tolist())) if nests else None
+
+
+def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return tensor.stride() if tensor.layout is torch.strided else None
 
 
 def _storages_of(value: Any) -> list[torch.UntypedStorage]:

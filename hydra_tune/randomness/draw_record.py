@@ -102,7 +102,7 @@ class _Apart(Source):
     shares = False
 
     def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
-        self._generators = generators
+        self._generators = [g for g in generators if g is not DEFAULT]  # in which others' draws shall stay drawn
         self._generator: torch.Generator | None = None
 
     def __enter__(self) -> None:

@@ -248,7 +248,7 @@ class FirstStep:
         profile = BlockProfile(
             block.name, block.weight_bytes, measure.forward_work_bytes, measure.backward_work_bytes,
             measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
-            measure.forward_s, measure.backward_s, visits=1 + torch.is_grad_enabled(),
+            measure.forward_s, measure.backward_s, visits=1 + measure.promotes_again,
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,
             saved_counts=block.saved_counts,
         )  # fmt: skip

@@ -79,6 +79,7 @@ class BlockMeasure:
     casts: tuple[tuple[int, torch.dtype], ...] = ()
     why: str = ""
     num_saved: int = 0
+    promotes_again: bool = False  # in the backward: it saves a weight, or what only a repetition makes
     is_of_its_own: bool = False
 
 
@@ -230,10 +231,13 @@ class Measurement:
         with self._measured() as used, _without_checkpoints(block), uses as outside:
             caches = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
-            num_saved = [0]
+            num_saved, promotes_again = [0], [False]
+            known = [*tensors, *(b for _, _, b, _ in buffers if b is not None)]
+            stay = {s._cdata for x in known for s in storages_of(x)}
 
-            def drop(_: torch.Tensor) -> None:
+            def drop(tensor: torch.Tensor) -> None:
                 num_saved[0] += 1
+                promotes_again[0] |= any(s._cdata not in stay for s in storages_of(tensor))
 
             _push_hooks(drop, _refuse_unpacking(block))
             try:
@@ -319,6 +323,7 @@ class Measurement:
             forward_work, backward_work, saved, boundary, carried, at_home, forward_s, backward_s,
             keeps=keeps, clones=self._clones, writes_buffers=writes_buffers, casts=casts,
             num_saved=num_saved[0],
+            promotes_again=promotes_again[0],
         )  # fmt: skip
 
     def _gives_away(self, twin: nn.Module, outputs: Any) -> str:

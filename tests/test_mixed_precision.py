@@ -300,7 +300,8 @@ def test_blocks_that_cast_to_a_dtype_of_their_own(outer, evaluates, dtype, budge
 )
 def test_autocast_that_a_script_switches_on_later(contexts, budget):
     """The pilot without it counted no casts, and gradients of a weight's two uses were added in float32."""
-    assert_as_in_plain_pytorch(trained_in(*contexts, blocks=lambda: [Twice(64) for _ in range(8)]), budget, LATER[budget])
+    blocks = lambda: [Twice(64) for _ in range(8)]  # noqa: E731
+    assert_as_in_plain_pytorch(trained_in(*contexts, blocks=blocks), budget, LATER[budget])
 
 
 class EntersTwice(nn.Module):

@@ -1,5 +1,7 @@
 """Autocast casts a weight once a context, for all calls of its block."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
@@ -40,9 +42,9 @@ def in_two_contexts(model):
 
 def after_an_exception(model):
     """Which has left a context with casts."""
-    with pytest.raises(ValueError, match="left"), torch.autocast("cpu", torch.bfloat16):
+    with suppress(ValueError), torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(8, WIDTH))
-        raise ValueError("left")
+        raise ValueError
     return once(model)
 
 

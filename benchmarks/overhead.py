@@ -1,74 +1,39 @@
-"""Overhead of one task outside its arithmetic: lease, promotion, substitution, random state, autograd node.
+"""What a block costs outside of its arithmetic, beside PyTorch's own checkpoint around the same block.
 
-64 blocks of 8 x 8 weights, each a shard of its own, so that hardly anything but the overhead takes time. The
-baseline does the same arithmetic in plain PyTorch: a forward without gradients, then a forward again and its
-backward. A task is one visit to a shard; the figure is (spilled - baseline) / tasks, of medians. Beside it, what
-`torch.utils.checkpoint` costs a block. "runner" is the same inside of a runner's trial, where a mode sees every
-operator, over the same baseline without the mode; its operators and their number are those of the block. The
-goal is 150 microseconds.
+64 blocks of 8 x 8 weights, each a shard of its own, so that hardly anything but the overhead takes time. Both run a
+forward, and in the backward the forward once more; the arithmetic is the same in plain PyTorch. A figure is
+(step - plain) / blocks, of medians, interleaved in one run; "calls" are the Python functions that a block calls,
+forward and backward together. "runner" is the same within a runner's trial. The goal is twice the checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 from benchmarks.measure import interleaved, save
-from hydra_tune import call, local_backward
-from hydra_tune.block import Block
 from hydra_tune.context import TrialContext
-from hydra_tune.residency import Residency
-from hydra_tune.visit import Visit
 
 BLOCKS, WIDTH, BATCH = 64, 8, 8
 ROOMY = 80_000  # bytes; too few to be resident
-GOAL_US = 150
-Steps = dict[str, Callable[[], None]]
+GOAL = 2.0
+KINDS = ("plain", "checkpointed", "spilled")
 
 
 def build() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
-
-
-class Training:
-    """Forwards and backwards of one model, apart."""
-
-    def __init__(self, model: nn.Module, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        self.model = model
-        self.around = around
-        self.x = torch.randn(BATCH, WIDTH)
-        self.loss = torch.zeros(())
-
-    def forward(self) -> None:
-        with self.around():
-            self.loss = self.model(self.x).sum()
-
-    def forward_without_gradients(self) -> None:
-        with self.around(), torch.no_grad():
-            self.model(self.x)
-
-    def backward(self) -> None:
-        with self.around():
-            self.loss.backward()
-            for p in self.model.parameters():
-                p.grad = None
-
-    def forward_and_backward(self) -> None:
-        self.forward()
-        self.backward()
 
 
 class Checkpointed(nn.Module):
@@ -77,137 +42,113 @@ class Checkpointed(nn.Module):
         self.blocks = build()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return x
 
 
+class Training:
+    """Forwards and backwards of one model, apart."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.x = torch.randn(BATCH, WIDTH)
+        self.loss = torch.zeros(())
+
+    def forward(self) -> None:
+        self.loss = self.model(self.x).sum()
+
+    def backward(self) -> None:
+        self.loss.backward()
+        for p in self.model.parameters():
+            p.grad = None
+
+    def both(self) -> None:
+        self.forward()
+        self.backward()
+
+
 def least_budget() -> int:
-    """Bytes for one block at a time, and the boundary that a runner's first step may need beside what its pilot saw."""
+    """Bytes for one block at a time, beside what a step holds."""
     with hydra_tune.ShardPool(["cpu"], ROOMY) as pool:
         training = Training(hydra_tune.prepare(build(), pool=pool))
-        training.forward_and_backward()
+        training.both()
         (plan,) = pool.plans.values()
         hydra_tune.release(training.model)
-    work = max(max(b.forward_work_bytes, b.backward_work_bytes) + b.weight_bytes for b in plan.blocks)
-    return plan.held_bytes + plan.step_bytes + max(b.boundary_bytes for b in plan.blocks) + work
+    return plan.held_bytes + plan.step_bytes + max(b.weight_bytes + b.work_bytes for b in plan.blocks)
 
 
 def prepared(pool: hydra_tune.ShardPool) -> Training:
     training = Training(hydra_tune.prepare(build(), pool=pool))
-    training.forward_and_backward()
+    for _ in range(3):
+        training.both()
     (trial,) = pool.report()["trials"]
     assert [len(shard["blocks"]) for shard in trial["shards"]] == [1] * BLOCKS, trial["shards"]
     return training
 
 
-def measured(pool: hydra_tune.ShardPool, around: Callable[[], AbstractContextManager[Any]], rounds: int) -> Any:
-    """Seconds by step, and the prepared model."""
-    spilled, plain, checkpointed = prepared(pool), Training(build(), around), Training(Checkpointed(), around)
-    steps: Steps = {
-        "plain forward": plain.forward_without_gradients,
-        "spilled forward": spilled.forward,
-        "checkpointed forward": checkpointed.forward,
-        "plain backward": plain.forward_and_backward,
-        "spilled backward": spilled.backward,
-        "checkpointed backward": checkpointed.backward,
-    }
-    return interleaved(steps, rounds=rounds, warm_up=rounds // 10), spilled
+def calls_a_block(training: Training) -> float:
+    """Python functions, those of the loop and of the model around the blocks among them."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        training.both()
+    finally:
+        sys.setprofile(None)
+    return count / BLOCKS
 
 
-def microseconds_a_task(seconds: dict[str, list[float]], name: str) -> dict[str, float]:
+def figures_of(trainings: dict[str, Training], rounds: int) -> dict[str, Any]:
+    steps: dict[str, Callable[[], None]] = {}
+    for kind, training in trainings.items():
+        steps |= {f"{kind} forward": training.forward, f"{kind} backward": training.backward}
+    seconds = interleaved(steps, rounds=rounds, warm_up=rounds // 10)
     medians = {step: statistics.median(values) for step, values in seconds.items()}
-    forward, backward = (
-        (medians[f"{name} {way}"] - medians[f"plain {way}"]) / BLOCKS * 1e6 for way in ("forward", "backward")
-    )
-    return {"forward": forward, "backward": backward, "both": (forward + backward) / 2}
-
-
-# ---- where it goes ----
-
-
-class Parts:
-    """Seconds spent in functions, without those spent in others of them that they call."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._inner = [0.0]
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        self._inner.append(0.0)
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - start
-            self.seconds[part] += elapsed - self._inner.pop()
-            self._inner[-1] += elapsed
-
-    def function(self, part: str, owner: Any, name: str) -> Any:
-        original = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self._timed(part):
-                return original(*args, **kwargs)
-
-        return mock.patch.object(owner, name, timed)
-
-
-def parts_of(spilled: Training, rounds: int) -> dict[str, float]:
-    """Microseconds a task, inflated a little by the clock; "arithmetic" is a block's forward and local backward."""
-    parts = Parts()
-    with ExitStack() as stack:
-        for part, owner, name in (
-            ("lease", hydra_tune.ShardPool, "acquire"),
-            ("lease", hydra_tune.ShardPool, "release"),
-            ("promotion", Residency, "promote_shard"),
-            ("gradients to host", Residency, "spill_gradients"),
-            ("substitution", Visit, "__enter__"),
-            ("substitution", Visit, "__exit__"),
-            ("random state", call, "generator_states"),
-            ("random state", call, "set_generator_states"),
-            ("arithmetic", Block, "forward"),
-            ("arithmetic", local_backward, "gradients_of"),
-        ):
-            stack.enter_context(parts.function(part, owner, name))
-        start = time.perf_counter()
-        for _ in range(rounds):
-            spilled.forward_and_backward()
-        total = time.perf_counter() - start
-    parts.seconds["the rest: node, outer graph"] = total - sum(parts.seconds.values())
-    return {part: seconds / rounds / (2 * BLOCKS) * 1e6 for part, seconds in parts.seconds.items()}
+    forward_s = medians["plain forward"]
+    arithmetic_s = {"forward": forward_s, "backward": forward_s + medians["plain backward"]}
+    us = {
+        kind: {way: (medians[f"{kind} {way}"] - arithmetic_s[way]) / BLOCKS * 1e6 for way in arithmetic_s}
+        for kind in KINDS[1:]
+    }
+    return {
+        "us_a_block": us,
+        "over_checkpoint": {way: us["spilled"][way] / us["checkpointed"][way] for way in arithmetic_s},
+        "calls_a_block": {kind: calls_a_block(training) for kind, training in trainings.items()},
+        "median_seconds": medians,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
     options = parser.parse_args()
+    rounds = 10 if options.quick else options.rounds
     torch.set_num_threads(options.threads)
-    figures: dict[str, Any] = {}
-    budget = least_budget()
+    os.environ["HYDRA_TUNE_CHECKS"] = "0"
+    budget, figures = least_budget(), dict[str, Any]()
     for where in ("script", "runner"):
         with hydra_tune.ShardPool(["cpu"], budget) as pool, ExitStack() as stack:
             if where == "runner":
                 stack.enter_context(TrialContext(pool, 0))
-            around = _disable_current_modes if where == "runner" else nullcontext
-            seconds, spilled = measured(pool, around, options.rounds)
-            figures[where] = {
-                "spilled_us_a_task": microseconds_a_task(seconds, "spilled"),
-                "checkpointed_us_a_block": microseconds_a_task(seconds, "checkpointed"),
-                "parts_us_a_task": parts_of(spilled, options.rounds // 2),
-                "median_seconds": {step: statistics.median(values) for step, values in seconds.items()},
-            }
-            if where == "script":
-                hydra_tune.release(spilled.model)
-    result = {"blocks": BLOCKS, "width": WIDTH, "batch": BATCH, "budget_bytes": budget, "goal_us": GOAL_US, **figures}
-    path = save("overhead_cpu", result)
-    for where in ("script", "runner"):
-        us = figures[where]["spilled_us_a_task"]
-        print(f"{where}: {us['forward']:.0f} us forward, {us['backward']:.0f} us backward (goal {GOAL_US})")
-        print("   ", ", ".join(f"{part} {us:.0f}" for part, us in figures[where]["parts_us_a_task"].items()))
+            spilled = prepared(pool)
+            trainings = dict(zip(KINDS, (Training(build()), Training(Checkpointed()), spilled), strict=True))
+            figures[where] = figures_of(trainings, rounds)
+            hydra_tune.release(spilled.model)
+    shape = {"blocks": BLOCKS, "width": WIDTH, "batch": BATCH, "budget_bytes": budget}
+    path = save("overhead_cpu", {**shape, "goal_over_checkpoint": GOAL, **figures})
+    for where, found in figures.items():
+        for kind in KINDS[1:]:
+            us, calls = found["us_a_block"][kind], found["calls_a_block"][kind]
+            print(f"{where}, {kind}: {us['forward']:.0f} us forward, {us['backward']:.0f} backward, {calls:.0f} calls")
+        ratios = found["over_checkpoint"]
+        print(f"    {ratios['forward']:.2f} and {ratios['backward']:.2f} times the checkpoint (goal {GOAL})")
     print(path.relative_to(path.parents[2]))
 
 

@@ -108,7 +108,14 @@ def _code_of(hook: Any) -> Any:
 def _switches_of(owner: Any) -> Hashable:
     own = vars(owner)
     found = compress(own.items(), map(_SWITCHES.__contains__, map(type, own.values())))
-    return tuple([(k, v.requires_grad if type(v) is torch.Tensor else v) for k, v in found if k != "training"])
+    return tuple([(k, _switch_of(v)) for k, v in found if k != "training"])
+
+
+def _switch_of(value: Any) -> Hashable:
+    """A text may be long, and what is known of a kind of forward outlives its model."""
+    if type(value) is str:
+        return hash(value)
+    return value.requires_grad if type(value) is torch.Tensor else value
 
 
 _SWITCHES = frozenset((bool, str, type(None), torch.Tensor))

@@ -60,13 +60,18 @@ class Steps:
     def open(self) -> None:
         """Wait until the step fits. One that is under way goes on, but not for ever."""
         if self.under_way:
-            if self._num_backwards >= _MOST_BACKWARDS and not self._is_first:
+            if self.is_endless:
                 self._leave_endless()
             return
         self.trains, self._num_backwards = False, 0
         if not self._trial.lease.enter_step():
             self._trial.pool.enter_step(self._trial, estimated=False)
         self.under_way = True
+
+    @property
+    def is_endless(self) -> bool:
+        """The script may keep an output, whose graph would make one step of all."""
+        return self.under_way and self._num_backwards >= _MOST_BACKWARDS
 
     def open_first(self) -> None:
         self.trains, self._num_backwards = False, 0

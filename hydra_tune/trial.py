@@ -25,7 +25,15 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import Call, CheckpointedCall, KeptCall, RepeatedCall, hooks_of_checkpoint, is_watched
+from hydra_tune.blocks.call import (
+    Call,
+    CheckpointedCall,
+    KeptCall,
+    RepeatedCall,
+    hooks_of_checkpoint,
+    is_watched,
+    refuse_hooks,
+)
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
@@ -367,6 +375,9 @@ class Trial:
             self.steps.leave()
             self._end_first_step()
             kind = planner.kind_of(self.models.index(root.module), args, kwargs)
+        if planner.first is not None and self.steps.is_endless:
+            self.steps.leave()
+            self._end_first_step()
         if planner.first is not None:  # of a step with several forwards
             planner.first.add(kind)
             return
@@ -447,7 +458,7 @@ class Trial:
         first, plan = self.planner.first, self.plan
         self.steps.number += 1
         self._invalidate()
-        self._pass = forward_pass = ForwardPass()
+        self._pass = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
         self._thread = threading.get_ident()
         self.steps.add_forward(forward_pass)
         if self.meter.always:
@@ -628,6 +639,7 @@ class Trial:
                 finally:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
+                refuse_hooks(block, weights)
                 self._take_gradients(block, weights)
                 if copy.num_bytes and (returned := weights_in(outputs, copy)):
                     rewind(draws)
@@ -790,7 +802,10 @@ class Trial:
         self._forget_touched()
         self.residency.await_gradients()
         self._check_taken()
-        self.steps.trains |= not within_forward
+        self.steps.trains |= self._pass is None or self._pass.trains
+        if self._pass is not None and self._pass.trains and not self._pass.has_trained:
+            self._pass.has_trained = True
+            self.steps.add_backward()
         if not (within_forward or within_backward):
             self.steps.add_backward()
             if not self.ended:

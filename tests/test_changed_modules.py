@@ -66,24 +66,6 @@ class SwapsForAnEvaluation(SwapsWithBuffers):
             layer.norm = norm
 
 
-class SwapsAndEvaluates(Script):
-    """A child made within a step is in evaluation mode when its block is repeated."""
-
-    Layer = Dropping
-
-    def forward(self, model, x):
-        y = model(x)
-        for layer in model.layers:
-            layer.drop = nn.Dropout(0.5)
-        return y + model(x)
-
-    def between(self, model):
-        model.eval()
-
-    def after(self, model, optimizer):
-        model.train()
-
-
 class TakesChildrenOutAndIn(Script):
     """PyTorch keeps the others in a new dict then."""
 
@@ -170,20 +152,6 @@ class MovesIntoAStack(GrowsAStack):
             model.b.act, model.b.last = nn.Sequential(model.b.last), None
 
 
-class Halves(nn.Module):
-    def forward(self, x):
-        return x.mul_(0.5)
-
-
-class BecomesInPlace(Script):
-    """By a child that a pilot has not seen."""
-
-    Layer = GrowsAStack.Layer
-
-    def after(self, model, optimizer):
-        model.layers[2].act = Halves()
-
-
 class Halving(nn.Linear):
     def forward(self, x):
         return 0.5 * super().forward(x)
@@ -241,8 +209,8 @@ class WrapsABlockForLong(Script):
 
 
 SCRIPTS = [
-    SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers, SwapsForAnEvaluation, SwapsAndEvaluates,
-    TakesChildrenOutAndIn, InsertsChildren, ExchangesChildren, GrowsAStack, MovesIntoAStack, BecomesInPlace,
+    SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers, SwapsForAnEvaluation,
+    TakesChildrenOutAndIn, InsertsChildren, ExchangesChildren, GrowsAStack, MovesIntoAStack,
     ChangesClasses,
     PatchesWithin, PatchesForOneForward, WrapsABlockForOneForward, WrapsABlockForLong,
 ]  # fmt: skip

@@ -1,14 +1,10 @@
-"""What cannot be run apart is opened, kept on the device or held there: said in the report, with equal numbers."""
-
-import copy
+"""What cannot be repeated keeps its activations, or holds weights on the device: with equal numbers."""
 
 import pytest
 import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.journal import Journal
-from hydra_tune.meter import is_counted
 
 WIDTH = 32
 
@@ -227,23 +223,33 @@ class Resizes(Layer):
         return super().forward(x) * self.scale
 
 
+# how a case is said in the report: as what, of which name, why
 CASES = {
-    "calls the parts": (CallsTheParts, {"opened": "layers.1"}, "layers.1 itself is not called"),
-    "in place": (lambda: Model(InPlace), {"opened": "layers.1"}, "changed one in place"),
-    "in place, in a child": (lambda: Model(InPlaceInAChild), {"opened": "layers.1"}, "changed one in place"),
-    "in place, without children": (lambda: Model(InPlaceLeaf), {"kept": "layers.1"}, "changed one in place"),
-    "counts": (lambda: Model(Counts), {"opened": "layers.1"}, "changes calls each time"),
-    "keeps a penalty": (lambda: Penalised(KeepsPenalty), {"opened": "layers.1"}, "is kept beside them"),
-    "fills a list": (lambda: Collects(FillsList), {"opened": "layers.1"}, "changed one. Return what"),
-    "uses a cache": (lambda: Caching(UsesCache), {"opened": "layers.1"}, "a Cache that holds tensors"),
-    "uses what another made": (lambda: HandsAround(UsesMade), {"opened": "layers.1"}, "another module has made"),
-    "borrows": (borrowing, {"held": "layers.3.first.weight"}, "used by layers.1 without being given"),
-    "tied by a function": (TiedByFunction, {"held": "head.weight"}, "without calling the module that owns it"),
-    "frozen": (Teacher, {"held": "layers.2.first.weight"}, "without calling the module that owns it"),
-    "detached": (Teacher, {"held": "layers.3.first.weight"}, "without calling the module that owns it"),
-    "renormalises": (lambda: Model(Renormalises), {"kept": "layers.1.table"}, "changed one in place"),
-    "hook inside": (hooked, {"opened": "layers.1"}, "layers.1.first in it has a hook"),
-    "tied outside": (tied_outside, {}, ""),
+    "calls the parts": (CallsTheParts, 200_000, {}, ""),
+    "in place": (lambda: Model(InPlace), 58_000, {}, ""),
+    "in place, in a child": (lambda: Model(InPlaceInAChild), 58_000, {}, ""),
+    "in place, without children": (lambda: Model(InPlaceLeaf), 58_000, {}, ""),
+    "counts": (lambda: Model(Counts), 58_000, {}, ""),
+    "keeps a penalty": (lambda: Penalised(KeepsPenalty), 58_000, {}, ""),
+    "fills a list": (lambda: Collects(FillsList), 58_000, {}, ""),
+    "uses a cache": (lambda: Caching(UsesCache), 58_000, {"keeps": "layers.1"}, "layers.1 changes an argument"),
+    "uses what another made": (
+        lambda: HandsAround(UsesMade),
+        58_000,
+        {"keeps": "layers.1"},
+        "has an activation in an attribute",
+    ),
+    "borrows": (borrowing, 70_000, {}, ""),
+    "tied by a function": (TiedByFunction, 64_000, {}, ""),
+    "frozen": (Teacher, 58_000, {}, ""),
+    "renormalises": (
+        lambda: Model(Renormalises),
+        58_000,
+        {"held": "layers.1.table.weight", "keeps": "layers.1"},
+        "layers.1 changes",
+    ),
+    "hook inside": (hooked, 58_000, {"keeps": "layers.1"}, "hook"),
+    "tied outside": (tied_outside, 58_000, {}, ""),
 }
 
 
@@ -266,93 +272,29 @@ def trained(model, pool=None, steps=3):
     return [*left, *(p.detach().clone() for p in model.parameters())]
 
 
-BUDGET = 58_000  # not resident
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_cut_otherwise_says_so_and_trains_equally(case):
-    build, found, reason = CASES[case]
+def test_it_runs_otherwise_says_so_and_trains_equally(case):
+    build, budget, found, reason = CASES[case]
     torch.manual_seed(0)
-    model = build()
-    plain = trained(copy.deepcopy(model) if case not in ("borrows",) else model)
+    plain = trained(build())
     torch.manual_seed(0)
-    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
+    with hydra_tune.ShardPool(["cpu"], budget) as pool:
         spilled = trained(build(), pool)
         (trial,) = pool.report()["trials"]
         assert pool.devices[0].used_bytes == 0
     assert not trial["resident"]
-    for kind, name in found.items():
-        assert reason in trial["cut"][kind][name], trial["cut"]
+    told = {**trial["cut"], "keeps": trial["keeps"]}
+    assert {kind: [*names] for kind, names in told.items() if names} == {k: [name] for k, name in found.items()}
+    assert all(reason in told[kind][name] for kind, name in found.items()), told
     assert len(plain) == len(spilled)
     assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))
 
 
-def test_a_buffer_that_the_first_forward_resizes_is_the_reason_of_that_step():
+def test_a_buffer_that_the_first_forward_resizes():
     torch.manual_seed(0)
     plain = trained(Model(Resizes))
     torch.manual_seed(0)
-    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
-        model = Model(Resizes)
-        one_step = trained(copy.deepcopy(model), pool, steps=1)
-        assert "replaced its buffer 'scale'" in pool.report()["trials"][0]["cut"]["opened"]["layers.1"]
-        spilled = trained(model, pool)
+    with hydra_tune.ShardPool(["cpu"], 58_000) as pool:
+        spilled = trained(Model(Resizes), pool)
+        assert not pool.report()["trials"][0]["resident"]
     assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))
-    assert torch.equal(one_step[2], plain[2])
-
-
-@pytest.mark.parametrize("case", ["borrows", "tied by a function", "frozen"])
-def test_a_pilot_on_a_gpu_finds_weights_in_host_memory_by_the_error(case, monkeypatch):
-    """There an operator on tensors of two devices raises before any graph could tell."""
-
-    def note(self, func, args, kwargs, inputs, *, on_device, original=Journal.note):
-        original(self, func, args, kwargs, inputs, on_device=on_device)
-        if on_device and any(w.data_ptr() == t.data_ptr() and not is_counted(t) for t in inputs for w in weights):
-            raise RuntimeError("Expected all tensors to be on the same device")
-
-    monkeypatch.setattr(Journal, "note", note)
-    build, found, _ = CASES[case]
-    model = build()
-    weights = list(model.parameters())
-    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
-        trained(model, pool)
-        (trial,) = pool.report()["trials"]
-    assert not trial["resident"]
-    assert not any(name.startswith("average") for name in trial["cut"]["held"])
-    assert found["held"] in trial["cut"]["held"]
-
-
-class Functional(nn.Module):
-    """Uses a layer's weight and bias without calling it; the weight in an operator of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(64))
-        self.direct = nn.Linear(64, 64)
-        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
-
-    def forward(self, x):
-        x = nn.functional.linear(x * self.scale, self.direct.weight * 1.0, self.direct.bias)
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
-def test_a_pilot_on_a_gpu_finds_a_weight_that_the_failing_operator_had_beside_another(monkeypatch):
-    """What fails before the dispatcher, as a convolution of mixed types does, is seen with none of its inputs."""
-
-    def linear(x, weight, bias, original=nn.functional.linear):
-        if not is_counted(bias):
-            raise RuntimeError("Input type (c10::BFloat16) and bias type (float) should be the same")
-        return original(x, weight, bias)
-
-    torch.manual_seed(0)
-    model = Functional()
-    with hydra_tune.ShardPool(["cpu"], 200_000) as pool:
-        hydra_tune.prepare(model, pool=pool)
-        with monkeypatch.context() as patch:
-            patch.setattr(nn.functional, "linear", linear)
-            model(torch.randn(2, 64)).sum().backward()
-        (trial,) = pool.report()["trials"]
-        hydra_tune.release(model)
-    assert not trial["resident"]
-    assert trial["cut"]["held"].keys() == {"direct.weight", "direct.bias"}

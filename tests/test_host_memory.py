@@ -85,7 +85,8 @@ def test_a_trial_that_was_collected_makes_room(room_for_one):
     assert isinstance(result[0], int)
 
 
-def test_a_trial_that_was_collected_makes_room_on_the_device():
+@pytest.mark.parametrize("when", ["resident", "in its first step"])
+def test_a_trial_that_was_collected_makes_room_on_the_device(when):
     """For one that waits between two tasks: nobody says that a model was collected."""
 
     def work():
@@ -96,11 +97,14 @@ def test_a_trial_that_was_collected_makes_room_on_the_device():
     with hydra_tune.ShardPool(["cpu"], 3 * BUDGETS["three shards"]) as pool:
         first = Net()
         hydra_tune.prepare(first, pool=pool)
-        first(torch.randn(4, 32)).sum().backward()
-        assert pool.report()["trials"][0]["resident"]
+        loss = first(torch.randn(4, 32)).sum()
+        if when == "resident":
+            loss.backward()
+            first(torch.randn(4, 32)).sum().backward()  # by the plan
+            assert pool.report()["trials"][0]["resident"]
         thread, result = in_thread(work)
         wait_until(lambda: pool._machine.devices[0].admissions or pool._machine.devices[0].entries)
-        del first
+        del first, loss
         gc.collect()
         thread.join(WAIT_S)
     assert isinstance(result[0], float)

@@ -1,7 +1,6 @@
-"""A trial whose architecture is new is measured beside the others: neither its pilot nor its first step stalls them."""
+"""A trial whose architecture is new is measured beside the others: its first step does not stall them."""
 
 import functools
-import math
 import re
 import threading
 import time
@@ -14,15 +13,12 @@ from torch import nn
 import hydra_tune
 from hydra_tune import schedule
 from hydra_tune.meter import TrialMeter
-from hydra_tune.steps import Steps
-from late_arrivals import come_late
 from models import gpt
 
 STEPS = 4
 PATIENCE_S = 60  # of who waits for another trial's steps; then the test fails
 WIDTH = 256
 BLOCK_BYTES = 4 * (WIDTH + 1) * WIDTH
-BOUNDARY_BYTES = 4 * 8 * WIDTH
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
@@ -63,7 +59,7 @@ class Neighbour:
                 self._stepped.notify_all()
 
     def hold(self):
-        """Once, within a step, until the newcomer has asked for its pilot: between two steps it would be alone."""
+        """Once, within a step, until the newcomer has asked for its first step: between two steps it would be alone."""
         if self.is_to_hold.is_set() and not self.holds.is_set():
             self.holds.set()
             end = time.monotonic() + PATIENCE_S
@@ -129,7 +125,7 @@ def run_together(device, waits_in=(), memory="4MiB", **options):
             neighbour.wait_for(2)
             neighbour.is_to_hold.set()
             assert neighbour.holds.wait(PATIENCE_S)
-            # once: in the first forward, which is the pilot's; and so that no pilot puts it back
+            # once, in the first step; and so that no measuring puts it back
             calls = {name: functools.cache(lambda: neighbour.wait_for(3)) for name in waits_in}
             found["results"] = newcomer(device, **calls, **options)
         finally:
@@ -159,27 +155,27 @@ def assert_same(a, b):
     assert all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
 
 
-def test_the_others_go_on_during_a_pilot(device):
+def test_the_others_go_on_while_a_block_is_measured(device):
     results, story = run_together(device, waits_in=["in_forward"])
-    assert "beside=True" in story and "beside=False" not in story
+    assert "beside=True" in story and "Alone" not in story
     assert_same(results, alone(device))
 
 
 def test_the_others_go_on_during_a_first_step(device):
     results, story = run_together(device, waits_in=["in_step"])
-    assert "estimated=True" in story and "Alone" not in story
+    assert "beside=True" in story and "Alone" not in story
     assert_same(results, alone(device))
 
 
-def test_a_pilot_that_lacks_room_beside_the_others_has_the_device_to_itself(device):
-    """They spare the least that any pilot of this model needs, but not what its activations take."""
+def test_a_first_step_that_lacks_room_beside_the_others_has_the_device_to_itself(device):
+    """They spare the least that any first step of this model needs, but not what its activations take."""
     memory = "3MiB" if device == "cpu" else "4MiB"  # gradients wait there on their way to the host
     results, story = run_together(device, memory=memory, batch=128)
-    assert story.index("beside=True") < story.index("beside=False")
+    assert story.index("beside=True") < story.index("Alone(trial=1)")
     assert_same(results, alone(device, batch=128))
 
 
-def test_a_pilot_beside_others_can_take_no_more_than_they_spare(device, monkeypatch):
+def test_a_first_step_beside_others_can_take_no_more_than_they_spare(device, monkeypatch):
     """Of which a block that is on the device has its weights' share."""
     limits, limit = [], TrialMeter.limit
 
@@ -190,54 +186,33 @@ def test_a_pilot_beside_others_can_take_no_more_than_they_spare(device, monkeypa
     monkeypatch.setattr(TrialMeter, "limit", noting)
     _, story = run_together(device)
     spare_bytes = int(re.search(r"StartPilot\(trial=1, free_bytes=(\d+), beside=True\)", story)[1])
-    of_pilot = [limit for limit in limits if limit is not None]
-    assert max(of_pilot) >= spare_bytes and max(of_pilot) - min(of_pilot) == BLOCK_BYTES
+    of_step = [limit for limit in limits if limit is not None]
+    assert max(of_step) >= spare_bytes and max(of_step) - min(of_step) == BLOCK_BYTES
     assert limits[-1] is None
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_before_a_first_step_makes_what_was_not_estimated_it_waits_for_the_others(late, device, monkeypatch):
-    """Two forwards, where the pilot saw one. When a block has run it is too late: others may have the bytes of its
-    outputs, and of gradients on their way."""
-    if late:
-        come_late(monkeypatch)
-    most, had, watch, outgrow = [], [], TrialMeter.watch_outside, Steps._outgrow
-
-    def watch_outside(meter, most_bytes=math.inf, outgrown=None):
-        watch(meter, most_bytes, outgrown)
-        most.append(meter.trial_bytes + most_bytes)
-
-    def outgrown(steps):
-        had.append((steps._trial.meter.trial_bytes, most[-1]))
-        outgrow(steps)
-
-    monkeypatch.setattr(TrialMeter, "watch_outside", watch_outside)
-    monkeypatch.setattr(Steps, "_outgrow", outgrown)
-    results, story = run_together(device, forwards=2)
-    assert story.count("Alone(trial=1)") == 1
-    ((had_bytes, most_bytes),) = had
-    spared = BOUNDARY_BYTES + (BLOCK_BYTES if late or device != "cpu" else 0)
-    assert most_bytes - spared < had_bytes <= most_bytes
-    assert_same(results, alone(device, forwards=2))
-
-
-def test_a_first_step_that_needs_more_than_was_estimated_waits_for_the_others(device):
-    """Its loss keeps more than any pilot could guess."""
+def test_a_first_step_that_keeps_more_than_others_spare_waits_for_them(device):
+    """Its loss keeps more than any block has shown."""
     results, story = run_together(device, keeps=300_000)
     assert story.count("Alone(trial=1)") == 1
     assert_same(results, alone(device, keeps=300_000))
 
 
+def test_a_first_step_may_have_two_forwards(device):
+    results, story = run_together(device, forwards=2)
+    assert story.count("StartPilot(trial=1") == 1
+    assert_same(results, alone(device, forwards=2))
+
+
 def test_a_first_step_stays_at_home():
-    """Where what it makes is counted."""
+    """Where what it makes is counted: it is one turn, without tasks."""
     with hydra_tune.ShardPool(["cpu", "cpu"], "4MiB") as pool:
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(
             optuna.create_study(), lambda trial: newcomer("cpu")[0][-1], n_trials=1
         )
         story = pool._machine.story(0)
     asked = re.findall(r"TaskReady\(task=Task\(trial=0, step=(\d+),.*at_home=(\w+)", story)
-    assert {at_home for step, at_home in asked if step == "1"} == {"True"}
-    assert {at_home for step, at_home in asked if step != "1"} == {"False"}
+    assert set(asked) == {("2", "False"), ("3", "False"), ("4", "False")}
 
 
 def test_an_operator_for_which_the_allocator_has_no_room_runs_again_with_the_device_to_itself(monkeypatch):

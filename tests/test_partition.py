@@ -449,12 +449,13 @@ def test_a_plan_stays_while_its_trial_lives_whatever_becomes_of_the_classes():
         del model.setting
         gc.collect()
         (key,) = pool.plans
-        pool.share(PlanKey(b"another", ()), pool.plans[key])
+        (measure,) = pool.measures[key]
+        pool.share(PlanKey(b"another", ()), measure)
         assert key in pool.plans
         model(torch.ones(2, 4)).sum().backward()
         hydra_tune.release(model)
         gc.collect()
-        pool.share(PlanKey(b"another", ()), pool.plans[key])
+        pool.share(PlanKey(b"another", ()), measure)
         assert key not in pool.plans
 
 

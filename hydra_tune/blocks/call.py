@@ -151,6 +151,7 @@ class Call:
                         p.__dict__ = dict(weight.__dict__)
                 for i in self._casts:
                     trial.casts.free(block.slot_parameters[i])
+            refuse_hooks(block, weights)
             if self._casts and self._num_saved not in block.saved_counts:
                 raise PrepareError(
                     f"a block uses its weights in one way under autocast, but this call of {block.name} saves "
@@ -298,6 +299,17 @@ def hooks_of_checkpoint() -> tuple[Callable[..., Any], ...] | None:
             "forward, which would see none of it. Leave them out, or call hydra_tune.release(model) first."
         )
     return hooks if origin == _CHECKPOINT else None
+
+
+def refuse_hooks(block: Block, weights: Sequence[torch.Tensor]) -> None:
+    """That a forward has put on its weights, for they are others in the next visit."""
+    if any(w._backward_hooks or w._post_accumulate_grad_hooks for w in weights):
+        for weight in weights:
+            weight._backward_hooks = weight._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        raise PrepareError(
+            f"hooks on weights are put there outside of forwards, but {block.name} puts one on a weight in its forward. "
+            "Register it on the Parameter, before the step."
+        )
 
 
 def is_watched() -> bool:

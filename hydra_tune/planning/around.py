@@ -109,7 +109,6 @@ def _globals_of(twin: nn.Module, forward: Callable[..., Any] | None) -> dict[str
     return found
 
 
-@functools.lru_cache(maxsize=4096)
 def _methods_of(kind: type) -> tuple[types.FunctionType, ...]:
     kinds = [each for each in kind.__mro__ if not _is_foreign(each.__module__)]
     return tuple(f for each in kinds for value in vars(each).values() for f in _functions_in(value))

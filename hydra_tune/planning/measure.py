@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torch_checkpoint
 
 from hydra_tune.blocks.block import Block, gradient_dtype, has_hooks
@@ -236,7 +237,8 @@ class Measurement:
 
             _push_hooks(drop, _refuse_unpacking(block))
             try:
-                outputs = self._forward(*arguments)
+                with _no_parametrizations_cached():
+                    outputs = self._forward(*arguments)
             finally:
                 _pop_hooks()
                 torch.set_autocast_cache_enabled(caches)
@@ -270,6 +272,8 @@ class Measurement:
         if any(b is not None and b.grad_fn is not None for b in (d.get(n) for d, n, _, _ in buffers)):
             change = change or "a buffer into an activation"
         keeps = f"{block.name} changes {change}" if change else self._gives_away(twin, outputs)
+        if any(t.grad_fn is not None for m in block.modules for t in _tensors_of(m)):
+            keeps = keeps or f"{block.name} has an activation in an attribute"  # which may be gone in the backward
         if list(map(_marks_on, given)) != marks:
             keeps = keeps or f"{block.name} puts a hook or an attribute on an input"
         writes_buffers = any(d.get(n) is not b or not _is_equal(b, then) for d, n, b, then in buffers)
@@ -290,7 +294,8 @@ class Measurement:
             torch.set_autocast_cache_enabled(False)  # its casts would outlive the copy
             _push_hooks(_as_it_is, _as_it_is)  # or a checkpoint around the block would take it for its own
             try:
-                outputs = self._forward(*arguments)
+                with _no_parametrizations_cached():
+                    outputs = self._forward(*arguments)
             finally:
                 _pop_hooks()
                 torch.set_autocast_cache_enabled(caches)
@@ -390,6 +395,20 @@ class Measurement:
         before, start_s = self._meter.start_window(), time.perf_counter()
         yield used
         used[:] = self._meter.window_peak - before, time.perf_counter() - start_s
+
+
+@contextmanager
+def _no_parametrizations_cached() -> Iterator[None]:
+    """A copy of a module has the key of its original, which would use what was made of the
+    copy's weights."""
+    cache = parametrize._cache  # a new one as soon as the last `cached` is left
+    kept = dict(cache)
+    cache.clear()
+    try:
+        yield
+    finally:
+        cache.clear()
+        cache.update(kept)
 
 
 def _after(error: Exception, name: str) -> BlockMeasure:

@@ -1,0 +1,254 @@
+"""A first step measures each kind of block on copies, and is a step like any other."""
+
+import copy
+import random
+from typing import ClassVar
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydra_tune
+from hydra_tune.planning.measure import Measurement
+from models import bytes_batch, gpt, loss_of
+
+
+class Norm(nn.Module):
+    """A block with running statistics."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def state_of_everything(model):
+    return [torch.get_rng_state(), *(b.clone() for b in model.buffers()), *(p.clone() for p in model.parameters())]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The names of the blocks that were measured."""
+    names, run = [], Measurement.run
+
+    def noting(measurement, *args, **kwargs):
+        names.append(measurement._block.name)
+        return run(measurement, *args, **kwargs)
+
+    monkeypatch.setattr(Measurement, "run", noting)
+    return names
+
+
+@pytest.mark.parametrize("budget", ["8MiB", "2MiB"])
+def test_it_leaves_random_state_buffers_and_gradients(budget, measured):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 256), *(Norm(256) for _ in range(6)), nn.Dropout(0.5), nn.Linear(256, 4))
+    gradients = []
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+        gradients.append(p.grad.clone())
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()[1].copy()
+    with hydra_tune.ShardPool(["cpu"], budget) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        model.eval()  # no buffer changes and nothing is drawn but by measuring
+        before = state_of_everything(model)
+        model(torch.arange(8))
+        assert measured
+        assert all(torch.equal(a, b) for a, b in zip(before, state_of_everything(model), strict=True))
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+        assert random.getstate() == python_state
+        assert (numpy.random.get_state()[1] == numpy_state).all()
+        hydra_tune.release(model)
+
+
+def test_it_leaves_the_loader_where_it_was():
+    data = TensorDataset(torch.arange(8).view(8, 1))
+    with hydra_tune.ShardPool(["cpu"], "4MiB") as pool:
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+        model, _, loader = hydra_tune.prepare(model, None, DataLoader(data, batch_size=2), pool=pool)
+        seen = []
+        for (x,) in loader:
+            seen += x.flatten().tolist()
+            model(x)
+        assert seen == list(range(8))
+        assert len(loader) == 4
+        assert loader.batch_size == 2
+
+
+def test_buffers_are_updated_once_a_step_also_by_recompute():
+    def run(pool):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Norm(64) for _ in range(8)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if pool is not None:
+            model, optimizer = hydra_tune.prepare(model, optimizer, pool=pool)
+        for _ in range(4):
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if pool is not None:
+            hydra_tune.release(model)
+        return list(model.state_dict().values())
+
+    with hydra_tune.ShardPool(["cpu"], "100KiB") as pool:
+        spilled = run(pool)
+        assert not pool.report()["trials"][0]["resident"]
+    plain = run(None)
+    assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))
+    assert plain[6].item() == 4, "num_batches_tracked"
+
+
+def train_once(model, pool, batch, rate=0.1):
+    """One step, of a model that is prepared for it."""
+    model, optimizer = hydra_tune.prepare(model, torch.optim.AdamW(model.parameters(), lr=rate), pool=pool)
+    loss_of(model, *batch).backward()
+    optimizer.step()
+    hydra_tune.release(model)
+
+
+def test_equal_blocks_are_measured_once(measured):
+    model = nn.Sequential(nn.Linear(64, 32), *(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 32, bias=False))
+    with hydra_tune.ShardPool(["cpu"], "40KiB") as pool:
+        hydra_tune.prepare(model, pool=pool)
+        model(torch.randn(2, 64)).sum().backward()
+        assert measured == ["0", "1", "5"]
+        model(torch.randn(2, 64)).sum().backward()
+        assert len(measured) == 3
+        hydra_tune.release(model)
+
+
+def test_only_a_larger_batch_is_measured_anew(measured):
+    with hydra_tune.ShardPool(["cpu"], "3MiB") as pool:
+        torch.manual_seed(0)
+        model = hydra_tune.prepare(gpt(), pool=pool)
+        for rows, is_new in ((2, True), (1, False), (3, True), (2, False)):
+            measured.clear()
+            model(torch.randint(0, 128, (rows, 16))).sum().backward()
+            assert bool(measured) == is_new
+        hydra_tune.release(model)
+
+
+def test_trials_of_other_learning_rates_share_what_was_measured_and_those_of_other_depths_do_not(measured):
+    with hydra_tune.ShardPool(["cpu"], "3MiB") as pool:
+        for rate, depth, dropout, is_new in (
+            (0.1, 6, 0.1, True), (0.2, 6, 0.1, False), (0.1, 7, 0.1, True), (0.1, 6, 0.0, True),
+        ):  # fmt: skip
+            measured.clear()
+            train_once(gpt(dropout, depth), pool, bytes_batch(), rate)
+            assert bool(measured) == is_new
+
+
+class Noting(nn.Linear):
+    """Notes each call in a list that copies of it share."""
+
+    notes: ClassVar = []
+
+    def forward(self, x):
+        self.notes.append(self)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("budget", ["1MiB", "24KiB"], ids=["resident", "spilled"])
+def test_no_block_of_the_model_itself_is_called_more_often_than_in_later_steps(budget):
+    Noting.notes = notes = []
+    model = nn.Sequential(*(Noting(32, 32) for _ in range(6)))
+    with hydra_tune.ShardPool(["cpu"], budget) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        for _ in range(2):
+            loss = model(torch.randn(2, 32)).sum()
+            assert [module for module in notes if module in set(model)] == list(model)
+            loss.backward()
+            notes.clear()
+        hydra_tune.release(model)
+
+
+def test_a_first_step_is_that_of_plain_pytorch(measured):
+    def step(model, pool=None):
+        torch.manual_seed(1)
+        if pool is not None:
+            hydra_tune.prepare(model, pool=pool)
+        loss = loss_of(model, *bytes_batch())
+        loss.backward()
+        drawn = torch.rand(1)
+        if pool is not None:
+            hydra_tune.release(model)
+        return [loss.detach(), drawn, *(p.grad for p in model.parameters())]
+
+    model = gpt()
+    plain = step(copy.deepcopy(model))
+    with hydra_tune.ShardPool(["cpu"], "3MiB") as pool:
+        spilled = step(model, pool)
+        assert not pool.report()["trials"][0]["resident"]
+    assert measured
+    assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))
+
+
+def test_a_block_that_fits_no_budget_is_named_with_its_need_and_the_ways_out():
+    model = hydra_tune.prepare(
+        nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), pool=hydra_tune.ShardPool(["cpu"], "512KiB")
+    )
+    with pytest.raises(
+        hydra_tune.BudgetError, match=r"block \d needs 1.0 MiB of weights.*smaller children. About 2.0 MiB would do"
+    ):
+        model(torch.randn(1, 512))
+
+
+def test_what_a_block_takes_is_what_was_measured(monkeypatch):
+    found, run = [], Measurement.run
+
+    def noting(measurement, *args, **kwargs):
+        found.append(run(measurement, *args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(Measurement, "run", noting)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    with hydra_tune.ShardPool(["cpu"], "1200KiB") as pool:
+        hydra_tune.prepare(model, torch.optim.SGD(model.parameters()), pool=pool)
+        model(torch.randn(4, 256, requires_grad=True)).sum().backward()
+        hydra_tune.release(model)
+    (measure,) = found
+    weights, rows = 256 * 256 * 4 + 1024, 4 * 256 * 4
+    assert measure.forward_work_bytes == measure.boundary_bytes == rows, "its output"
+    assert weights < measure.backward_work_bytes <= weights + 4 * rows, "weight gradients and rows"
+    assert measure.forward_s > 0 and measure.backward_s > 0
+    assert not measure.keeps and not measure.whole and not measure.holds and not measure.clones
+
+
+class InPlace(nn.Module):
+    """Changes its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.linear(x.mul_(2))
+
+
+class Wanting(nn.Module):
+    """A block behind an embedding gets inputs that require gradients, always."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        assert x.requires_grad
+        return self.linear(x)
+
+
+def test_what_follows_a_block_that_changes_its_input_is_measured_with_inputs_as_in_plain_pytorch():
+    """Some operators have other kernels where their input needs no gradient; that of a GroupNorm of channels-last maps
+    crashes."""
+    model = nn.Sequential(nn.Linear(32, 32), InPlace(), nn.ReLU(inplace=True), Wanting(), nn.Linear(32, 32))
+    with hydra_tune.ShardPool(["cpu"], 24_000) as pool:
+        hydra_tune.prepare(model, pool=pool)
+        model(torch.randn(4, 32)).sum().backward()
+        (trial,) = pool.report()["trials"]
+        assert not trial["resident"]
+        hydra_tune.release(model)

@@ -236,8 +236,8 @@ class TwiceIn(Twice):
             return super().forward(x).float().tanh()
 
 
-LATER = {"spilled": 220 * 1024, "resident": None}
-HOLDING = {"spilled": 400 * 1024, "resident": None}  # the weights of two blocks, with all that training takes
+LATER = {"spilled": 250 * 1024, "resident": None}
+HOLDING = {"spilled": 450 * 1024, "resident": None}  # the weights of two blocks, with all that training takes
 
 
 def among_others(kind, *options):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-from compared import BUDGETS, VOCABULARY, WIDTH, Layer, Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made
+from compared import BUDGETS, WIDTH, Layer, Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made
 from scripts import BUDGETS as SMALL_BUDGETS
 from scripts import Net as SmallNet
 
@@ -148,7 +148,7 @@ def is_often(way, model, dtype):
     ],
 )
 def test_gradients_are_added_as_in_plain_pytorch(way, model, dtype):
-    assert_as_in_plain_pytorch(script(way, model, dtype), num_bytes=260 * 1024)
+    assert_as_in_plain_pytorch(script(way, model, dtype), num_bytes=300 * 1024)
 
 
 @both_budgets

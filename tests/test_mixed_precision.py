@@ -237,7 +237,7 @@ class TwiceIn(Twice):
 
 
 LATER = {"spilled": 250 * 1024, "resident": None}
-HOLDING = {"spilled": 450 * 1024, "resident": None}  # the weights of two blocks, with all that training takes
+HOLDING = {"spilled": 400 * 1024, "resident": None}  # the weights of two blocks, with all that training takes
 
 
 def among_others(kind, *options):

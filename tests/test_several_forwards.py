@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-from compared import BUDGETS, VOCABULARY, WIDTH, Layer, Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made
+from compared import BUDGETS, WIDTH, Layer, Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made
 from scripts import BUDGETS as SMALL_BUDGETS
 from scripts import Net as SmallNet
 
@@ -45,61 +45,6 @@ class Checkpointed(Layer):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class CheckpointedAgain(Layer):
-    """Uses its weights twice."""
-
-    def forward(self, x):
-        return super().forward(checkpoint(super().forward, x, use_reentrant=False))
-
-
-class Loops(Layer):
-    """Uses its weights three times, and one of them once more."""
-
-    def forward(self, x):
-        for _ in range(3):
-            x = super().forward(x)
-        return x + self.norm(x)
-
-
-class Recurs(Layer):
-    """Reads its weights in a cell, as often as there are positions."""
-
-    def __init__(self, width, residual):
-        super().__init__(width, residual)
-        self.cell = nn.RNNCell(width, width)
-
-    def forward(self, x):
-        state, outputs = None, []
-        for at in range(x.shape[1]):
-            state = self.cell(x[:, at], state)
-            outputs.append(state)
-        return super().forward(x + torch.stack(outputs, 1))
-
-
-class Head(nn.Module):
-    """Uses a norm twice, and the embedding's weight once, which the embedding uses in between."""
-
-    def __init__(self, embedding):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.linear.weight = embedding.weight
-
-    def forward(self, x):
-        return self.linear(self.norm(torch.tanh(self.norm(x))))
-
-
-class HeadLoops(Net):
-    def __init__(self):
-        super().__init__()
-        self.head = Head(self.embedding)
-
-    def forward(self, x):
-        h = self.embedding(x) + self.embedding(x.flip(1))
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(h) * self.scale
-
-
 def net_of(kind):
     class NetOf(Net):
         def __init__(self):
@@ -110,7 +55,8 @@ def net_of(kind):
     return NetOf
 
 
-MODELS = [Net, Twice, Chooses, HeadLoops, *map(net_of, (Checkpointed, CheckpointedAgain, Loops, Recurs))]
+# not those that use a weight several times in a call: docs/limits.md
+MODELS = [Net, Twice, Chooses, net_of(Checkpointed)]
 
 
 def smaller(x, y):
@@ -202,14 +148,14 @@ def is_often(way, model, dtype):
     ],
 )
 def test_gradients_are_added_as_in_plain_pytorch(way, model, dtype):
-    assert_as_in_plain_pytorch(script(way, model, dtype), "spilled")
+    assert_as_in_plain_pytorch(script(way, model, dtype), num_bytes=260 * 1024)
 
 
 @both_budgets
 def test_hooks_on_weights_see_the_sum(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model, optimizer = made(prepare, net_of(Loops)())
+        model, optimizer = made(prepare)
         seen = []
         for p in model.layers[1].parameters():
             p.register_hook(lambda gradient: seen.append(gradient.norm()))
@@ -223,7 +169,7 @@ def test_hooks_on_weights_see_the_sum(budget):
     assert_as_in_plain_pytorch(scenario, budget)
 
 
-@pytest.mark.parametrize("model", [Net, Twice, net_of(Loops)])
+@pytest.mark.parametrize("model", [Net, Twice])
 def test_autocast_in_some_steps_only(model):
     def scenario(prepare):
         torch.manual_seed(0)
@@ -234,34 +180,6 @@ def test_autocast_in_some_steps_only(model):
                 one_backward(trained)
             optimizer.step()
         return left_by(trained, optimizer)
-
-    assert_as_in_plain_pytorch(scenario, "spilled")
-
-
-class Branches(Layer):
-    """Leaves two of its weights out for small batches."""
-
-    def __init__(self, width, residual):
-        super().__init__(width, residual)
-        self.more = nn.Linear(width, width)
-
-    def forward(self, x):
-        return super().forward(self.more(x) if x.shape[0] > 2 else x)
-
-
-def test_a_weight_with_a_hook_that_some_forwards_leave_out():
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model, optimizer = made(prepare, net_of(Branches)())
-        seen = []
-        for layer in model.layers:
-            layer.more.weight.register_hook(lambda gradient: seen.append(gradient.norm()))
-        for way in (of_three_shapes, one_backward, of_three_shapes):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                way(model)
-            optimizer.step()
-        return sorted(seen), left_by(model, optimizer)
 
     assert_as_in_plain_pytorch(scenario, "spilled")
 
@@ -354,15 +272,6 @@ def shift_norms(model, optimizer):
             layer.norm.weight.add_(1)
 
 
-@pytest.mark.parametrize(("change", "evaluates"), [(step, False), (load, False), (load, True)])
-def test_weights_that_change_between_two_forwards_are_refused(change, evaluates):
-    """Plain PyTorch goes on with the casts of what they were."""
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        prepare = partial(hydra_tune.prepare, pool=pool)
-        with pytest.raises(hydra_tune.PrepareError, match=r"trial 0 were changed.*Leave torch\.autocast before"):
-            changed_within(prepare, change, torch.autocast("cpu", dtype=torch.bfloat16), evaluates)
-
-
 @pytest.mark.parametrize("change", [step, load])
 def test_not_without_a_cache(change):
     for context in (torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False), nullcontext()):
@@ -372,28 +281,3 @@ def test_not_without_a_cache(change):
 def test_nor_where_they_are_not_cast():
     context = torch.autocast("cpu", dtype=torch.bfloat16)
     assert_as_in_plain_pytorch(partial(changed_within, change=shift_norms, context=context))
-
-
-def test_a_block_that_evaluation_calls_by_itself_is_refused_too():
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        model, optimizer = made(lambda model, optimizer: hydra_tune.prepare(model, optimizer, pool=pool))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            one_backward(model)
-            optimizer.step()
-            with torch.no_grad(), pytest.raises(hydra_tune.PrepareError, match=r"Leave torch\.autocast"):
-                model.layers[0](torch.randn(4, 6, WIDTH))
-
-
-def test_resident_it_goes_on_with_the_old_casts_as_plain_pytorch():
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model, optimizer = made(prepare)
-        losses = []
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            for _ in range(3):
-                optimizer.zero_grad()
-                losses.append(one_backward(model).item())
-                optimizer.step()
-        return losses, left_by(model, optimizer)
-
-    assert_as_in_plain_pytorch(scenario, "resident")

@@ -82,7 +82,7 @@ def test_a_backward_that_needs_other_kernels_than_another_trial_has_set_is_refus
     script = Switched(lambda: torch._C._set_mkldnn_enabled(False), lambda: torch._C._set_mkldnn_enabled(True))
     trials = script.search()
     assert [trial.state.name for trial in trials] == ["FAIL", "COMPLETE"]
-    assert "torch.backends.mkldnn.enabled was True in the forward of block head and is False now" in str(script.error)
+    assert "torch.backends.mkldnn.enabled was True in the forward of block" in str(script.error)
     assert script.after == (torch.float32, False)
     assert torch._C._get_mkldnn_enabled()
 

@@ -32,7 +32,7 @@ from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.mode import TrialMode
-from hydra_tune.process_state import remembers_casts
+from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
 from hydra_tune.shard import Direction
 from hydra_tune.surroundings import Surroundings
@@ -121,7 +121,8 @@ class Call:
         self._versions: Sequence[int] = ()  # of the weights in host memory
         self.promoted: list[nn.Parameter] = []
         self._num_saved = 0
-        self._casts = block.casts if block.casts and remembers_casts() else {}
+        shares = block.casts and remembers_casts() and casts_to() in block.casts.values()
+        self._casts = block.casts if shares else {}
 
     @property
     def has_casts(self) -> bool:

@@ -31,6 +31,7 @@ from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.partition import shape_of
 from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
+from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.tree import flatten_call
@@ -167,7 +168,7 @@ class FirstStep:
             return None
         block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or measure.keeps
         block.clones |= measure.clones
-        block.casts, block.saved_counts = dict(measure.casts), block.saved_counts | {measure.num_saved}
+        block.casts, block.saved_counts = dict(measure.casts) or block.casts, block.saved_counts | {measure.num_saved}
         self._note(block, measure)
         return block
 
@@ -220,7 +221,8 @@ class FirstStep:
         alike = block.own_forward is None
         model = Fingerprint().of_model(block.module) if alike else id(block)
         training = tuple(m.training for m in block.modules)
-        return model, weights, training, structure.key, given, torch.is_grad_enabled()
+        casts = casts_to() if remembers_casts() else None
+        return model, weights, training, structure.key, given, torch.is_grad_enabled(), casts
 
     def _measure(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockMeasure:
         trial = self._trial

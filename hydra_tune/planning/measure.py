@@ -364,7 +364,7 @@ class Measurement:
         dtype = casts_to() if remembers_casts() else None
         own = self._leaves[: len(self._block.slot_parameters)]
         numbers = {id(leaf): i for i, leaf in enumerate(own) if leaf.requires_grad}
-        direct, cast = dict[int, int](), dict[int, int]()
+        direct, cast, recast = dict[int, int](), dict[int, int](), dict[int, int]()
         left, met = [x.grad_fn for x in outputs if x.grad_fn is not None], set[Any]()
         while left:
             node = left.pop()
@@ -379,7 +379,9 @@ class Measurement:
                     cast[number] = cast.get(number, 0) + 1
                 else:
                     direct[number] = direct.get(number, 0) + 1
+                    recast[number] = recast.get(number, 0) + (node.name() == "ToCopyBackward0")
         held = {i: "it is used both as it is and as autocast's copy" for i in cast if i in direct}
+        held |= {i: "it is cast several times, perhaps by autocast" for i, times in recast.items() if times > 1}
         for i, times in direct.items():
             if times > 1 and gradient_dtype(self._block.slot_parameters[i]) is not own[i].dtype:
                 held[i] = "its gradients are added up in a dtype that is not its own"

@@ -149,6 +149,10 @@ class Trial:
     def plan(self) -> TrialPlan | None:
         return self.planner.plan
 
+    def gpu_generators(self) -> Sequence[torch.Generator]:
+        """Those of its device, if that has some of its own."""
+        return [g for g in self._task_device.generators() if g.device.type != "cpu"] if self._task_device.pins else ()
+
     @property
     def is_alone(self) -> bool:
         """No other objective runs in this process, nor has another thread a model in this pool."""

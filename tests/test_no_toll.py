@@ -1,4 +1,4 @@
-"""What a settled trial does not pay: nothing of ours runs once an operator, and a block costs a bounded number of calls."""
+"""A settled trial: nothing of ours runs once an operator, and a block costs a bounded number of calls."""
 
 import collections
 import sys

@@ -51,6 +51,9 @@ class Executor(Protocol):
 
     casts: SharedCasts
 
+    def gpu_generators(self) -> Sequence[torch.Generator]:
+        """Those of its device, if that has some of its own."""
+
     @property
     def is_alone(self) -> bool: ...
 
@@ -307,7 +310,7 @@ def refuse_hooks(block: Block, weights: Sequence[torch.Tensor]) -> None:
         for weight in weights:
             weight._backward_hooks = weight._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         raise PrepareError(
-            f"hooks on weights are put there outside of forwards, but {block.name} puts one on a weight in its forward. "
+            f"hooks on weights are put there between forwards, but {block.name} puts one on a weight in a forward. "
             "Register it on the Parameter, before the step."
         )
 
@@ -353,7 +356,7 @@ class RepeatedCall(Call):
         self._inputs += [_memory_of(b) for b in block.buffers_themselves()]
         self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
         self._held_versions = versions_of([*block.held])
-        with noting_draws(self._draws):
+        with noting_draws(self._draws, self.trial.gpu_generators()):
             outputs = super().run(args, kwargs)
         del self._inputs
         if self._drops and not block.is_checked:
@@ -363,7 +366,7 @@ class RepeatedCall(Call):
     def rewind(self) -> None:
         """As if it had not run, for it had no room."""
         self._saved, self._looks, self._num_saved = [], [], 0
-        rewind(self._draws)
+        rewind(self._draws, self.trial.gpu_generators())
         self.block.put_back_buffers(self._buffers)
         self.trial.casts.forget(self.promoted)
 
@@ -438,7 +441,8 @@ class RepeatedCall(Call):
         try:
             self._enter(copy)
             self._next = 0
-            with self._surroundings.restored(block.name, alone=trial.is_alone), drawing_again(self._draws):
+            drawing = drawing_again(self._draws, trial.gpu_generators())
+            with self._surroundings.restored(block.name, alone=trial.is_alone), drawing:
                 self._run_again(copy)
         finally:
             del self._copy

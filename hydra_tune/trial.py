@@ -343,6 +343,11 @@ class Trial:
         if self._pass is not None or self._visiting:
             return root.run(args, kwargs)  # the model calls itself
         self.pool.check_open(self)
+        if torch._C._current_graph_task_id() != -1 and (self.plan is None or not self.plan.resident):
+            raise PrepareError(
+                f"{self.name}: a spilled model keeps what its own backward needs, but its forward was called again in "
+                "a backward, as by a checkpoint around the model. Take the checkpoint away; the pool has the memory."
+            )
         self._leave_last_step()
         self._enter(root, args, kwargs)
         if self.plan is not None and self.plan.resident:
@@ -657,7 +662,6 @@ class Trial:
             block.put_back_buffers(buffers)
             return versions == versions_of(given)
 
-
         return self.with_room(block, run, rewound)
 
     @staticmethod
@@ -738,6 +742,11 @@ class Trial:
         """Gradients of a call's weights, to host memory, unless these are on the device by now."""
         self._enter_backward(call.forward_pass)
         parameters = call.promoted
+        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
+            raise PrepareError(
+                f"{self.name}: a prepared model's gradients are computed one by one, but backward was called with "
+                "is_grads_batched=True. Call torch.autograd.grad once for each gradient of the output."
+            )
         if torch.is_grad_enabled():  # gradients of gradients follow
             sent = [None if g is None else g.to(p.device, p.dtype) for g, p in zip(gradients, parameters, strict=True)]
             call.forget()

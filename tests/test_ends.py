@@ -349,7 +349,7 @@ def test_a_loop_that_catches_its_exception_goes_on_as_in_plain_pytorch(way, wher
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
         if script:
             losses, weights = go_on(way, WIDTHS[where], pool)
-            gc.collect()
+            gc.collect(), gc.collect()  # autograd's nodes hide what they refer to until they are gone
         else:
             with TrialContext(pool, 0):
                 losses, weights = go_on(way, WIDTHS[where], pool)

@@ -696,7 +696,7 @@ def test_a_thread_of_the_objectives_own_that_fetches_ahead(writes, tmp_path):
         found.append(train(hydra_tune.prepare))
         return 0.0
 
-    with hydra_tune.ShardPool(["cpu"], "60KiB") as pool:
+    with hydra_tune.ShardPool(["cpu"], "80KiB") as pool:
         runner = hydra_tune.HydraTrialRunner(pool, 2, checkpoint_dir=tmp_path if writes else None)
         runner.optimize(optuna.create_study(), objective, n_trials=4)
     assert len(found) == 4

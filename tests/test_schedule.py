@@ -816,9 +816,7 @@ class Player:
     """Plays trials against the machine with random timing, and keeps the story. Copies arrive at any time after
     they were ordered; trials arrive late, fail, do not wait any more and ask again, and run out of memory."""
 
-    def __init__(
-        self, rng, machine, plans, *, steps=2, fails=0.0, withdrawn=0.0, lacks=0.0, travels=0.0, arrives=0.4
-    ):
+    def __init__(self, rng, machine, plans, *, steps=2, fails=0.0, withdrawn=0.0, lacks=0.0, travels=0.0, arrives=0.4):
         self.rng, self.machine, self.plans, self.steps = rng, machine, plans, steps
         self.fails, self.withdrawn, self.lacks, self.arrives = fails, withdrawn, lacks, arrives
         self.travels = [rng.random() < travels for _ in plans]

@@ -125,15 +125,15 @@ def trained(pool, mark=0, *, evaluates=False):
     ids=lambda value: NAMES[value] if type(value) is int else ("in evaluation" if value else "in training"),
 )
 def test_what_a_later_forward_puts_on_weights_is_refused_and_leaves_nothing_there(mark, evaluates):
-    with hydra_tune.ShardPool(["cpu"], 32 << 10) as pool:
+    with hydra_tune.ShardPool(["cpu"], 48 << 10) as pool:
         expected = trained(pool)
-    with hydra_tune.ShardPool(["cpu"], 32 << 10) as pool:
+    with hydra_tune.ShardPool(["cpu"], 48 << 10) as pool:
         left = trained(pool, mark, evaluates=evaluates)
     assert all(map(torch.equal, left, expected))
 
 
 def test_a_hook_that_an_evaluation_puts_on_a_module_stays_there():
-    with hydra_tune.ShardPool(["cpu"], 32 << 10) as pool, torch.no_grad():
+    with hydra_tune.ShardPool(["cpu"], 48 << 10) as pool, torch.no_grad():
         model = Net(Marking)
         hydra_tune.prepare(model, pool=pool)
         for mark in (0, 4, 0):

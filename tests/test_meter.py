@@ -297,42 +297,20 @@ def test_a_trial_that_uses_a_tensor_of_another_device_is_told(budget):
     assert len(messages) == 2
 
 
-class Outgrown:
-    def __init__(self, meter):
-        self.meter = meter
-        self.bytes = []
-
-    def note(self):
-        self.bytes.append(self.meter.trial_bytes)
-
-
-def test_who_has_outgrown_its_bytes_outside_of_visits_is_told_before_they_are_counted_and_once():
+def test_what_is_outside_of_visits_is_counted_apart():
     meter = TrialMeter(Meter("cpu:0", 1_000, enforce=True), 0, always=False)
-    told = Outgrown(meter)
     kept = [torch.zeros(25)]
     meter.observe(meter.meter, kept)
-    meter.watch_outside(200, told.note)
+    meter.watch_outside()
     for size in (25, 25, 1, 1):
         kept.append(torch.zeros(size))
         meter.outside_ends()
+        visited = torch.zeros(50)
+        meter.observe(meter.meter, [visited])
+        del visited
         meter.outside_starts()
         meter.observe(meter.meter, kept[-1:])
-    assert told.bytes == [300], "100 were there, 200 are allowed"
     assert meter.outside_peak() == 208
-
-
-def test_visits_are_looked_at_before_they_make_anything():
-    meter = TrialMeter(Meter("cpu:0", 1_000, enforce=True), 0, always=False)
-    told = Outgrown(meter)
-    meter.watch_outside(200, told.note)
-    meter.check_outside(200)
-    meter.outside_ends()
-    kept = torch.zeros(75)
-    meter.observe(meter.meter, [kept])
-    meter.outside_starts()
-    assert told.bytes == [], "what a visit makes has room of its own until it is left"
-    meter.check_outside(1)
-    assert told.bytes == [300]
 
 
 def test_a_limit_is_one_trials():

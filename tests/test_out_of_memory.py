@@ -130,21 +130,6 @@ def test_a_trial_that_lacks_room_in_every_way_ends_alone_and_says_what_was_tried
         assert scripts.Script().run(pool)
 
 
-def test_the_second_time_each_block_has_a_shard_of_its_own():
-    shards = []
-
-    class Looks(LacksTwice):
-        steps = (3,)  # the first has no shards yet
-
-        def between(self, model):
-            if self.pool is not None:
-                shards.append([len(shard["blocks"]) for shard in self.pool.report()["trials"][0]["shards"]])
-
-    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
-        Looks().run(pool)
-    assert shards[0] == [] and max(shards[1]) > 1 and set(shards[2]) == {1}
-
-
 class Grows(Net):
     """A device's own count: one block needs room that only others' shards have."""
 

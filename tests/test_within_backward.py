@@ -82,26 +82,7 @@ class WritesABufferThatAnEarlierForwardSaw(Script):
         return model(x) + model(-x)
 
 
-class AddsGradientsInAnotherType(Script):
-    """Of a weight that a block uses twice."""
-
-    class Layer(Layer):
-        def forward(self, x):
-            return super().forward(super().forward(x))
-
-    def model(self):
-        model = super().model().bfloat16()
-        for parameter in model.parameters():
-            parameter.grad_dtype = torch.float32
-        return model
-
-    def forward(self, model, x):
-        return model(x.bfloat16()).float()
-
-
 SCRIPTS = [script for script in Script.__subclasses__() if script.__module__ == __name__]
-if not hasattr(torch.Tensor, "grad_dtype"):
-    SCRIPTS.remove(AddsGradientsInAnotherType)
 
 
 @pytest.mark.parametrize("budget", ["few blocks", "three shards", "resident"])
@@ -141,40 +122,3 @@ def test_buffers_keep_what_an_interrupted_forward_has_made_of_them():
         prepared = run(pool)
     for name, value in run().items():
         assert torch.equal(prepared[name], value), name
-
-
-def test_a_backward_that_runs_out_of_memory_draws_the_same_again():
-    class Lacks(Noise):
-        @staticmethod
-        def forward(ctx, layer, x):
-            ctx.layer = layer
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            gradient = Noise.backward(ctx, gradient)
-            if ctx.layer.lacks:
-                ctx.layer.lacks = False
-                raise torch.OutOfMemoryError
-            return None, gradient
-
-    class Lacking(Layer):
-        lacks = False
-
-        def forward(self, x):
-            return Lacks.apply(self, super().forward(x))
-
-    def run(pool=None):
-        torch.manual_seed(0)
-        model = Net(Lacking)
-        if pool is not None:
-            hydra_tune.prepare(model, pool=pool)
-        for _ in range(2):
-            loss = model(torch.randn(8, WIDTH)).sum()
-            model.layers[2].lacks = pool is not None and model.layers[2].up.weight.grad is not None
-            loss.backward()
-        return [*(p.grad for p in model.parameters()), torch.get_rng_state()]
-
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
-        prepared = run(pool)
-    assert all(map(torch.equal, prepared, run()))

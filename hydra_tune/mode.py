@@ -63,16 +63,17 @@ class TrialMode(TorchDispatchMode):
     def __init__(self, meter: TrialMeter | None = None, *, stays: bool = False) -> None:
         self.meter = meter
         self.stays = stays  # for the whole objective
+        self.joined = False
         self._made: torch.Tensor | None = None  # by the last operator, if its backward asks for modes
 
     def __enter__(self) -> Any:
-        modes.join()
+        modes.join(self)
         _push_mode(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         _pop_mode()
-        modes.part()
+        modes.part(self)
 
     def __torch_dispatch__(
         self,
@@ -205,22 +206,28 @@ def _included(keys: DispatchKeySet) -> AbstractContextManager[None]:
 class Modes:
     """Those of all threads. PyTorch's own note that a mode is active, for its compiler, the first one sets for the
     process and the last one takes back. `TorchDispatchMode` would keep that in each mode, and threads that come and go
-    would leave it wrong."""
+    would leave it wrong. Each joins and parts once: a backward's end puts back on the stack what has parted in it."""
 
     def __init__(self) -> None:
         self._active = 0
         self._lock = threading.Lock()
         self._noting = TorchDispatchMode()
 
-    def join(self) -> None:
+    def join(self, mode: TrialMode) -> None:
         with self._lock:
+            if mode.joined:
+                return
+            mode.joined = True
             self._active += 1
             if self._active == 1:
                 self._noting.__enter__()
                 _pop_mode()
 
-    def part(self) -> None:
+    def part(self, mode: TrialMode) -> None:
         with self._lock:
+            if not mode.joined:
+                return
+            mode.joined = False
             self._active -= 1
             if self._active == 0:
                 self._put_back()
@@ -251,12 +258,12 @@ os.register_at_fork(
 
 def watch(mode: TrialMode) -> None:
     """From here on, beneath the modes that are active: who has entered one of those leaves it before this one."""
-    modes.join()
+    modes.join(mode)
     stack = _get_current_dispatch_mode_stack()
     left = [m for m in stack if isinstance(m, TrialMode) and m.meter is None and not m.stays]  # of trials that are gone
     _replace(stack, [mode, *(m for m in stack if m not in left)])
-    for _ in left:
-        modes.part()
+    for each in left:
+        modes.part(each)
 
 
 def unwatch(mode: TrialMode) -> None:
@@ -265,7 +272,7 @@ def unwatch(mode: TrialMode) -> None:
     others = [each for each in stack if each is not mode]
     if len(others) < len(stack):
         _replace(stack, others)
-        modes.part()
+        modes.part(mode)
 
 
 def _replace(stack: Sequence[TorchDispatchMode], others: Iterable[TorchDispatchMode]) -> None:
@@ -322,8 +329,9 @@ def drop_modes(meter: TrialMeter | None = None) -> None:
         return
     _replace(stack, others)
     if meter is not None:
-        for _ in range(len(stack) - len(others)):
-            modes.part()
+        for mode in stack:
+            if mode not in others:
+                modes.part(mode)  # type: ignore[arg-type]
 
 
 os.register_at_fork(after_in_child=drop_modes)

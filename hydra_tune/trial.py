@@ -30,6 +30,7 @@ from hydra_tune.blocks.call import (
     CheckpointedCall,
     KeptCall,
     RepeatedCall,
+    UsedUpCall,
     hooks_of_checkpoint,
     is_watched,
     refuse_hooks,
@@ -738,7 +739,9 @@ class Trial:
             self.meter.here = self.meter.meter
         self._open = self._open_copy = None
 
-    def send_home(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    def send_home(
+        self, call: Call | UsedUpCall, gradients: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
         """Gradients of a call's weights, to host memory, unless these are on the device by now."""
         self._enter_backward(call.forward_pass)
         parameters = call.promoted
@@ -757,6 +760,7 @@ class Trial:
         if self.residency.spilled or self.planner.first is not None:
             alone = (
                 self._task_device.spills_behind
+                and isinstance(call, Call)
                 and call.forward_pass.calls.get(call.block.name, 0) == 1
                 and self.steps.has_one_forward
                 and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)

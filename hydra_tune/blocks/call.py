@@ -68,7 +68,9 @@ class Executor(Protocol):
 
     def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT: ...
 
-    def send_home(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]: ...
+    def send_home(
+        self, call: Call | UsedUpCall, gradients: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]: ...
 
 
 class WeightView(NamedTuple):
@@ -253,6 +255,9 @@ class Call:
     def sent_home(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         return self.trial.send_home(self, gradients)
 
+    def used_up(self) -> UsedUpCall | None:
+        return UsedUpCall(self) if self._casts else None
+
     def forget(self) -> None:
         """What a repetition has made and nobody has asked for; another backward repeats it."""
 
@@ -261,6 +266,26 @@ class Call:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         raise NotImplementedError
+
+
+class UsedUpCall:
+    """What is left of a call whose graph was used up, while others of its autocast context have its casts in theirs."""
+
+    has_casts = True
+
+    def __init__(self, call: Call) -> None:
+        self.trial, self.block, self.forward_pass, self.promoted = (
+            call.trial, call.block, call.forward_pass, call.promoted
+        )  # fmt: skip
+
+    def sent_home(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        return self.trial.send_home(self, gradients)
+
+    def used_up(self) -> UsedUpCall:
+        return self
+
+    def forget(self) -> None:
+        """It has nothing."""
 
 
 class KeptCall(Call):

@@ -22,6 +22,9 @@ class Call(Protocol):
     def sent_home(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Copies in host memory, laid out as the weights there."""
 
+    def used_up(self) -> Call | None:
+        """What sends home the gradients of other graphs that have a cast of this one's; None without casts."""
+
 
 class Promote(torch.autograd.Function):
     """Inputs are the weights in host memory that require a gradient; `copies` hold the same values on the device."""
@@ -42,9 +45,9 @@ class Promote(torch.autograd.Function):
                 "Trying to backward through the graph a second time: what a block keeps for its backward is gone. "
                 "Specify retain_graph=True the first time."
             )
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.call = None  # a kept loss shall not keep the call's inputs
         sent = call.sent_home(gradients)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.call = call.used_up()  # a kept loss shall not keep the call's inputs
         if interrupts.pending:
             interrupts.check()
         return (None, None, *sent)

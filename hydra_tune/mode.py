@@ -244,10 +244,10 @@ class Modes:
         self._lock.release()
 
     def drop_in_child(self) -> None:
-        if self._active:
-            self._put_back()
-        self._active = 0
+        active, self._active = self._active, 0
         self._lock.release()
+        if active:
+            self._put_back()
 
 
 modes = Modes()

@@ -3,7 +3,7 @@
     room     what other trials can spare, or the whole device; where the first is too little, the step waits for the
              second and goes on
     blocks   one at a time on the device; equal ones with equal inputs are measured once
-    weights  that are used without calling their module are held on the device from then on
+    weights  that a block changes in its forward, or returns, are held on the device from then on
 
 Nothing of it is undone: what the step computes is the trial's.
 """

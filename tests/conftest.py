@@ -12,10 +12,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the demo: threads t
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hydra_tune.cuda_device import CudaDevice
 from hydra_tune.device import CpuDevice
 from hydra_tune.fork import ForkGate
+from hydra_tune.mode import TrialMode, unwatch
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import remembers_casts
 from hydra_tune.schedule import Machine
@@ -53,6 +55,15 @@ def _place(item, names, values):
         if all(map(is_, found, wanted)):
             return place
     raise AssertionError(f"{item.nodeid} has none of the values of {names}")
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left():
+    """Under checks a model that is dropped without `release` leaves one, for the next prepared model to take away."""
+    yield
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, TrialMode):
+            unwatch(mode)
 
 
 @pytest.fixture(autouse=True)

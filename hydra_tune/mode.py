@@ -63,7 +63,6 @@ class TrialMode(TorchDispatchMode):
     def __init__(self, meter: TrialMeter | None = None, *, stays: bool = False) -> None:
         self.meter = meter
         self.stays = stays  # for the whole objective
-        self.joined = False
         self._made: torch.Tensor | None = None  # by the last operator, if its backward asks for modes
 
     def __enter__(self) -> Any:
@@ -209,28 +208,38 @@ class Modes:
     would leave it wrong. Each joins and parts once: a backward's end puts back on the stack what has parted in it."""
 
     def __init__(self) -> None:
-        self._active = 0
+        self._active: set[TrialMode] = set()
+        self._gone: list[TrialMode] = []
         self._lock = threading.Lock()
         self._noting = TorchDispatchMode()
 
     def join(self, mode: TrialMode) -> None:
         with self._lock:
-            if mode.joined:
-                return
-            mode.joined = True
-            self._active += 1
-            if self._active == 1:
+            self._part_gone()
+            if not self._active:
                 self._noting.__enter__()
                 _pop_mode()
+            self._active.add(mode)
 
-    def part(self, mode: TrialMode) -> None:
+    def part(self, mode: TrialMode | None = None) -> None:
+        """Those that are gone do, too."""
         with self._lock:
-            if not mode.joined:
-                return
-            mode.joined = False
-            self._active -= 1
-            if self._active == 0:
-                self._put_back()
+            if mode is not None:
+                self._gone.append(mode)
+            self._part_gone()
+
+    def let_go(self, mode: TrialMode) -> None:
+        """Of a trial that is collected, perhaps while this lock is held: it parts with the next one."""
+        mode.meter = None
+        self._gone.append(mode)
+
+    def _part_gone(self) -> None:
+        while self._gone:
+            mode = self._gone.pop()
+            if mode in self._active:
+                self._active.remove(mode)
+                if not self._active:
+                    self._put_back()
 
     def _put_back(self) -> None:
         _push_mode(self._noting)
@@ -244,7 +253,7 @@ class Modes:
         self._lock.release()
 
     def drop_in_child(self) -> None:
-        active, self._active = self._active, 0
+        active, self._active = self._active, set()
         self._lock.release()
         if active:
             self._put_back()

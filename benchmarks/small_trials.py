@@ -8,7 +8,6 @@ takes seconds: the pilot of each architecture is in it. The goal is what a trial
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torch import nn
 
 import hydra_tune
 from benchmarks.measure import ratio, save
+from benchmarks.runner import logs
 
 GOAL = 1.05
 WIDTH, TRIALS, BATCH, CONCURRENCY = 64, 8, 32, (1, 8)
@@ -83,8 +83,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps, two rounds: whether it runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    logging.getLogger("hydra_tune").setLevel(logging.ERROR)
     torch.manual_seed(0)
     INPUTS.normal_()
     TARGETS.random_(10)
@@ -94,7 +92,8 @@ def main() -> None:
         arms: dict[str, Callable[[optuna.Study], None]] = {"stock": partial(stock, kind=kind, steps=steps)}
         for number in CONCURRENCY:
             arms[f"runner, {number} at a time"] = partial(runner, kind=kind, steps=steps, concurrency=number)
-        seconds = seconds_a_study(arms, rounds)
+        with logs("quiet"):
+            seconds = seconds_a_study(arms, rounds)
         result[kind] = {
             "steps": steps,
             "rounds": rounds,

@@ -197,7 +197,7 @@ def test_a_config_that_outlives_its_models_gets_its_cache_back(pool):
             others.append(optimizer)  # has hooks of the trial's
         del model, optimizer
         gc.collect()
-        assert config.use_cache and not hf_config._users
+        assert config.use_cache and id(config) not in hf_config._users
 
 
 def test_a_cache_is_put_back_though_garbage_is_collected_by_who_has_the_lock(pool):
@@ -209,7 +209,7 @@ def test_a_cache_is_put_back_though_garbage_is_collected_by_who_has_the_lock(poo
         hf_config.use_cache_again(off)
         assert not config.use_cache
     hf_config.use_cache_again(hf_config.use_no_cache(model))
-    assert config.use_cache and not hf_config._users
+    assert config.use_cache and id(config) not in hf_config._users
 
 
 # ---- what a first user's tests found ----

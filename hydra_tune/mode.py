@@ -7,7 +7,6 @@ set; at no other time.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -65,14 +64,19 @@ class TrialMode(TorchDispatchMode):
         self.stays = stays  # for the whole objective
         self._made: torch.Tensor | None = None  # by the last operator, if its backward asks for modes
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays compiled, and is not counted."""
+        return True
+
+    # PyTorch's own would note for the process, in no order that threads keep, that a mode is active.
+
     def __enter__(self) -> Any:
-        modes.join(self)
         _push_mode(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         _pop_mode()
-        modes.part(self)
 
     def __torch_dispatch__(
         self,
@@ -202,77 +206,11 @@ def _included(keys: DispatchKeySet) -> AbstractContextManager[None]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), without)
 
 
-class Modes:
-    """Those of all threads. PyTorch's own note that a mode is active, for its compiler, the first one sets for the
-    process and the last one takes back. `TorchDispatchMode` would keep that in each mode, and threads that come and go
-    would leave it wrong. Each joins and parts once: a backward's end puts back on the stack what has parted in it."""
-
-    def __init__(self) -> None:
-        self._active: set[TrialMode] = set()
-        self._gone: list[TrialMode] = []
-        self._lock = threading.Lock()
-        self._noting = TorchDispatchMode()
-
-    def join(self, mode: TrialMode) -> None:
-        with self._lock:
-            self._part_gone()
-            if not self._active:
-                self._noting.__enter__()
-                _pop_mode()
-            self._active.add(mode)
-
-    def part(self, mode: TrialMode | None = None) -> None:
-        """Those that are gone do, too."""
-        with self._lock:
-            if mode is not None:
-                self._gone.append(mode)
-            self._part_gone()
-
-    def let_go(self, mode: TrialMode) -> None:
-        """Of a trial that is collected, perhaps while this lock is held: it parts with the next one."""
-        mode.meter = None
-        self._gone.append(mode)
-
-    def _part_gone(self) -> None:
-        while self._gone:
-            mode = self._gone.pop()
-            if mode in self._active:
-                self._active.remove(mode)
-                if not self._active:
-                    self._put_back()
-
-    def _put_back(self) -> None:
-        _push_mode(self._noting)
-        self._noting.__exit__(None, None, None)
-
-    def before_fork(self) -> None:
-        """Before the gate closes, for which a thread may wait here."""
-        self._lock.acquire()
-
-    def after_fork(self) -> None:
-        self._lock.release()
-
-    def drop_in_child(self) -> None:
-        active, self._active = self._active, set()
-        self._lock.release()
-        if active:
-            self._put_back()
-
-
-modes = Modes()
-os.register_at_fork(
-    before=modes.before_fork, after_in_parent=modes.after_fork, after_in_child=modes.drop_in_child
-)  # after the gate's own: the last that is registered comes first before a fork
-
-
 def watch(mode: TrialMode) -> None:
     """From here on, beneath the modes that are active: who has entered one of those leaves it before this one."""
-    modes.join(mode)
     stack = _get_current_dispatch_mode_stack()
     left = [m for m in stack if isinstance(m, TrialMode) and m.meter is None and not m.stays]  # of trials that are gone
     _replace(stack, [mode, *(m for m in stack if m not in left)])
-    for each in left:
-        modes.part(each)
 
 
 def unwatch(mode: TrialMode) -> None:
@@ -281,7 +219,11 @@ def unwatch(mode: TrialMode) -> None:
     others = [each for each in stack if each is not mode]
     if len(others) < len(stack):
         _replace(stack, others)
-        modes.part(mode)
+
+
+def let_go(mode: TrialMode) -> None:
+    """Of a trial that is gone: it counts no more, wherever it is left, and the next `watch` there takes it away."""
+    mode.meter = None
 
 
 def _replace(stack: Sequence[TorchDispatchMode], others: Iterable[TorchDispatchMode]) -> None:
@@ -334,13 +276,8 @@ def drop_modes(meter: TrialMeter | None = None) -> None:
     interruption, those in which a prepared model counts with this meter."""
     stack = _get_current_dispatch_mode_stack()
     others = [m for m in stack if not isinstance(m, TrialMode) or (meter and (m.stays or m.meter is not meter))]
-    if len(others) == len(stack):
-        return
-    _replace(stack, others)
-    if meter is not None:
-        for mode in stack:
-            if mode not in others:
-                modes.part(mode)  # type: ignore[arg-type]
+    if len(others) < len(stack):
+        _replace(stack, others)
 
 
 os.register_at_fork(after_in_child=drop_modes)

@@ -52,7 +52,7 @@ from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.interrupts import interrupts
 from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import TrialMode, modes, unwatch, watch
+from hydra_tune.mode import TrialMode, let_go, unwatch, watch
 from hydra_tune.planner import Planner
 from hydra_tune.planning.around import weights_in
 from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
@@ -442,7 +442,7 @@ class Trial:
         modes that were there when a backward was called."""
         if self.mode is None and self._counting is None:
             self._counting = TrialMode(self.meter)
-            weakref.finalize(self, modes.let_go, self._counting).atexit = False
+            weakref.finalize(self, let_go, self._counting).atexit = False
             watch(self._counting)
 
     def unwatch(self) -> None:
@@ -450,7 +450,7 @@ class Trial:
         for mode in (self._counting, self._uncounting):
             if mode is not None:
                 unwatch(mode)
-                modes.let_go(mode)  # it may be another thread's, on whose stack it does nothing
+                let_go(mode)  # it may be another thread's, on whose stack it does nothing
         self._counting, self._uncounting = None, self._counting
 
     def unwatch_again(self) -> None:

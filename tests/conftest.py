@@ -12,12 +12,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the demo: threads t
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
 from hydra_tune.cuda_device import CudaDevice
 from hydra_tune.device import CpuDevice
 from hydra_tune.fork import ForkGate
-from hydra_tune.mode import TrialMode, modes, unwatch
+from hydra_tune.mode import TrialMode, unwatch
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import remembers_casts
 from hydra_tune.schedule import Machine
@@ -64,7 +64,7 @@ def no_mode_is_left():
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, TrialMode):
             unwatch(mode)
-    modes.part()
+    assert not is_in_torch_dispatch_mode()
 
 
 @pytest.fixture(autouse=True)

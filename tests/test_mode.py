@@ -26,29 +26,21 @@ def counting():
     return TrialMode(meter=meter)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_last_thread_puts_back_what_the_first_has_set(first):
-    """PyTorch's note for its compiler."""
-    inside, leave, left = ([threading.Event() for _ in range(2)] for _ in range(3))
+def test_what_is_compiled_stays_so():
+    """A loss's function that has been given to `torch.compile`, in a first step."""
+    graphs = []
 
-    def work(number):
-        with counting():
-            inside[number].set()
-            assert leave[number].wait(10)
-        left[number].set()
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
 
+    compiled = torch.compile(lambda x: x.sin().cos(), backend=backend)
+    x = torch.randn(3)
+    with counting():
+        assert torch.equal(compiled(x), x.sin().cos())
+        assert len(_get_current_dispatch_mode_stack()) == 1
+    assert len(graphs) == 1
     assert not is_in_torch_dispatch_mode()
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread, event in zip(threads, inside, strict=True):
-        thread.start()
-        assert event.wait(10)
-        assert is_in_torch_dispatch_mode()
-    for number, remains in ((first, True), (1 - first, False)):
-        leave[number].set()
-        assert left[number].wait(10)
-        assert is_in_torch_dispatch_mode() is remains
-    for thread in threads:
-        thread.join(10)
 
 
 def test_a_search_in_this_thread_leaves_its_settings():

@@ -1,7 +1,6 @@
 """Counting changes nothing, neither what operators compute nor what is set for the process."""
 
 import os
-import threading
 from contextlib import nullcontext
 
 import optuna

@@ -35,7 +35,7 @@ def interleaved(steps: dict[str, Callable[[], None]], *, rounds: int, warm_up: i
 def ratio(seconds: dict[str, list[float]], name: str, baseline: str) -> dict[str, float]:
     """Median of `name` over median of `baseline`, and the quartiles of the ratio round by round."""
     pairs = [a / b for a, b in zip(seconds[name], seconds[baseline], strict=True)]
-    low, _, high = statistics.quantiles(pairs, n=4)
+    low, _, high = statistics.quantiles(pairs, n=4) if len(pairs) > 1 else pairs * 3
     return {
         "ratio_of_medians": statistics.median(seconds[name]) / statistics.median(seconds[baseline]),
         "median_of_ratios": statistics.median(pairs),

@@ -25,6 +25,7 @@ class ForkGate:
     """Open but while a thread forks. Threads pass it on their way into a visit."""
 
     def __init__(self) -> None:
+        self.process = os.getpid()
         self._open = threading.Event()
         self._open.set()
         self._inside: set[int] = set()
@@ -96,6 +97,7 @@ class ForkGate:
             self._taken.pop()
 
     def open_in_child(self) -> None:
+        self.process = os.getpid()
         self._inside.clear()
         self.one_at_a_time = threading.RLock()
         self._open = threading.Event()  # the other one's own lock a thread that came to wait there may have had

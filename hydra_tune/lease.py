@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from hydra_tune.device import Device
 from hydra_tune.shard import Direction, Task
@@ -25,19 +25,9 @@ LOOK_S = 0.02  # how often one that waits looks at the holder; idle for so long,
 _TELL_AFTER = 512  # tasks
 
 
-class Ran(NamedTuple):
-    """A task that the holder has run, not yet told: with marks of the device's own, where it has such."""
-
-    task: Task
-    start_s: float
-    end_s: float
-    start: Any
-    end: Any
-
-
 # plain tuples: made twice a step
 _Running: TypeAlias = tuple[int, Direction, float, Any]  # a task's step and direction, when it began, and a mark
-_Ran: TypeAlias = tuple[int, Direction, float, Any, float, Any]  # and when it ended
+Ran: TypeAlias = tuple[int, Direction, float, Any, float, Any]  # and when it ended, with the device's mark, if it has
 
 
 class Lease:
@@ -55,7 +45,7 @@ class Lease:
         self.num_steps = 0  # trained
         self.told_steps = 0  # of these
         self.thread = 0  # that was given the turn
-        self._ran: deque[_Ran] = deque()
+        self._ran: deque[Ran] = deque()
         self.since_s = 0.0  # of the quantum
         self.told_s = 0.0  # until when what it did was told
         self.watcher: int | None = None  # the trial, among those that wait, which looks at the holder
@@ -102,11 +92,7 @@ class Lease:
 
     def take_ran(self) -> list[Ran]:
         """What the holder, which goes on meanwhile, has left word of."""
-        ran = [self._ran.popleft() for _ in range(len(self._ran))]
-        return [
-            Ran(Task(self.trial, step, 0, direction), start_s, end_s, start, end)
-            for step, direction, start_s, start, end_s, end in ran
-        ]
+        return [self._ran.popleft() for _ in range(len(self._ran))]
 
     # ---- in the trial's thread ----
 

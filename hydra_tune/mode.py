@@ -65,6 +65,11 @@ class TrialMode(TorchDispatchMode):
         self._made: torch.Tensor | None = None  # by the last operator, if its backward asks for modes
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import its compiler at the first operator, which takes seconds, and ask it at each."""
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """What is compiled stays compiled, and is not counted."""
         return True

@@ -100,8 +100,6 @@ class Planner:
 
     def start(self) -> None:
         """Cut the model, or the models, that the trial has now."""
-        trial = self._trial
-        refuse_unsupported(trial.model)
         self._settings.clear()
         if self.plan is not None:
             self.leave_plan()

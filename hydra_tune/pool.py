@@ -606,10 +606,10 @@ class ShardPool:
         lease.told_steps += steps
         if lease.device is None or not (tasks or steps):
             return
-        seconds = self._clocks[lease.device.number].ran(tasks, lease.told_s)
+        seconds = self._clocks[lease.device.number].ran(lease.trial, tasks, lease.told_s)
         if tasks:
-            lease.told_s = tasks[-1].end_s
-            self._summaries[lease.trial]["steps"] = tasks[-1].task.step
+            step, *_, lease.told_s, _ = tasks[-1]
+            self._summaries[lease.trial]["steps"] = step
         self._handle(e.Worked(lease.trial, seconds, steps))
 
     def _look_at_turn(self, trial: int) -> float:

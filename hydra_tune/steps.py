@@ -109,6 +109,11 @@ class Steps:
 
     # ---- its forwards and backwards ----
 
+    @property
+    def has_forwards(self) -> bool:
+        """Those of the last step: some may have gone since."""
+        return bool(self._forwards)
+
     def add_forward(self, forward: ForwardPass) -> None:
         self._forwards.append(weakref.ref(forward))
 

@@ -7,7 +7,7 @@ GPU     .....A....................|.....B.....|   stall    |.....C.....
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -71,23 +71,19 @@ class TaskClock:
         self.settle()
         return self._untold_s.pop(task.trial, 0.0)
 
-    def ran(self, tasks: Iterable[Ran], since_s: float) -> float:
-        """Of one trial, one after another, in a turn that lasts; since then the device has run none. As `end`."""
-        seconds, trial = 0.0, -1
-        for task, start_s, end_s, start, end in tasks:
-            trial = task.trial
-            if end is None:
-                self._add_stall(since_s, start_s, BETWEEN)
-                self._add("run", task, start_s, end_s)
-                seconds, since_s = seconds + end_s - start_s, end_s
-            else:
-                begun, cause = self._begun or (start, BETWEEN)
-                self._begun = None
-                self._launched.append(_Launched(task, start_s, begun, end, cause))
+    def ran(self, trial: int, tasks: Sequence[Ran], since_s: float) -> float:
+        """Those of a resident trial, one after another, in a turn that lasts; since then the device has run none. As
+        `end`."""
+        if tasks and tasks[0][-1] is None:
+            return self._trace.note_turn(self._device.number, trial, tasks, since_s, BETWEEN)
+        for step, direction, start_s, start, _, end in tasks:
+            begun, cause = self._begun or (start, BETWEEN)
+            self._begun = None
+            self._launched.append(_Launched(Task(trial, step, 0, direction), start_s, begun, end, cause))
         if not self._launched:
-            return seconds
+            return 0.0
         self.settle()
-        return seconds + self._untold_s.pop(trial, 0.0)
+        return self._untold_s.pop(trial, 0.0)
 
     def copied(self, kind: str, task: Task, start: Any, end: Any) -> None:
         """From one mark to another, in a stream of its own."""

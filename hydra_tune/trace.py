@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import starmap
 from typing import Any, NamedTuple
 
+from hydra_tune.lease import Ran
 from hydra_tune.shard import Task
 
 During = float | tuple[Any, Any]  # since so many seconds, or between two marks of a device's own
@@ -71,6 +73,21 @@ class Trace:
     def note_stall(self, device: int, start_s: float, end_s: float, cause: str) -> None:
         self._spans.append(("stall", device, -1, -1, "", start_s, end_s, cause, 0))
         self.devices[device].stalled_s += end_s - start_s
+
+    def note_turn(self, device: int, trial: int, tasks: Iterable[Ran], since_s: float, cause: str) -> float:
+        """A resident trial's tasks, one after another, and why the device waited before each. Seconds they took."""
+        busy_s = stalled_s = 0.0
+        for step, direction, start_s, _, end_s, _ in tasks:
+            if start_s > since_s:
+                self._spans.append(("stall", device, -1, -1, "", since_s, start_s, cause, 0))
+                stalled_s += start_s - since_s
+            self._spans.append(("run", device, trial, 0, direction._value_, start_s, end_s, "", step))
+            busy_s += end_s - start_s
+            since_s = end_s
+        self.devices[device].stalled_s += stalled_s
+        self.devices[device].busy_s += busy_s
+        self.trials[trial].busy_s += busy_s
+        return busy_s
 
     def count(self, what: str, device: int, trial: int, num_bytes: int) -> None:
         for totals in (self.devices[device], self.trials[trial]):

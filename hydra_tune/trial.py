@@ -12,11 +12,10 @@ its optimizer step, whichever comes first: host memory is the truth, and may hav
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -70,6 +69,8 @@ from hydra_tune.tree import flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
 ResultT = TypeVar("ResultT")
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+_TOLD_BY_VALUE = frozenset((bool, int, float, str, type(None)))
 
 
 @dataclass(eq=False)
@@ -81,9 +82,13 @@ class _Root:
     use_cache_again: Callable[[], object]
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
-    def let_go(self) -> None:
+    def unhook(self) -> None:
         for hook in self.hooks:
             hook.remove()
+        self.hooks = []
+
+    def let_go(self) -> None:
+        self.unhook()
         self.use_cache_again()
 
 
@@ -117,7 +122,7 @@ class Trial:
         self.ended = False
         self._plain = False  # the model, again
         self._callers = Callers()
-        self._process = os.getpid()
+        self._process = gate.process
         self.random_state: RandomState | None = None  # the runner's, where there is one
         self.mode: TrialMode | None = None  # the runner's, under checks
         self._counting: TrialMode | None = None  # from a first step's begin to its end
@@ -221,10 +226,14 @@ class Trial:
             raise
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
-        if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            # They only let go early: an optimizer that wraps another, and has none, does without.
-            root.hooks.append(optimizer.register_step_pre_hook(_then_check(self._before_optimizer_step)))
-            root.hooks.append(optimizer.register_step_post_hook(_then_check(self._after_optimizer_step)))
+        self._hook(root)
+
+    def _hook(self, root: _Root) -> None:
+        """To its optimizer's steps. They only let go early: one that wraps another, and has no hooks, does without."""
+        optimizer = root.optimizer
+        if not root.hooks and optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            root.hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
+            root.hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
 
     def release(self, model: nn.Module) -> None:
         """Let go of this model; with the last one the trial ends."""
@@ -283,23 +292,27 @@ class Trial:
             self.unwatch_again()
         self._boundary()
 
-    def _before_optimizer_step(self) -> None:
+    def _before_optimizer_step(self, *_: Any) -> None:
         """A first step that has ended has made a plan, by which a trial that fits is on the device from here on."""
-        if self._task is None and self.plan is not None and self.plan.resident and not self.steps.under_way:
+        plan = self.planner.plan
+        if self._task is None and plan is not None and plan.resident and not self.steps.under_way:
             return
         self.boundary()
         if self.plan is None and self.planner.first is None and not self.ended:
             self.planner.settle_last()
             self.pool.note_summary(self)
+        interrupts.check()
 
-    def _after_optimizer_step(self) -> None:
+    def _after_optimizer_step(self, *_: Any) -> None:
         self._invalidate()
         if self.resumption is not None:
             self.resumption.has_stepped()
+        if interrupts.pending:
+            interrupts.check()
 
     def _invalidate(self) -> None:
         """Device copies of shards are stale; none of a trial that is resident."""
-        if self.plan is None or not self.plan.resident:
+        if (plan := self.planner.plan) is None or not plan.resident:
             self.pool.invalidate(self)
 
     def _boundary(self) -> None:
@@ -318,7 +331,7 @@ class Trial:
             self.resumption.note()
 
     def _refuse_other_threads(self) -> None:
-        if os.getpid() != self._process and self.pool.is_shared:  # nobody here goes on with the others' tasks
+        if gate.process != self._process and self.pool.is_shared:  # nobody here goes on with the others' tasks
             raise PrepareError(
                 f"a prepared model is called in the process that has prepared it, where its pool's other trials are, "
                 f"but that of {self.name} was called in a forked one, perhaps a loader's worker. Give that one a "
@@ -329,14 +342,8 @@ class Trial:
     # ---- the root module's forward ----
 
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        call = _call_key(root, args, kwargs) if self.planner.covered else None
-        if call is not None and call in self.planner.covered and self._pass is None:
-            self._refuse_other_threads()
-            self.pool.check_open(self)
-            self._leave_last_step()
-            self.steps.check_between()
-            self.steps.open()
-            return self._run_step(root, args, kwargs)
+        if self._pass is None and _call_key(root, args, kwargs) in self.planner.covered:
+            return self._run_covered(root, args, kwargs)
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
@@ -351,9 +358,48 @@ class Trial:
             )
         self._leave_last_step()
         self._enter(root, args, kwargs)
-        if self.plan is not None and self.plan.resident:
-            self.planner.covered.add(_call_key(root, args, kwargs))
+        call = _call_key(root, args, kwargs)
+        if call is not None and self.plan is not None and self.plan.resident and not self.meter.always:
+            self.planner.covered.add(call)
+            if self.resumption is None:  # nothing goes stale
+                for each in self._roots:
+                    each.unhook()
         return self._run_step(root, args, kwargs)
+
+    def _run_covered(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """As `run_root`, of a resident model, like one before: what is ours is a good part of what a small model costs,
+        so that each thing is looked at before something is called for it."""
+        steps, lease = self.steps, self.lease
+        self._refuse_other_threads()
+        if steps.under_way or steps.has_forwards or self._task or self._backward_passes or self.resumption:
+            self._leave_last_step()
+        elif self._uncounting is not None:
+            self.unwatch_again()
+        steps.check_between()
+        steps.open()
+        steps.number += 1
+        trains = torch.is_grad_enabled()
+        self._pass = forward_pass = ForwardPass(trains)
+        self._thread = threading.get_ident()
+        steps.add_forward(forward_pass)
+        try:
+            self._go_to(0, Direction.FORWARD)
+            outputs = root.run(args, kwargs)
+            self.leave()
+        except BaseException:
+            self._leave_after_error()
+            raise
+        finally:
+            self._pass = None
+            if not lease.is_noted:  # else it is told what has changed
+                self.pool.note_summary(self)
+                lease.is_noted = lease.is_open
+        if trains:
+            self._announce_backward(outputs, forward_pass)
+        else:
+            forward_pass.done = True
+            self._note_for_resumption()
+        return outputs
 
     def _leave_last_step(self) -> None:
         if self._backward_passes and torch._C._current_graph_task_id() == -1:
@@ -373,6 +419,8 @@ class Trial:
     def _enter(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Be in a step that has room for this forward."""
         planner = self.planner
+        for each in self._roots:
+            self._hook(each)
         if self.plan is None or not self.plan.resident:
             refuse_global_hooks()
         if len(self.models) < len(self._roots):  # one was collected
@@ -515,14 +563,14 @@ class Trial:
     def _announce_backward(self, outputs: Any, forward_pass: ForwardPass) -> None:
         """Where no block may be the first to do so."""
 
-        def enter(grad: torch.Tensor) -> None:
+        def enter(_: Any) -> None:
             self._enter_backward(forward_pass)
-            if self.plan is not None and self.plan.resident:
+            if (plan := self.planner.plan) is not None and plan.resident:
                 self._go_to(0, Direction.BACKWARD)
 
-        for tensor in [outputs] if type(outputs) is torch.Tensor else tensors_in(outputs):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(enter)
+        for tensor in (outputs,) if type(outputs) is torch.Tensor else tensors_in(outputs):
+            if (node := tensor.grad_fn) is not None:
+                node.register_prehook(enter)
 
     # ---- blocks ----
 
@@ -789,15 +837,12 @@ class Trial:
             raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
         if not self._callers.is_last and calls_backward(sys._getframe()):  # else autograd's own thread, of a GPU
             self._refuse_other_threads()
-        outer = -1, set[ForwardPass]()
+        outer: tuple[int, Collection[ForwardPass]] = -1, ()
         if self._backward_id != -1 and calls_backward(sys._getframe(), 2):  # a checkpoint repeats what runs one
             outer = self._backward_id, self._backward_passes
-        self._backward_id = current
-        self._backward_passes = {forward_pass}
+        self._backward_id, self._backward_passes = current, {forward_pass}
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        torch.autograd.Variable._execution_engine.queue_callback(
-            _then_check(lambda: self._end_backward(keeps_graph, *outer))
-        )
+        _queue_callback(lambda: self._end_backward(keeps_graph, *outer))
         if not self.steps.under_way:
             if self.plan is None:
                 self.planner.settle_last()
@@ -808,26 +853,35 @@ class Trial:
                 )
             self.steps.open()
 
-    def _end_backward(self, keeps_graph: bool, outer: int, outer_passes: set[ForwardPass]) -> None:
+    def _end_backward(self, keeps_graph: bool, outer: int, outer_passes: Collection[ForwardPass]) -> None:
         """Of one within a forward, or within the `outer` backward, what is around it goes on."""
         within_forward, within_backward = self._pass is not None, outer != -1
         if not keeps_graph:
-            for forward_pass in self._backward_passes - outer_passes - {self._pass}:
-                forward_pass.done = True
-        self._backward_id, self._backward_passes = outer, outer_passes
+            for forward_pass in self._backward_passes:
+                if forward_pass is not self._pass and forward_pass not in outer_passes:
+                    forward_pass.done = True
+        self._backward_id, self._backward_passes = outer, {*outer_passes}
         self._close_backward()
-        self._forget_touched()
+        if self._touched:
+            self._forget_touched()
         self.residency.await_gradients()
-        self._check_taken()
-        self.steps.trains |= self._pass is None or self._pass.trains
-        if self._pass is not None and self._pass.trains and not self._pass.has_trained:
-            self._pass.has_trained = True
-            self.steps.add_backward()
+        if self._sent:
+            self._check_taken()
+        steps = self.steps
+        if not within_forward:
+            steps.trains = True
+        elif self._pass is not None and self._pass.trains:
+            steps.trains = True
+            if not self._pass.has_trained:
+                self._pass.has_trained = True
+                steps.add_backward()
         if not (within_forward or within_backward):
-            self.steps.add_backward()
+            steps.add_backward()
             if not self.ended:
                 self._boundary()
             self._note_for_resumption()
+        if interrupts.pending:
+            interrupts.check()
 
     def _forget_backward(self) -> None:
         """It was ended by an exception, after which the engine calls nobody."""
@@ -962,7 +1016,8 @@ class Trial:
 
     def leave(self) -> None:
         """Release the lease, if this trial has it."""
-        self._close_backward()
+        if self._open is not None:
+            self._close_backward()
         if self._task is not None:
             task, self._task = self._task, None
             goes_on = self.lease.end()
@@ -1018,25 +1073,15 @@ class Trial:
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What of a call decides how much room it needs; None of one whose arguments have others in them."""
-    told: list[Any] = [id(root), torch.is_grad_enabled(), *autocast_mode()]
+    told: list[Any] = [root, torch.is_grad_enabled(), autocast_mode() if torch._C._is_any_autocast_enabled() else None]
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             told += (value.shape, value.dtype, value.requires_grad)
-        elif value is None or type(value) in (bool, int, float, str):
+        elif type(value) in _TOLD_BY_VALUE:
             told.append(value)
         else:
             return None
-    return (*told, *kwargs)
-
-
-def _then_check(function: Callable[[], None]) -> Callable[..., None]:
-    """At whose end a Ctrl-C that came meanwhile is raised."""
-
-    def call(*_: Any) -> None:
-        function()
-        interrupts.check()
-
-    return call
+    return (*told, *kwargs) if kwargs else tuple(told)
 
 
 def _is_accumulated(parameter: torch.Tensor) -> bool:

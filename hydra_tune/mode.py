@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
 )
 
 from hydra_tune.meter import TrialMeter, is_counted, storages_of
+from hydra_tune.thread_mode import ThreadMode
 
 _aten = torch.ops.aten
 _ASKS_FOR_MODES = {
@@ -55,7 +56,7 @@ _NOTES_VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 _AUTOCASTS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
-class TrialMode(TorchDispatchMode):
+class TrialMode(ThreadMode):
     """Counts in a meter where that is counting. Installed around an objective or a step by a runner's trial; or by a
     prepared model around its own forward and backward. Costs about four microseconds an operator."""
 
@@ -63,25 +64,6 @@ class TrialMode(TorchDispatchMode):
         self.meter = meter
         self.stays = stays  # for the whole objective
         self._made: torch.Tensor | None = None  # by the last operator, if its backward asks for modes
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """PyTorch would import its compiler at the first operator, which takes seconds, and ask it at each."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled, and is not counted."""
-        return True
-
-    # PyTorch's own would note for the process, in no order that threads keep, that a mode is active.
-
-    def __enter__(self) -> Any:
-        _push_mode(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _pop_mode()
 
     def __torch_dispatch__(
         self,

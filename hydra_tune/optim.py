@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.randomness import state_kept
 from hydra_tune.shared_random import SharedDraws
+from hydra_tune.thread_mode import ThreadMode
 from hydra_tune.tree import tensors_in
 
 logger = logging.getLogger("hydra_tune")
@@ -207,12 +207,11 @@ def _measured_together(
     return sum(v.numel() * v.element_size() for v in state), temporaries.peak_bytes
 
 
-class _Temporaries(TorchDispatchMode):
+class _Temporaries(ThreadMode):
     """Counts the storages that operators make, while they live, beside those of `known`. A number that is read of a
     meta tensor is 1."""
 
     def __init__(self, known: Sequence[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._live_bytes = 0
         self._kept = [tensor.untyped_storage() for tensor in known]  # or the next one might get their place

@@ -359,7 +359,7 @@ class Trial:
         self._leave_last_step()
         self._enter(root, args, kwargs)
         call = _call_key(root, args, kwargs)
-        if call is not None and self.plan is not None and self.plan.resident and not self.meter.always:
+        if call is not None and self.plan is not None and self.plan.resident:
             self.planner.covered.add(call)
             if self.resumption is None:  # nothing goes stale
                 for each in self._roots:
@@ -377,6 +377,8 @@ class Trial:
             self.unwatch_again()
         steps.check_between()
         steps.open()
+        if self.meter.always:
+            return self._run_step(root, args, kwargs)
         steps.number += 1
         trains = torch.is_grad_enabled()
         self._pass = forward_pass = ForwardPass(trains)

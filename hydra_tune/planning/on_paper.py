@@ -7,6 +7,7 @@ and its batch. Nothing is known of a model whose control flow looks at values.
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.hooks import HOOKS_OF_MODULES
+from hydra_tune.fork import new_in_child
 from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.thread_mode import ThreadMode
 from hydra_tune.tree import map_tensors, tensors_in
 
+_one_estimates = new_in_child(threading.Lock())  # a fake mode notes for the process that it is active
 _OF_LOSS = 3  # what a loss makes of the model's outputs: log-probabilities, their gradient, one more
 
 
@@ -34,7 +37,8 @@ def least_bytes(
     """The least budget that would do, about; None where nobody can tell. `held_bytes` of parameters is what these take
     on the device for a trial's life, with gradients and optimizer state."""
     try:
-        return _Estimate(model, blocks, held_bytes).run(args, kwargs)
+        with _one_estimates:
+            return _Estimate(model, blocks, held_bytes).run(args, kwargs)
     except Exception:  # any model may come
         return None
 
@@ -104,11 +108,10 @@ class _Estimate:
         self._made[name] = self._made.get(name, 0) + sum(map(storage_bytes, tensors_in(made)))
 
 
-class _Count(TorchDispatchMode):
+class _Count(ThreadMode):
     """Bytes of the storages that operators make, while they live."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self._known: set[int] = set()
 

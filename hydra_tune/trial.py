@@ -1075,7 +1075,7 @@ class Trial:
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What of a call decides how much room it needs; None of one whose arguments have others in them."""
-    told: list[Any] = [root, torch.is_grad_enabled(), autocast_mode() if torch._C._is_any_autocast_enabled() else None]
+    told: list[Any] = [id(root), torch.is_grad_enabled(), autocast_mode() if torch._C._is_any_autocast_enabled() else None]
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             told += (value.shape, value.dtype, value.requires_grad)

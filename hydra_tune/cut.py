@@ -32,7 +32,7 @@ def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[B
     blocks = []
     for name in [*known, *(name for name in modules if name not in known)]:
         module = modules[name]
-        block = Block(name, module, held=held.intersection(module.parameters()))
+        block = Block(name, module, held=[*held.intersection(module.parameters())])
         if name in known:
             profile = known[name]
             block.keeps, block.clones, block.writes_buffers = profile.keeps, profile.clones, profile.writes_buffers

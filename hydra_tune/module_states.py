@@ -44,11 +44,9 @@ class ModuleStates:
             self._build = self._read_build()
         return self._build
 
-    @property
-    def is_rebuilt(self) -> bool:
-        """Some modules have other children, or are of other classes, than at first: nobody has noted what those are
-        set to."""
-        return not self.have(self._first_build)
+    def was_first(self, build: Build) -> bool:
+        """Whether they were so at first."""
+        return build is self._first_build or build == self._first_build
 
     def have(self, build: Build) -> bool:
         return self._read_build() == build
@@ -79,6 +77,10 @@ class ModuleStates:
         self._lengths = list(map(len, owns))
         self._same = None if None in self._latest else (ids, states)
         return states
+
+    def are_plain(self, states: Sequence[State]) -> bool:
+        """Whether these, just told by `now`, have no objects, nor tensors."""
+        return self._same is not None and states is self._same[1]
 
     def are(self, states: Sequence[State]) -> bool:
         if self._same is not None and states is self._same[1]:

@@ -459,17 +459,18 @@ class ShardPool:
                 else:
                     self._end_task(after[0], after[1], asked_s, ready)
                     self.check_open(trial)
-                waits = not self._granted[task.trial]
+                waited = not self._granted[task.trial]
                 granted = self._await(task.trial, (e.Promote, e.Run))
-            if isinstance(granted, e.Promote):
+                device = self._devices[granted.device]
+                if isinstance(granted, e.Run):
+                    return self._note_start(task, device, asked_s, waited=waited), device
+                self._handle(e.Promoted(task, device.number))  # by this thread: as a part of the task
+                self._await(task.trial, (e.Run,))
                 promote_s = self._trace.now_s()
-                trial.promote_shard(self._devices[granted.device], task.shard, granted.offset, granted.num_bytes)
-                with self._lock:
-                    self._trace.note("promote", task, granted.device, promote_s, self._trace.now_s())
-                    self._handle(e.Promoted(task, granted.device))
-                    self._await(task.trial, (e.Run,))
-            waited = waits or isinstance(granted, e.Promote)
-            return self._note_start(task, granted.device, asked_s, waited=waited), self._devices[granted.device]
+            trial.promote_shard(device, task.shard, granted.offset, granted.num_bytes)
+            with self._lock:
+                self._trace.note("promote", task, device.number, promote_s, self._trace.now_s())
+                return self._note_start(task, device, asked_s, waited=True), device
         except BaseException:
             with self._lock:
                 self._drop_turn(lease)
@@ -493,16 +494,15 @@ class ShardPool:
         assert device is not None, f"{task} does not run"
         return device
 
-    def _note_start(self, task: Task, device: int, asked_s: float, *, waited: bool) -> float:
+    def _note_start(self, task: Task, device: Device, asked_s: float, *, waited: bool) -> float:
         """Of a task, in seconds; and what it and its device have waited for until now."""
-        with self._lock:
-            start_s = self._trace.now_s()
-            if waited:
-                self._trace.note("wait", task, device, asked_s, start_s)
-            self._clocks[device].begin(start_s)
-            if self._leases[task.trial].is_open:
-                self._leases[task.trial].start(task, start_s)
-            return start_s
+        start_s = self._trace.now_s()
+        if waited:
+            self._trace.note("wait", task, device.number, asked_s, start_s)
+        self._clocks[device.number].begin(start_s)
+        if self._leases[task.trial].is_open:
+            self._leases[task.trial].start(task, start_s)
+        return start_s
 
     def drop_idle(self, trial: Client) -> None:
         """All that can go from the device that the trial is on, which has run out of memory."""

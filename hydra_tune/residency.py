@@ -83,7 +83,7 @@ class Residency:
         """Into `copies`, in the trial's thread."""
         counting = self.meter.counting
         with self.meter.paused():
-            self._promote_shard(device, shard, blocks, offset, num_bytes, counting=counting)
+            self._promote_shard(device, shard, blocks, offset, num_bytes, counting=counting).is_new = True
 
     def promote_ahead(self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
         """Into `copies`, in a thread of the device's."""
@@ -92,7 +92,7 @@ class Residency:
 
     def _promote_shard(
         self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int, *, counting: bool
-    ) -> None:
+    ) -> DeviceCopy:
         """Where slots stay in place, the copy that was there before is filled again."""
         place = (device.number, shard, offset, num_bytes)
         copy = self._former.get(place)
@@ -105,6 +105,7 @@ class Residency:
                         del self._former[next(iter(self._former))]
         self._fill(copy, counting=counting)
         self.copies[device.number, shard] = copy
+        return copy
 
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
         copy.counted = counting
@@ -125,7 +126,10 @@ class Residency:
             copy.device.meter.remove(copy.slot)
 
     def refresh(self, copy: DeviceCopy, block: Block) -> None:
-        """Copy anew what has changed on the host since it was copied."""
+        """Copy anew what has changed on the host since it was copied; this thread has just done so, if it is new."""
+        if copy.is_new:
+            copy.is_new = False
+            return
         stale = copy.stale(block.slot_parameters)
         if stale:
             with self.meter.paused():

@@ -25,22 +25,19 @@ class Surroundings:
         self._process = ProcessState.now()
         self._attributes = modules.now()
         self._build = modules.build_now()
-        self.have_gradients = False
         self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
-        for own in self._attributes:
-            if torch.Tensor not in map(type, own.values()):  # most have none
-                continue
+        for own in () if modules.are_plain(self._attributes) else self._attributes:
             for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
-                self.have_gradients |= value.requires_grad
                 if value.grad_fn is None:
                     self._versions = *self._versions, (name, value, version_of(value))
                 else:  # an activation, which would keep its graph
                     del own[name]
 
     @property
-    def remember_casts(self) -> bool:
-        """Whether autocast keeps its casts of weights in a context."""
-        return self._process.context[1]
+    def are_rebuilt(self) -> bool:
+        """Some modules have other children, or are of other classes, than at first: nobody has noted what those are
+        set to."""
+        return not self._modules.was_first(self._build)
 
     def restored(self, block: str, *, alone: bool) -> _Restored:
         """Within, all is as it was; afterwards as it is now. What is set for the whole process is left as it is where

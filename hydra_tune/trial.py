@@ -27,6 +27,7 @@ from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.call import (
     Call,
     CheckpointedCall,
+    Given,
     KeptCall,
     RepeatedCall,
     UsedUpCall,
@@ -65,6 +66,7 @@ from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, re
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.stop import Stop
+from hydra_tune.surroundings import Surroundings
 from hydra_tune.tree import flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
@@ -633,29 +635,24 @@ class Trial:
             block = measured
         forward_pass = self._pass or next(iter(self._backward_passes))
         forward_pass.count(block.name)
-        given = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
+        leaves, structure = flatten_call(args, kwargs)
+        given = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
             return self._evaluate_or_open(block, args, kwargs, given)
         hooks = hooks_of_checkpoint()
         if hooks is not None:
             checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
             return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
+        surroundings = Surroundings(block.module_states)
         at_once = self._pass is None  # a checkpoint's repetition, whose own backward follows
-        if block.keeps or at_once or block.module_states.is_rebuilt or is_watched():
+        if block.keeps or at_once or surroundings.are_rebuilt or is_watched():
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
-        if block.at_home or block.clones or not (self.pool.travels and self._may_travel(block, given)):
-            call = RepeatedCall(block, self, forward_pass)
-        else:
-            call = TravellingCall(block, self, forward_pass)
+        travels = not (block.at_home or block.clones) and self.pool.travels and self._may_travel(block, given)
+        kind = TravellingCall if travels else RepeatedCall
+        call = kind(block, self, forward_pass, Given(leaves, structure, given, surroundings))
         if first is not None:
             first.watch(call, given)
-        versions = versions_of(given)
-
-        def rewound() -> bool:
-            call.rewind()
-            return versions == versions_of(given)
-
-        return self.with_room(block, lambda: call.run(args, kwargs), rewound)
+        return self.with_room(block, lambda: call.run(args, kwargs), call.rewind)
 
     def _evaluate_or_open(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
@@ -1075,7 +1072,8 @@ class Trial:
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What of a call decides how much room it needs; None of one whose arguments have others in them."""
-    told: list[Any] = [id(root), torch.is_grad_enabled(), autocast_mode() if torch._C._is_any_autocast_enabled() else None]
+    casts = autocast_mode() if torch._C._is_any_autocast_enabled() else None
+    told: list[Any] = [id(root), torch.is_grad_enabled(), casts]
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             told += (value.shape, value.dtype, value.requires_grad)

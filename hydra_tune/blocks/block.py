@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -61,7 +61,7 @@ class Block:
 
     name: str
     module: nn.Module
-    held: Collection[nn.Parameter] = ()
+    held: Sequence[nn.Parameter] = ()
     keeps: str = ""
     clones: bool = False
     at_home: bool = True

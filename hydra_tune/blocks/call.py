@@ -36,7 +36,7 @@ from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
 from hydra_tune.shard import Direction
 from hydra_tune.surroundings import Surroundings
-from hydra_tune.tree import flatten_call, map_tensors, tensors_in, unflatten
+from hydra_tune.tree import Structure, map_tensors, tensors_in, unflatten
 
 ResultT = TypeVar("ResultT")
 _ref = weakref.ref
@@ -71,6 +71,15 @@ class Executor(Protocol):
     def send_home(
         self, call: Call | UsedUpCall, gradients: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]: ...
+
+
+class Given(NamedTuple):
+    """What a block is called with, and what else its forward sees."""
+
+    leaves: Sequence[Any]
+    structure: Structure
+    tensors: Sequence[torch.Tensor]
+    surroundings: Surroundings
 
 
 class WeightView(NamedTuple):
@@ -358,8 +367,11 @@ class RepeatedCall(Call):
     """`_saved` are all that autograd has saved, in order, as long as it has them. What is a weight, or lies in the
     memory of an input or buffer, is there without a repetition."""
 
-    def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
+    def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass, given: Given) -> None:
         super().__init__(block, trial, forward_pass)
+        self._leaves, self._structure = given.leaves, given.structure
+        self._given, self._given_versions = given.tensors, versions_of(given.tensors)
+        self._surroundings = given.surroundings
         self._buffers: Sequence[torch.Tensor | None] = ()
         self._draws = DrawRecord()
         self._saved: list[weakref.ref[Saved]] = []
@@ -370,30 +382,28 @@ class RepeatedCall(Call):
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
-        self._leaves, self._structure = flatten_call(args, kwargs)
-        tensors = [x for x in self._leaves if isinstance(x, torch.Tensor)]
-        self._inputs = [] if self.travels else list(map(_memory_of, tensors))
-        self._input_versions = versions_of(tensors)
+        self._inputs = [] if self.travels else list(map(_memory_of, self._given))
+        self._input_versions = self._given_versions
         if block.clones:
             self.keep_clones()
-        self._surroundings = Surroundings(block.module_states)
         self._buffers = block.buffers_now()
-        self._inputs += [_memory_of(b) for b in block.buffers_themselves()]
+        self._inputs += map(_memory_of, block.buffers_themselves())
         self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
-        self._held_versions = versions_of([*block.held])
+        self._held_versions = versions_of(block.held)
         with noting_draws(self._draws, self.trial.gpu_generators()):
             outputs = super().run(args, kwargs)
-        del self._inputs
+        del self._inputs, self._given
         if self._drops and not block.is_checked:
             self._looks = list(map(_look_at, tensors_in(outputs)))
         return outputs
 
-    def rewind(self) -> None:
-        """As if it had not run, for it had no room."""
+    def rewind(self) -> bool:
+        """As if it had not run, for it had no room; unless it has changed what it was given."""
         self._saved, self._looks, self._num_saved = [], [], 0
         rewind(self._draws, self.trial.gpu_generators())
         self.block.put_back_buffers(self._buffers)
         self.trial.casts.forget(self.promoted)
+        return self._given_versions == versions_of(self._given)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -448,7 +458,7 @@ class RepeatedCall(Call):
 
     def _repeat(self) -> None:
         block, trial = self.block, self.trial
-        if self._versions != versions_of(block.slot_parameters) or self._held_versions != versions_of([*block.held]):
+        if self._versions != versions_of(block.slot_parameters) or self._held_versions != versions_of(block.held):
             raise self._changed_weight()
         if self._input_versions != versions_of(self.tensors):
             raise RuntimeError(

@@ -33,6 +33,7 @@ class DeviceCopy:
         self.start = slot.data_ptr()
         self.num_bytes = 0
         self.counted = False  # by the device's meter
+        self.is_new = False  # filled in the trial's thread, and not visited since
         self.used: Any = None  # the last moment of computing that needs the slot, as `Device.mark` tells it
         self._parameters = list({id(p): p for block in blocks for p in block.slot_parameters}.values())
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}

@@ -32,8 +32,8 @@ class Executor(call.Executor, Protocol):
 class TravellingCall(call.RepeatedCall):
     travels = True
 
-    def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
-        super().__init__(block, trial, forward_pass)
+    def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass, given: call.Given) -> None:
+        super().__init__(block, trial, forward_pass, given)
         self._mover = trial
         self._place: Device | None = None  # of the backward under way, unless it is at home
         self._stays = False  # its backward is at home: a graph of gradients may lead into the midst of its own

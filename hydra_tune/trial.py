@@ -754,6 +754,8 @@ class Trial:
         """Be where the block's shard is; its copy there."""
         if self.planner.first is not None:
             copy = self.planner.first.copy_of(block)
+            if copy is not self._open_copy:  # which is gone: a checkpoint has called other blocks meanwhile
+                self._close_backward()
         elif self.plan is not None and self.plan.resident:
             copy = DeviceCopy.of_none(self.device)
         else:

@@ -176,3 +176,44 @@ def test_no_bytes_are_left():
         assert len(set(used)) == 1
         hydra_tune.release(model)
         assert pool.devices[0].used_bytes == 0
+
+
+class Bilinear(nn.Module):
+    """The last operator asks for a weight before it asks for what a checkpoint has to recompute."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.tanh(x) * x)
+
+
+class Recomputed(nn.Module):
+    """Each checkpoint is around several blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Bilinear() for _ in range(6))
+
+    def forward(self, x):
+        for i in (0, 3):
+            x = checkpoint(nn.Sequential(*self.layers[i : i + 3]), x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize(("budget", "num_bytes"), [("spilled", 40_000), ("resident", 1 << 20)])
+def test_a_checkpoint_visits_other_blocks_after_a_weight_was_asked_for(budget, num_bytes):
+    """Freed slots are poisoned in these tests."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model = Recomputed()
+        model, optimizer = prepare(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(3):
+            model(torch.randn(2, 3, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert_as_in_plain_pytorch(scenario, budget, num_bytes)

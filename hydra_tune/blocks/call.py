@@ -321,7 +321,9 @@ class CheckpointedCall(KeptCall):
         return self._weight_view(tensor, _place_of(tensor)) or self._outer_pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        return self.weight(packed) if type(packed) is WeightView else self._outer_unpack(packed)
+        """A weight that an operator has asked for is gone where what it asks for next is recomputed: other blocks have
+        been visited by then."""
+        return self.weight(packed).clone() if type(packed) is WeightView else self._outer_unpack(packed)
 
 
 def hooks_of_checkpoint() -> tuple[Callable[..., Any], ...] | None:
@@ -376,6 +378,7 @@ class RepeatedCall(Call):
         self._draws = DrawRecord()
         self._saved: list[weakref.ref[Saved]] = []
         self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
+        self._gave_weights = False  # to an operator of the backward under way
         self._drops = False  # something that a repetition must make
         self._next = 0  # to be made by the repetition under way
         self._inputs: list[tuple[int, int]] = []  # where their memory is
@@ -437,6 +440,7 @@ class RepeatedCall(Call):
             self.trial.with_room(self.block, self._repeat, self._rewound)
         value = saved.value
         if type(value) is WeightView:
+            self._gave_weights = True
             return self.weight(value)
         if type(value) is Versioned:
             return value.read()
@@ -445,10 +449,13 @@ class RepeatedCall(Call):
         return value  # type: ignore[return-value]
 
     def _rewound(self) -> bool:
+        """Not where an operator has a weight already, which would be gone."""
+        gave_weights = self._gave_weights
         self.forget()
-        return True
+        return not gave_weights
 
     def forget(self) -> None:
+        self._gave_weights = False
         for reference in self._saved:
             saved = reference()
             if saved is not None and isinstance(saved.value, torch.Tensor):

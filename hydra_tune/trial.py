@@ -804,28 +804,37 @@ class Trial:
             call.forget()
             self._close_backward()
             return sent
-        if call.has_casts:
-            gradients = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
-        if self.residency.spilled or self.planner.first is not None:
-            alone = (
-                self._task_device.spills_behind
-                and isinstance(call, Call)
-                and call.forward_pass.calls.get(call.block.name, 0) == 1
-                and self.steps.has_one_forward
-                and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
-            )
-            late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
-            sent = self.residency.spill_gradients(self._task_device, parameters, gradients, late=late)
-            if alone:
-                self._sent += [
-                    _Sent(p, g.data_ptr(), g._version, call.block.name, late)
-                    for p, g in zip(parameters, sent, strict=True)
-                    if g is not None
-                ]
+        if not (self.residency.spilled or self.planner.first is not None):
+            sent = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
+        elif call.has_casts:  # converted there: exactly, and the device has no room for both
+            sent = self.residency.spill_gradients(self._task_device, parameters, gradients, late=False)
+            with self.meter.paused():
+                sent = [None if g is None else g.to(p.dtype) for g, p in zip(sent, parameters, strict=True)]
         else:
-            sent = list(gradients)
+            sent = self._sent_late_or_not(call, gradients)
         call.forget()
         self._close_backward()
+        return sent
+
+    def _sent_late_or_not(
+        self, call: Call | UsedUpCall, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        parameters = call.promoted
+        alone = (
+            self._task_device.spills_behind
+            and isinstance(call, Call)
+            and call.forward_pass.calls.get(call.block.name, 0) == 1
+            and self.steps.has_one_forward
+            and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
+        )
+        late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
+        sent = self.residency.spill_gradients(self._task_device, parameters, gradients, late=late)
+        if alone:
+            self._sent += [
+                _Sent(p, g.data_ptr(), g._version, call.block.name, late)
+                for p, g in zip(parameters, sent, strict=True)
+                if g is not None
+            ]
         return sent
 
     def _enter_backward(self, forward_pass: ForwardPass) -> None:

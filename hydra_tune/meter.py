@@ -356,8 +356,9 @@ class TrialMeter:
 
     def outside_ends(self) -> None:
         self._is_outside = False
-        if self._starts_later:
+        if self._starts_later:  # no operator has run: what is there now the step has kept from visit to visit
             self._starts_later = False
+            self._outside_peak = max(self._outside_peak, self.trial_bytes)
         elif self._outside_start is not None:
             self._outside_peak = max(self._outside_peak, self.window_peak)
 

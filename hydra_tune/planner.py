@@ -62,6 +62,9 @@ class Planned(Client, Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
 
 
+MARGIN = 16  # a step, and its largest task, may take a sixteenth more than its first one has
+
+
 @dataclass(frozen=True)
 class Plans:
     """Of one trial, which hold the same: None for what it has not done yet."""
@@ -296,12 +299,14 @@ class Planner:
         buffers = sum(storage_bytes(b) for b in trial.model.buffers())
         kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
         trains = any(m.trains for m in self._measures)
+        step_bytes = max(m.step_bytes for m in measures) + sum(p.boundary_bytes + p.saved_bytes for p in uncalled)
+        work_bytes = max((p.work_bytes for p in (*uncalled, *known)), default=0)
         plan = make_plan(
             [*uncalled, *known],
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._held_bytes(self._loose, trains) + buffers + kept,
             resident_bytes=self._held_bytes(list(trial.model.parameters()), trains) + buffers + kept,
-            step_bytes=max(m.step_bytes for m in measures) + sum(p.boundary_bytes + p.saved_bytes for p in uncalled),
+            step_bytes=step_bytes + (step_bytes + work_bytes) // MARGIN,
             late_bytes=self._late_bytes if trains else 0,
             may_be_resident=resident,
             cut=self._cut,

@@ -163,6 +163,12 @@ class Residency:
         hosts = iter(spilled)
         return [None if g is None else next(hosts) for g in gradients]
 
+    def disown_gradients(self, blocks: Sequence[Block]) -> None:
+        """Those of weights in host memory are there, though a virtual device's operator may have added to them."""
+        for p in (p for block in blocks for p in block.slot_parameters):
+            if p.grad is not None:
+                self.meter.disown(p.grad)
+
     def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies there of another virtual device's tensors, without their graph."""
         counting = self.meter.counting
@@ -222,7 +228,7 @@ class Residency:
                 tensor.grad = self.device.hold(grad)  # a virtual device's stays: it may be the user's view
         self._log.count("promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
-            self.meter.adopt([tensor])
+            self.meter.adopt([tensor] if grad is None else [tensor, grad])
         return tensor
 
     def bring_home(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

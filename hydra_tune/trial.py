@@ -626,7 +626,7 @@ class Trial:
             )
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
-        if first is not None and not self._backward_passes:
+        if first is not None and (not self._backward_passes or first.is_new_to_backward(block)):
             self.pool.check_open(self)
             measured = first.before(block, args, kwargs)
             self.stop.check()
@@ -877,6 +877,8 @@ class Trial:
         self.residency.await_gradients()
         if self._sent:
             self._check_taken()
+        if self.meter.counting and (self.residency.spilled or self.planner.first is not None):
+            self.residency.disown_gradients(self.planner.blocks)
         steps = self.steps
         if not within_forward:
             steps.trains = True

@@ -8,6 +8,7 @@ docs/exactness.md; with `-k "albert and adamw"` it runs some of them and writes 
 import logging
 import math
 import random
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -46,19 +47,8 @@ TRAININGS = {
 REFUSED = "refused"
 
 
-TWO_FORWARDS = "two forwards before a backward: the graphs of both are more than the pilot's one, at this budget"
 # (architecture, training, budget) -> (the largest relative difference allowed, or REFUSED; why)
-EXPECTED_DIFFERENCES: dict[tuple[str, str, str], tuple[float | str, str]] = {
-    **{
-        ("gradient_penalty", t, b): (REFUSED, "no gradients of gradients") for t in TRAININGS for b in ("half", "least")
-    },
-    **{
-        ("pruned", t, b): (REFUSED, "its layers compute their weights in hooks and stay on the device: no room is left")
-        for t in ("adamw", "sgd", "bf16")
-        for b in ("half", "least")
-    },
-    **{("siamese", t, "least"): (REFUSED, TWO_FORWARDS) for t in ("adamw", "sgd", "adafactor")},
-}
+EXPECTED_DIFFERENCES: dict[tuple[str, str, str], tuple[float | str, str]] = {}
 
 
 # (architecture, training) -> why plain PyTorch itself can't train it on every CPU
@@ -66,6 +56,16 @@ NOT_EVERYWHERE = {("lstm", "bf16"): "oneDNN has no bfloat16 LSTM for a CPU witho
 
 
 # ---- one training ------------------------------------------------------------------------------------
+
+
+def kept(tensor):
+    """A copy that no operator makes, so that a virtual device does not count it: a script on a GPU would keep it in host
+    memory."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    memory = tensor.untyped_storage().clone()
+    return torch.empty(0, dtype=tensor.dtype).set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def train(name, training, *, pool=None):
@@ -86,11 +86,11 @@ def train(name, training, *, pool=None):
             with torch.autocast("cpu", torch.bfloat16) if training.bf16 else nullcontext():
                 loss = architecture.loss(model, architecture.batch())
             (loss / training.accumulation).backward()
-            found[f"loss {step}.{part}"] = loss.detach().clone()
+            found[f"loss {step}.{part}"] = kept(loss)
         if training.clip is not None:
-            found[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+            found[f"norm {step}"] = kept(torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip))
         for n, p in model.named_parameters():
-            found[f"gradient of {n}"] = None if p.grad is None else p.grad.clone()
+            found[f"gradient of {n}"] = kept(p.grad)
         optimizer.step()
         if schedule is not None:
             schedule.step()
@@ -138,13 +138,14 @@ def plan_of(name, training_name, budget):
         model = architecture.build()
         model, optimizer = hydra_tune.prepare(model, training.optimizer(model.parameters()), pool=pool)
         try:
-            with torch.autocast("cpu", torch.bfloat16) if training.bf16 else nullcontext():
-                loss = architecture.loss(model, architecture.batch())
-            (loss / training.accumulation).backward()
+            for _ in range(training.accumulation):
+                with torch.autocast("cpu", torch.bfloat16) if training.bf16 else nullcontext():
+                    loss = architecture.loss(model, architecture.batch())
+                (loss / training.accumulation).backward()
             optimizer.step()
-        except hydra_tune.BudgetError:
+        except (hydra_tune.BudgetError, torch.OutOfMemoryError):
             return None
-        (plan,) = pool.plans.values()
+        *_, plan = pool.plans.values()
     return plan
 
 
@@ -196,6 +197,8 @@ def difference(a, b):
 
 @cache
 def cell(name, training_name, budget):
+    # a forward that converts a module of its own, as that of Switch does, finds weights that are no leaves
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     try:
         expected, share = plain(name, training_name), math.nan
     except RuntimeError as error:
@@ -355,4 +358,4 @@ def test_table():
     TABLE.write_text(head + "".join(row(n) + "\n" for n in ZOO) + tail)
     assert [c for c in (complaint(*key) for key in cells) if c is not None] == []
     assert set(EXPECTED_DIFFERENCES) <= set(cells), "of architectures that there are"
-    assert len(bitwise) >= 24
+    assert len(bitwise) >= 95

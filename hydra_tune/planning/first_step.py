@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block
-from hydra_tune.blocks.call import RepeatedCall
+from hydra_tune.blocks.call import RepeatedCall, hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.config import format_bytes
 from hydra_tune.cut import UNMEASURED
 from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
+from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.partition import shape_of
 from hydra_tune.planning.kind import Kind, larger_of
@@ -73,6 +74,7 @@ class FirstStep:
         self._copy: tuple[Block, DeviceCopy] | None = None
         self._known: dict[Any, BlockMeasure] = {}
         self._start_bytes = trial.meter.trial_bytes
+        self._trained = set[str]()  # names of blocks that were measured with gradients
         self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
         self._guarded = set[int]()  # the memory of the inputs of what is being measured
@@ -144,6 +146,10 @@ class FirstStep:
 
     # ---- blocks ----
 
+    def is_new_to_backward(self, block: Block) -> bool:
+        """A reentrant checkpoint calls it with gradients in the backward only."""
+        return torch.is_grad_enabled() and block.name not in self._trained
+
     def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Block | None:
         """Measure this call of the block first, unless its like is known; the block as it is then. None if it is none
         any more: it was opened into its children, or is held as a whole."""
@@ -166,6 +172,7 @@ class FirstStep:
         if measure.whole:
             self._trial.open_block(block, measure.whole, opens=measure.opens)
             return None
+        self._trained.add(block.name)
         block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or measure.keeps
         block.clones |= measure.clones
         block.casts, block.saved_counts = dict(measure.casts) or block.casts, block.saved_counts | {measure.num_saved}
@@ -247,8 +254,11 @@ class FirstStep:
                 trial.meter.outside_starts()
 
     def _note(self, block: Block, measure: BlockMeasure) -> None:
+        backward_work = measure.backward_work_bytes
+        if hooks_of_checkpoint() is not None:  # its backward clones one weight after another
+            backward_work += max(map(storage_bytes, block.slot_parameters), default=0)
         profile = BlockProfile(
-            block.name, block.weight_bytes, measure.forward_work_bytes, measure.backward_work_bytes,
+            block.name, block.weight_bytes, measure.forward_work_bytes, backward_work,
             measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
             measure.forward_s, measure.backward_s, visits=1 + measure.promotes_again,
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,

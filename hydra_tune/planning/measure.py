@@ -276,8 +276,9 @@ class Measurement:
         if any(b is not None and b.grad_fn is not None for b in (d.get(n) for d, n, _, _ in buffers)):
             change = change or "a buffer into an activation"
         keeps = f"{block.name} changes {change}" if change else self._gives_away(twin, outputs)
-        if any(t.grad_fn is not None for m in block.modules for t in _tensors_of(m)):
-            keeps = keeps or f"{block.name} has an activation in an attribute"  # which may be gone in the backward
+        held = [v for m in block.modules for v in vars(m).values() if type(v) is torch.Tensor]
+        if any(t.grad_fn is not None and not any(t is v for v in held) for m in block.modules for t in _tensors_of(m)):
+            keeps = keeps or f"{block.name} has activations in a container"
         if list(map(_marks_on, given)) != marks:
             keeps = keeps or f"{block.name} puts a hook or an attribute on an input"
         writes_buffers = any(d.get(n) is not b or not _is_equal(b, then) for d, n, b, then in buffers)
@@ -289,6 +290,10 @@ class Measurement:
                 leaf.__dict__ = noted
         for d, n, b, then in buffers:
             d[n] = b if _is_equal(b, then) else then
+        for module, own in zip(block.modules, twin.modules(), strict=True):
+            for name, value in vars(module).items():
+                if type(value) is torch.Tensor and value.grad_fn is not None:  # gone in the backward; who reads it?
+                    vars(own)[name] = torch.full_like(value.detach(), torch.nan if value.is_floating_point() else 0)
         there = [d.get(n) for d, n, _, _ in buffers]
         counts = versions_of([b for b in there if b is not None])
         asked, given, arguments = self._arguments()

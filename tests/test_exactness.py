@@ -59,7 +59,7 @@ NOT_EVERYWHERE = {("lstm", "bf16"): "oneDNN has no bfloat16 LSTM for a CPU witho
 
 
 def kept(tensor):
-    """A copy that no operator makes, so that a virtual device does not count it: a script on a GPU would keep it in host
+    """A copy that no operator makes, so that no virtual device counts it: a script on a GPU would keep it in host
     memory."""
     if tensor is None:
         return None

@@ -62,7 +62,7 @@ class Planned(Client, Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
 
 
-MARGIN = 16  # a step, and its largest task, may take a sixteenth more than its first one has
+MARGIN = 32  # a training step may take this part more, of itself and its largest task, than the first one has
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Planner:
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._held_bytes(self._loose, trains) + buffers + kept,
             resident_bytes=self._held_bytes(list(trial.model.parameters()), trains) + buffers + kept,
-            step_bytes=step_bytes + (step_bytes + work_bytes) // MARGIN,
+            step_bytes=step_bytes + ((step_bytes + work_bytes) // MARGIN if measures[0].trains else 0),
             late_bytes=self._late_bytes if trains else 0,
             may_be_resident=resident,
             cut=self._cut,

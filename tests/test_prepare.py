@@ -19,7 +19,7 @@ from models import bytes_batch, gpt, hf_gpt2, loss_of
 
 @pytest.fixture
 def pool():
-    with hydra_tune.ShardPool(["cpu"], "3.5MiB") as pool:
+    with hydra_tune.ShardPool(["cpu"], "3.6MiB") as pool:
         yield pool
 
 

@@ -278,7 +278,7 @@ class Measurement:
         keeps = f"{block.name} changes {change}" if change else self._gives_away(twin, outputs)
         held = [v for m in block.modules for v in vars(m).values() if type(v) is torch.Tensor]
         if any(t.grad_fn is not None and not any(t is v for v in held) for m in block.modules for t in _tensors_of(m)):
-            keeps = keeps or f"{block.name} has activations in a container"
+            keeps = keeps or f"{block.name} has an activation in an attribute"
         if list(map(_marks_on, given)) != marks:
             keeps = keeps or f"{block.name} puts a hook or an attribute on an input"
         writes_buffers = any(d.get(n) is not b or not _is_equal(b, then) for d, n, b, then in buffers)

@@ -42,14 +42,6 @@ class ReturnsWeightsError(PrepareError):
         self.weights = weights
 
 
-class SecondGradientError(PrepareError):
-    """A gradient was taken of a gradient, through blocks that repeat their forward: these `blocks`."""
-
-    def __init__(self, message: str, blocks: Collection[Any] = ()) -> None:
-        super().__init__(message)
-        self.blocks = blocks
-
-
 class UntraceableError(PrepareError, AttributeError):
     """The source of a prepared model's forward, which stands for the model's own, was asked for. Who asks whether
     there is one hears that there is not."""

@@ -7,9 +7,7 @@ particular a shard, is promoted by one copy. Every tensor has a storage of its o
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
@@ -111,14 +109,6 @@ def digest(tensor: torch.Tensor) -> float | None:
     if tensor.device.type == "cpu":
         return int(tensor.resolve_neg().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64))
     return float(torch.linalg.vector_norm(tensor, 1, dtype=torch.float32)) if tensor.is_floating_point() else None
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """Of its bytes, in the order in which they are in memory."""
-    here = tensor.detach().cpu()
-    here = here if is_dense(here) else here.contiguous()
-    memory = (ctypes.c_char * here.nbytes).from_address(here.data_ptr()) if here.numel() else b""
-    return zlib.crc32(memory)
 
 
 class HostBuffer:

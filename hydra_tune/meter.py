@@ -170,12 +170,6 @@ class Meter:
             if num_bytes is not None:
                 self._limits[trial] = num_bytes
 
-    def new_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Of the storages of `tensors` that are not counted yet."""
-        found = {s._cdata: s.nbytes() for tensor in tensors for s in storages_of(tensor)}
-        with _lock:
-            return sum(num_bytes for key, num_bytes in found.items() if key not in self._storages)
-
     def known(self) -> list[int]:
         """Keys of the storages that are counted."""
         with _lock:

@@ -185,16 +185,6 @@ class ThreadSettings:
                 vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
 
 
-@contextmanager
-def thread_settings_kept() -> Iterator[None]:
-    """Afterwards they are as they were, whatever was set without a context of its own."""
-    settings = ThreadSettings()
-    try:
-        yield
-    finally:
-        settings.restore()
-
-
 def _device_context() -> Any:
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
@@ -210,11 +200,6 @@ def _set_autocast(state: ProcessState) -> None:
     for kind, (enabled, dtype) in zip(_KINDS, state.autocast, strict=True):
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
-
-
-def is_in_autocast() -> bool:
-    """Whether this thread is in an autocast context, be it one that is switched off."""
-    return _nesting() > 0
 
 
 def remembers_casts() -> bool:

@@ -99,17 +99,6 @@ class Snapshot:
                 if not same_bits(buffer, value):
                     buffer.copy_(value)
 
-    def names_of(self, tensors: Iterable[torch.Tensor]) -> list[str]:
-        """Of those of these whose memory is reached."""
-        found = {t.untyped_storage()._cdata for t in tensors}
-        return [
-            name
-            for name, value, _ in self._saved
-            if isinstance(value, torch.Tensor)
-            and value.layout is torch.strided
-            and value.untyped_storage()._cdata in found
-        ]
-
     def changes_in_place(self) -> Iterator[str]:
         """Names of the objects and containers that hold other values now, not of attributes that were set anew."""
         for name, value, held in self._saved:
@@ -249,12 +238,6 @@ def _are_same_keys(a: Iterable[Any], b: Iterable[Any]) -> bool:
     """In one order: an OrderedDict may be a queue."""
     pairs = list(zip_longest(a, b, fillvalue=_NOTHING))
     return all(x is y or (not isinstance(x, torch.Tensor) and type(x) is type(y) and bool(x == y)) for x, y in pairs)
-
-
-def hold_the_same(value: Any, copy: Any) -> bool:
-    """Whether nothing was put into an object since it was copied, shallowly, as far as anybody can tell."""
-    held = _held_by(copy)
-    return type(value) is object or (held is not None and type(value) is type(copy) and _is_same(value, held))
 
 
 def _restore(value: Any, held: Any) -> None:

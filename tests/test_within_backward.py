@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch
+from scripts import WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch
 
 
 class Noise(torch.autograd.Function):

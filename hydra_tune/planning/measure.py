@@ -293,7 +293,9 @@ class Measurement:
         for module, its_twin in zip(block.modules, twin.modules(), strict=True):
             for name, value in vars(module).items():
                 if type(value) is torch.Tensor and value.grad_fn is not None:  # gone in the backward; who reads it?
-                    vars(its_twin)[name] = torch.full_like(value.detach(), torch.nan if value.is_floating_point() else 0)
+                    vars(its_twin)[name] = torch.full_like(
+                        value.detach(), torch.nan if value.is_floating_point() else 0
+                    )
         there = [d.get(n) for d, n, _, _ in buffers]
         counts = versions_of([b for b in there if b is not None])
         asked, given, arguments = self._arguments()

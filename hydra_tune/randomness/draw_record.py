@@ -139,16 +139,6 @@ class state_kept(_Apart):
         self._before = super()._first_state()
         return self._before
 
-    def go_on_from_here(self) -> None:
-        """What was drawn is drawn after all, unless it has been undone."""
-        if self._generator is None:
-            return
-        state = self._generator.get_state()
-        if not torch.equal(state, self._before):
-            with default.lock:
-                default.stamp += 1
-                _beneath(self._outer).set_state(state)
-
 
 class drawing_again(_Apart):
     """A context manager: inside, this thread draws the numbers of the code whose `record` it is. Where that has drawn

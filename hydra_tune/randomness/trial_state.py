@@ -25,7 +25,6 @@ from hydra_tune.fork import new_in_child
 from hydra_tune.randomness.kernels import install
 from hydra_tune.randomness.proxies import device_proxies
 from hydra_tune.randomness.sources import DEFAULT, Own, generator_now, thread
-from hydra_tune.shared_random import SharedDraws
 
 
 class RandomState:
@@ -177,15 +176,3 @@ def generator_states(generators: Sequence[torch.Generator]) -> list[torch.Tensor
 def set_generator_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         _standing_for(generator).set_state(state)
-
-
-@contextmanager
-def random_state_kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Whatever the thread draws inside is as if it had not: torch's numbers, Python's and NumPy's."""
-    states = generator_states(generators)
-    with SharedDraws() as shared:
-        try:
-            yield
-        finally:
-            set_generator_states(generators, states)
-            shared.take_back()

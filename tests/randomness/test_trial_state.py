@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hydra_tune.randomness import RandomState, hold, hold_unheld, let_go, make_current, trial_state
 from hydra_tune.randomness.proxies import DeviceProxies
-from hydra_tune.randomness.trial_state import generator_states, random_state_kept, set_generator_states
+from hydra_tune.randomness.trial_state import generator_states, set_generator_states
 
 
 def draws():
@@ -77,13 +77,6 @@ def test_a_trials_states_are_put_back_by_a_checkpoint():
         assert torch.equal(torch.rand(3), expected)
     finally:
         make_current(None)
-
-
-def test_what_is_drawn_inside_is_as_if_it_had_not_been():
-    before = torch.get_rng_state()
-    with random_state_kept([torch.default_generator]):
-        torch.rand(9)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_copy_of_what_stands_for_the_default_generator():

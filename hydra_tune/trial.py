@@ -29,6 +29,7 @@ from hydra_tune.blocks.call import (
     CheckpointedCall,
     Given,
     KeptCall,
+    OtherBranchError,
     RepeatedCall,
     UsedUpCall,
     hooks_of_checkpoint,
@@ -652,6 +653,11 @@ class Trial:
         call = kind(block, self, forward_pass, Given(leaves, structure, given, surroundings))
         if first is not None:
             first.watch(call, given)
+        try:
+            return self.with_room(block, lambda: call.run(args, kwargs), call.rewind)
+        except OtherBranchError:
+            if not call.do_without_casts():
+                raise
         return self.with_room(block, lambda: call.run(args, kwargs), call.rewind)
 
     def _evaluate_or_open(

@@ -431,6 +431,27 @@ def test_casts_by_hand_to_another_dtype_are_not_autocasts():
     )
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_forward_that_converts_a_layer_of_its_own():
+    """As the router of Switch does. An activation that came to lie where the cast had been was taken for the weight."""
+
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classifier = nn.Linear(64, 64)
+
+        def forward(self, x):
+            self.classifier = self.classifier.to(torch.float32)
+            x = self.classifier(x)
+            for _ in range(12):  # each as large as the cast
+                x = x + (x.repeat(8, 1) * x.repeat(8, 1).sigmoid())[: len(x)]
+            return x
+
+    scenario = trained_in("bf16", "bf16", blocks=lambda: among_others(Router))
+    for _ in range(3):
+        assert_as_in_plain_pytorch(scenario, num_bytes=1 << 19)
+
+
 @both_budgets
 def test_evaluation_and_training_in_one_autocast_context(budget):
     """A cast made without gradients must not serve the forward that needs them."""

@@ -119,6 +119,10 @@ class Saved:
     value: WeightView | Versioned | torch.Tensor | None
 
 
+class OtherBranchError(PrepareError):
+    """A call may use a weight otherwise than as autocast's copy, as which it was given."""
+
+
 class _EnoughError(BaseException):
     """Ends a repetition: all that was saved is there. No model catches it."""
 
@@ -137,6 +141,7 @@ class Call:
         self._num_saved = 0
         shares = block.casts and remembers_casts() and casts_to() in block.casts.values()
         self._casts = block.casts if shares else {}
+        self._shares_casts = False  # with an earlier call
 
     @property
     def has_casts(self) -> bool:
@@ -160,6 +165,7 @@ class Call:
             finally:
                 _pop_hooks()
                 block.take_back(weights)
+                del self._cast_memory
                 for weight, p in zip(weights, block.slot_parameters, strict=True):
                     if weight.__dict__ or p.__dict__:  # what the forward has noted on it
                         p.__dict__ = dict(weight.__dict__)
@@ -167,11 +173,12 @@ class Call:
                     trial.casts.free(block.slot_parameters[i])
             refuse_hooks(block, weights)
             if self._casts and self._num_saved not in block.saved_counts:
-                raise PrepareError(
-                    f"a block uses its weights in one way under autocast, but this call of {block.name} saves "
+                raise OtherBranchError(
+                    f"a block uses its weights in one way in an autocast context, but this call of {block.name} saves "
                     f"{self._num_saved} tensors for its backward, where {sorted(block.saved_counts)} were measured: it "
-                    "has taken another branch, in which autocast's copy of a weight may not do. Raise the pool's "
-                    "memory= until the model is resident, or leave autocast out."
+                    "has taken another branch, in which autocast's copy of a weight may not do, and an earlier call "
+                    "has it, too. Enter torch.autocast for each forward, or raise the pool's memory= until the model "
+                    "is resident."
                 )
             if are_trained(weights) != self._trained:
                 raise PrepareError(
@@ -205,6 +212,7 @@ class Call:
         trained = [*self._trained] if self._casts else self._trained
         for i, dtype in self._casts.items():
             known = self.trial.casts.get(parameters[i], weights[i], dtype) if trained[i] else None
+            self._shares_casts |= known is not None
             weights[i] = weights[i].to(dtype) if known is None else known
             trained[i] = trained[i] and known is None
         numbers = [i for i, flag in enumerate(trained) if flag]
@@ -217,6 +225,8 @@ class Call:
                     self.trial.casts.put(parameters[i], weight)
         self._trained = are_trained(weights)
         self._cast_places = [(*_memory_of(weights[i]), parameters[i]) for i in self._casts]
+        # no activation may come to lie there, where a forward sets the weight's `data`
+        self._cast_memory = [weights[i].untyped_storage() for i in self._casts]
         self._attributes = {}
         for i, p in enumerate(parameters):
             if p.__dict__ or weights[i].__dict__:
@@ -407,6 +417,14 @@ class RepeatedCall(Call):
         self.block.put_back_buffers(self._buffers)
         self.trial.casts.forget(self.promoted)
         return self._given_versions == versions_of(self._given)
+
+    def do_without_casts(self) -> bool:
+        """After another branch: autocast casts within the call, as often as that uses a weight. Not where an earlier
+        call of the context has had the same casts, or what the call was given has changed."""
+        may = not self._shares_casts and self.rewind()
+        self.trial.casts.bar(self.block.slot_parameters[i] for i in self._casts)
+        self._casts = {}
+        return may
 
     @property
     def tensors(self) -> list[torch.Tensor]:

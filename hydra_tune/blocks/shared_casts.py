@@ -14,6 +14,7 @@ from functools import wraps
 
 import torch
 
+from hydra_tune.errors import PrepareError
 from hydra_tune.fork import new_in_child
 
 
@@ -22,20 +23,35 @@ class SharedCasts:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[torch.Tensor, int]] = {}  # with the weight's version
+        self._barred = set[int]()  # weights that were used without this context's cast
         _watch_clearings()
 
     def get(self, weight: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """With these `values` of the weight, cast; None where this context has none yet."""
+        if id(weight) in self._barred:
+            raise PrepareError(
+                "a weight has one cast in an autocast context, but one was used in a call that took another branch "
+                "than was measured, and is used again. Enter torch.autocast for each forward, or raise the pool's "
+                "memory= until the model is resident."
+            )
         cast, version = self._of.get(id(weight), (None, -1))
         if cast is None or version != weight._version or cast.dtype is not dtype:
             return None
         cast.data = values.to(dtype)
         return cast
 
+    def bar(self, weights: Iterable[torch.Tensor]) -> None:
+        """They are used without it from here on."""
+        self._barred.update(map(id, weights))
+        self._note()
+
     def put(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         if not self._of:
-            _here.others = [*(r for r in _here.others if r() is not None), weakref.ref(self)]
+            self._note()
         self._of[id(weight)] = cast, weight._version
+
+    def _note(self) -> None:
+        _here.others = [*(r for r in _here.others if r() not in (None, self)), weakref.ref(self)]
 
     def free(self, weight: torch.Tensor) -> None:
         """Its memory, until the next call."""
@@ -53,6 +69,7 @@ class SharedCasts:
 
     def clear(self) -> None:
         self._of.clear()
+        self._barred.clear()
 
 
 class _Here(threading.local):

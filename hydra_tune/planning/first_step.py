@@ -254,11 +254,13 @@ class FirstStep:
                 trial.meter.outside_starts()
 
     def _note(self, block: Block, measure: BlockMeasure) -> None:
-        backward_work = measure.backward_work_bytes
+        forward_work, backward_work = measure.forward_work_bytes, measure.backward_work_bytes
+        for i, dtype in measure.casts:  # all at once, and not one after another, as measured
+            forward_work += block.slot_parameters[i].numel() * dtype.itemsize
         if hooks_of_checkpoint() is not None:  # its backward clones one weight after another
             backward_work += max(map(storage_bytes, block.slot_parameters), default=0)
         profile = BlockProfile(
-            block.name, block.weight_bytes, measure.forward_work_bytes, backward_work,
+            block.name, block.weight_bytes, forward_work, backward_work,
             measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
             measure.forward_s, measure.backward_s, visits=1 + measure.promotes_again,
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,

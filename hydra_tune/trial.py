@@ -692,6 +692,7 @@ class Trial:
             try:
                 weights = copy.leaves(block.slot_parameters)
                 for leaf, p in zip(weights, block.slot_parameters, strict=True):
+                    leaf.grad = None  # of a run that had no room
                     if leaf.__dict__ or p.__dict__:
                         leaf.__dict__ = dict(p.__dict__)
                 block.lend(weights)

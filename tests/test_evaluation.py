@@ -154,33 +154,6 @@ class CountsItsPositions(Script):
         return model(x) + first + second
 
 
-class WritesWeightsInHooks(Script):
-    """Through `.data`, which raises no version, and takes it back."""
-
-    def model(self):
-        self.own = {}
-        model = Net()
-        model.register_buffer("evaluated", torch.zeros(8))
-        for layer in model.layers:
-            layer.register_forward_pre_hook(self.write)
-            layer.register_forward_hook(self.take_back)
-        return model
-
-    def write(self, layer, _):
-        if not layer.training:
-            self.own[layer] = layer.up.weight.data.clone()
-            layer.up.weight.data.mul_(1.5)
-
-    def take_back(self, layer, *_):
-        if not layer.training:
-            layer.up.weight.data.copy_(self.own.pop(layer))
-
-    def forward(self, model, x):
-        with torch.no_grad():
-            model.evaluated.copy_(model.eval()(x).mean(0))
-        return model.train()(x)
-
-
 class HandsOnAView(Script):
     """Of a buffer, in a dict that goes from layer to layer."""
 
@@ -275,7 +248,7 @@ class TakesForces(Script):
 
 
 SCRIPTS = [
-    WritesItsMemory, CallsAPart, AdaptsInEvaluation, CountsItsPositions, WritesWeightsInHooks, HandsOnAView,
+    WritesItsMemory, CallsAPart, AdaptsInEvaluation, CountsItsPositions, HandsOnAView,
     TeachesItself, SeesALayerInEvaluationFirst, TakesForces,
 ]  # fmt: skip
 

@@ -392,6 +392,7 @@ class Trial:
             outputs = root.run(args, kwargs)
             self.leave()
         except BaseException:
+            forward_pass.done = True
             self._leave_after_error()
             raise
         finally:
@@ -540,7 +541,7 @@ class Trial:
                 first.kept_bytes = max(first.kept_bytes, 2 * sum(map(storage_bytes, tensors_in((args, kwargs)))) + made)
             self.leave()
         except BaseException as error:
-            refusal = error
+            refusal, forward_pass.done = error, True
             if isinstance(error, torch.OutOfMemoryError) and first is not None:
                 clear_frames(error)
                 refusal = BudgetError(f"a first step has no room on {self.device.name}: {error}")
@@ -594,7 +595,7 @@ class Trial:
                 return self._run_block_alone(block, args, kwargs)
             return self._run_block(block, args, kwargs)
         except Exception as error:
-            if self._pass is not None and isinstance(error, (PrepareError, BudgetError)):
+            if self._pass is not None and isinstance(error, (PrepareError, BudgetError, torch.OutOfMemoryError)):
                 self._pass.ended_by = self._pass.ended_by or error
             raise
 

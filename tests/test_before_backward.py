@@ -597,7 +597,7 @@ def test_an_activation_of_an_earlier_forward_makes_no_weights_stay_on_the_device
         return [p.grad for p in model.parameters()]
 
     plain = gradients(lambda model: None)
-    with hydra_tune.ShardPool(["cpu"], 90 << 10) as pool:
+    with hydra_tune.ShardPool(["cpu"], 108 << 10) as pool:
         spilled = gradients(lambda model: hydra_tune.prepare(model, pool=pool))
         (trial,) = pool.report()["trials"]
     assert len(trial["shards"]) > 1 and not trial["cut"]["held"]

@@ -325,9 +325,10 @@ CUT = [name for name in ZOO if (name, "adamw", "half") not in EXPECTED_DIFFERENC
 FEW = [name for name in CUT[::64] if name != "marian"]  # the slowest of these
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Switch's router
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else pytest.mark.proof) for n in CUT])
 def test_an_architecture_trains_away_from_home_as_in_plain_pytorch(name, restless):
-    num_bytes = budget_bytes(name, "adamw")["half"]
+    num_bytes = budget_bytes(name, "adamw")["half"] * 5 // 4
     expected = plain(name, "adamw")
     with hydra_tune.ShardPool(["cpu", "cpu"], num_bytes) as pool:
         found = train(name, TRAININGS["adamw"], pool=pool)

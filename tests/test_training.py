@@ -33,8 +33,9 @@ def takes(cls, option):
 def variations():
     """Each class spilled and resident; spilled also with each of its switches."""
     for cls in OPTIMIZERS:
+        few = {"history_size": 5} if cls is optim.LBFGS else {}  # or it would not fit
         for budget in ["resident"] if cls is optim.LBFGS else BUDGETS:  # it makes one vector of all weights
-            yield pytest.param(cls, {}, budget, id=f"{cls.__name__}-{budget}")
+            yield pytest.param(cls, few, budget, id=f"{cls.__name__}-{budget}")
         for switch in ("maximize", "foreach", "fused"):
             if takes(cls, switch):
                 yield pytest.param(cls, {switch: True}, "spilled", id=f"{cls.__name__}-{switch}")

@@ -153,7 +153,7 @@ class Measurement:
                 written = [i for i, (a, b) in enumerate(zip(weights, now, strict=True)) if a != b and a == a]
                 if written:
                     return BlockMeasure(holds=tuple(written))
-        if drew and not measure.keeps:
+        if drew:  # of all reasons the one that says most
             measure = replace(measure, keeps=f"{block.name} draws from Python's or NumPy's random numbers")
         changing = next((type(x).__name__ for x in objects if not _stays_as_it_is(x)), None)
         if changing and not measure.keeps:

@@ -143,7 +143,7 @@ class Drops(nn.Module):
         pytest.param(random.random, "draws from Python's or NumPy's random numbers", id="Python's"),
         pytest.param(lambda: np.random.rand(), "draws from Python's or NumPy's random numbers", id="NumPy's"),
         pytest.param(
-            imported, "makes other values when it is repeated|changes draw", id="NumPy's by a name that nobody watches"
+            imported, "makes other values when it is repeated|changes draw", id="by a name that nobody watches"
         ),
     ],
 )

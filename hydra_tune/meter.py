@@ -234,7 +234,6 @@ class TrialMeter:
         self._outside_peak = 0
         self._is_outside = True  # of visits to shards
         self._starts_later = False
-        self.watched = False  # a dispatch mode of the trial's own is installed
         self._first: weakref.ref[FirstStep] | None = None  # a mode on the thread's stack keeps this meter
         self._uses: Uses | None = None  # noted, of what is on the device
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
@@ -251,7 +250,7 @@ class TrialMeter:
     @property
     def is_idle(self) -> bool:
         """Outside of models and pilots, whose work would be counted."""
-        return not (self.inside or self.watched or self.first)
+        return not (self.inside or self.first)
 
     def device_of(self, operator: Any, inputs: list[torch.Tensor]) -> Meter | None:
         """Where an operator on these inputs makes its outputs; None: in host memory, or nowhere new.

@@ -220,49 +220,14 @@ def _replace(stack: Sequence[TorchDispatchMode], others: Iterable[TorchDispatchM
         _push_mode(mode)
 
 
-class Counted:
-    """A context manager, once: operators inside are the model's own, and are counted where its meter counts, by
-    the mode that is there or, with `install`, by one of its own."""
-
-    __slots__ = ("_install", "_meter", "_mode")
-
-    def __init__(self, meter: TrialMeter, *, install: bool) -> None:
-        self._meter = meter
-        self._install = install
-
-    def __enter__(self) -> None:
-        meter = self._meter
-        self._mode = TrialMode(meter=meter) if self._install and meter.counting and not meter.watched else None
-        meter.inside += 1
-        if self._mode is not None:
-            meter.watched = True
-            self._mode.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(*error)
-            self._meter.watched = False
-        self._meter.inside -= 1
-
-
 def _without_modes(_: Any) -> None:
     drop_modes()
 
 
-def hide_from_backward() -> None:
-    """Before a backward that may begin with what was computed last."""
-    if not torch._C._len_torch_dispatch_stack():
-        return
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, TrialMode):
-            mode.hide_from_backward()
-
-
-def drop_modes(meter: TrialMeter | None = None) -> None:
-    """Those of all trials: a forked loader worker inherits its parent's modes, but not the trial. Or, after an
-    interruption, those in which a prepared model counts with this meter."""
+def drop_modes() -> None:
+    """Those of all trials: a forked loader worker inherits its parent's modes, but not the trial."""
     stack = _get_current_dispatch_mode_stack()
-    others = [m for m in stack if not isinstance(m, TrialMode) or (meter and (m.stays or m.meter is not meter))]
+    others = [mode for mode in stack if not isinstance(mode, TrialMode)]
     if len(others) < len(stack):
         _replace(stack, others)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import (
 
 import hydra_tune
 from hydra_tune.meter import Meter, TrialMeter
-from hydra_tune.mode import TrialMode, drop_modes, unwatch, watch
+from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.tree import tensors_in
 
 
@@ -102,14 +102,6 @@ def test_only_a_first_step_is_counted(monkeypatch, checks, memory):
         hydra_tune.HydraTrialRunner(pool, 1).optimize(optuna.create_study(), objective, n_trials=2)
         assert {trial["resident"] for trial in pool.report()["trials"]} == {memory == "8MiB"}
     assert found == ([[1] * 5] * 2 if checks else [[0, 1, 0, 0, 0], [0] * 5])
-    assert not is_in_torch_dispatch_mode()
-
-
-def test_what_an_interruption_has_left_is_put_back():
-    mode = counting()
-    mode.__enter__()
-    assert _get_current_dispatch_mode_stack() == [mode]
-    drop_modes(mode.meter)
     assert not is_in_torch_dispatch_mode()
 
 

@@ -348,7 +348,6 @@ class TrialMeter:
         self._outside_start = self._outside_peak = self.start_window()
 
     def outside_ends(self) -> None:
-        self._is_outside = False
         if self._starts_later:  # no operator has run: what is there now the step has kept from visit to visit
             self._starts_later = False
             self._outside_peak = max(self._outside_peak, self.trial_bytes)
@@ -356,20 +355,17 @@ class TrialMeter:
             self._outside_peak = max(self._outside_peak, self.window_peak)
 
     def outside_starts(self) -> None:
-        self._is_outside = True
         if self._outside_start is not None:
             self.start_window()
 
     def outside_starts_later(self) -> None:
         """With the next operator: what the visit has made is about to be freed."""
-        self._is_outside = True
         self._starts_later = self._outside_start is not None
 
     def outside_peak(self) -> int:
         """The figure since `watch_outside`, which ends here."""
         self.outside_ends()
         start, self._outside_start = self._outside_start, None
-        self._is_outside = True
         assert start is not None
         return self._outside_peak - start
 

@@ -36,7 +36,7 @@ def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[B
         if name in known:
             profile = known[name]
             block.keeps, block.clones, block.writes_buffers = profile.keeps, profile.clones, profile.writes_buffers
-            block.casts, block.saved_counts = dict(profile.casts), profile.saved_counts
+            block.casts, block.saved_counts = profile.casts, profile.saved_counts
             if not profile.visits:
                 block.keeps = UNMEASURED
         blocks.append(block)

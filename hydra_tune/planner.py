@@ -456,7 +456,7 @@ class Planner:
             if old is not None and old.module is block.module and _are_the_same(old, block):
                 old.keeps, old.clones = block.keeps or old.keeps, block.clones or old.clones
                 old.writes_buffers, old.is_current = block.writes_buffers, True
-                old.casts, old.saved_counts = block.casts or old.casts, block.saved_counts | old.saved_counts
+                old.casts, old.saved_counts = block.casts | old.casts, block.saved_counts | old.saved_counts
                 self.blocks[i] = old
         owners: dict[int, int] = {}
         for block in self.blocks:

@@ -98,7 +98,7 @@ class BlockProfile:
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True
-    casts: tuple[tuple[int, Any], ...] = ()
+    casts: frozenset[tuple[int, Any]] = frozenset()
     saved_counts: frozenset[int] = frozenset()
 
     @property

@@ -51,3 +51,21 @@ def after_an_exception(model):
 @pytest.mark.parametrize("forward", [twice_in_one_context, in_two_contexts, after_an_exception])
 def test_gradients_are_those_of_plain_pytorch(forward):
     assert_as_in_plain_pytorch(trained(forward), num_bytes=128 * 1024)
+
+
+@pytest.mark.parametrize("first", [None, torch.float16])
+def test_another_dtype_is_measured_later(first):
+    """What was measured with the first one, or without autocast, was all that later steps knew."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, found = prepare(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))), []
+        for dtype in (first, torch.bfloat16, torch.bfloat16):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = sum(model(torch.randn(8, WIDTH)).float().square().mean() for _ in range(2))
+            loss.backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found
+
+    assert_as_in_plain_pytorch(scenario, num_bytes=128 * 1024)

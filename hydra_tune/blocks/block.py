@@ -66,7 +66,7 @@ class Block:
     clones: bool = False
     at_home: bool = True
     writes_buffers: bool = True  # its forward does, for all that is known
-    casts: dict[int, torch.dtype] = field(default_factory=dict)  # `slot_parameters` that it uses only as autocast's
+    casts: frozenset[tuple[int, torch.dtype]] = frozenset()  # `slot_parameters` that it uses only as autocast's
     saved_counts: frozenset[int] = frozenset()  # tensors that calls save for the backward, as far as measured
     is_checked: bool = False  # a repetition has made what the forward made
     is_current: bool = True  # of the cut that the model has

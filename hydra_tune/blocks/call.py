@@ -139,8 +139,8 @@ class Call:
         self._versions: Sequence[int] = ()  # of the weights in host memory
         self.promoted: list[nn.Parameter] = []
         self._num_saved = 0
-        shares = block.casts and remembers_casts() and casts_to() in block.casts.values()
-        self._casts = block.casts if shares else {}
+        dtype = casts_to() if block.casts and remembers_casts() else None
+        self._casts = {i: dtype for i in sorted(i for i, of in block.casts if of is dtype)} if dtype else {}
         self._shares_casts = False  # with an earlier call
 
     @property

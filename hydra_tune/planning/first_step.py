@@ -175,7 +175,8 @@ class FirstStep:
         self._trained.add(block.name)
         block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or measure.keeps
         block.clones |= measure.clones
-        block.casts, block.saved_counts = dict(measure.casts) or block.casts, block.saved_counts | {measure.num_saved}
+        block.casts |= measure.casts
+        block.saved_counts |= {measure.num_saved}
         self._note(block, measure)
         return block
 
@@ -263,7 +264,7 @@ class FirstStep:
             block.name, block.weight_bytes, forward_work, backward_work,
             measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
             measure.forward_s, measure.backward_s, visits=1 + measure.promotes_again,
-            keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=measure.casts,
+            keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=block.casts,
             saved_counts=block.saved_counts,
         )  # fmt: skip
         known = self.profiles.pop(block.name, None)

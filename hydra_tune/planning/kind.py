@@ -50,4 +50,5 @@ class StepMeasure:
 def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:
     """Enough for both."""
     figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if isinstance(v, (int, float))}
-    return replace(a, **figures, keeps=a.keeps or b.keeps, saved_counts=a.saved_counts | b.saved_counts)
+    casts, counts = a.casts | b.casts, a.saved_counts | b.saved_counts
+    return replace(a, **figures, keeps=a.keeps or b.keeps, casts=casts, saved_counts=counts)

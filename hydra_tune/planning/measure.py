@@ -58,7 +58,7 @@ class BlockMeasure:
     clones    it changes an input in place
     carried   bytes of its inputs, or of its outputs if these are more, as copies on another device
     at_home   it needs what its trial has at home
-    casts     weights that it uses only through autocast's copy, by their numbers in the block
+    casts     weights that it uses only through autocast's copy, by their numbers in the block, and that one's dtype
     is_of_its_own  it tells nothing of the next call: the forward raised
     """
 
@@ -76,7 +76,7 @@ class BlockMeasure:
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True
-    casts: tuple[tuple[int, torch.dtype], ...] = ()
+    casts: frozenset[tuple[int, torch.dtype]] = frozenset()
     why: str = ""
     num_saved: int = 0
     promotes_again: bool = False  # in the backward: it saves a weight, or what only a repetition makes
@@ -365,7 +365,7 @@ class Measurement:
             return True
         return any(s._cdata in places for x in tensors_in(outputs) for s in storages_of(x))
 
-    def _casts(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
+    def _casts(self, outputs: Sequence[torch.Tensor]) -> frozenset[tuple[int, torch.dtype]]:
         """Of the weights that are promoted, those whose every use is a cast to autocast's dtype. Held are those whose
         gradients plain PyTorch adds up as a visit would not."""
         dtype = casts_to() if remembers_casts() else None
@@ -397,7 +397,7 @@ class Measurement:
             held |= dict.fromkeys(hooked, "it has a hook, and not every call uses all such weights")
         if held:
             raise _FoundError("; ".join(sorted({*held.values()})), holds=tuple(sorted(held)))
-        return tuple((i, dtype) for i in sorted(cast)) if dtype is not None else ()
+        return frozenset((i, dtype) for i in cast) if dtype is not None else frozenset()
 
     @contextmanager
     def _measured(self) -> Iterator[list[Any]]:

@@ -449,21 +449,16 @@ class Trial:
             if planner.knows(kind):
                 self.steps.open()
                 return
-            if planner.learn(kind) or not self._may_begin_anew:
-                return  # the next step counts with it
-            self.steps.leave()
+            planner.learn(kind)
+            return  # the next step counts with it
         self.steps.check_between()
         if not (planner.knows(kind) or planner.learn(kind)):
-            self._begin_first_step(kind, (args, kwargs))
+            self._begin_first_step(kind, args, kwargs)
             return
         planner.settle(planner.plan_for(kind))
         self.steps.open()
 
-    @property
-    def _may_begin_anew(self) -> bool:
-        return False
-
-    def _begin_first_step(self, kind: Kind, inputs: object) -> None:
+    def _begin_first_step(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         refuse_global_hooks()
         self.meter.counting = True
         self._count()
@@ -474,9 +469,21 @@ class Trial:
             self.planner.settle(self.planner.plan_for(kind))
             self.steps.open()
             return
-        self.meter.adopt(tensors_in(inputs))  # which a loop keeps until it has the next ones, and the plan counts so
-        self.meter.watch_outside()
         self.steps.open_first()
+        try:
+            self.meter.adopt(tensors_in((args, kwargs)))  # which a loop keeps until it has the next ones
+        except torch.OutOfMemoryError as error:
+            refusal = self._refusal_of_first(error, args, kwargs)
+            self._leave_after_error()
+            raise refusal from None
+        self.meter.watch_outside()
+
+    def _refusal_of_first(
+        self, error: torch.OutOfMemoryError, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> BudgetError:
+        clear_frames(error)
+        refusal = BudgetError(f"a first step has no room on {self.device.name}: {error}")
+        return self.planner.refusal_of(refusal, args, kwargs)
 
     def _end_first_step(self) -> None:
         step_bytes = self.meter.outside_peak()
@@ -543,10 +550,9 @@ class Trial:
         except BaseException as error:
             refusal, forward_pass.done = error, True
             if isinstance(error, torch.OutOfMemoryError) and first is not None:
-                clear_frames(error)
-                refusal = BudgetError(f"a first step has no room on {self.device.name}: {error}")
-            if isinstance(refusal, BudgetError):
-                refusal = self.planner.refusal_of(refusal, args, kwargs)
+                refusal = self._refusal_of_first(error, args, kwargs)
+            elif isinstance(error, BudgetError):
+                refusal = self.planner.refusal_of(error, args, kwargs)
             self._leave_after_error()
             if refusal is not error:
                 raise refusal from None

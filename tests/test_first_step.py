@@ -258,3 +258,18 @@ def test_what_follows_a_block_that_changes_its_input_is_measured_with_inputs_as_
         (trial,) = pool.report()["trials"]
         assert not trial["resident"]
         hydra_tune.release(model)
+
+
+def test_a_batch_beyond_the_budget_is_refused_with_the_least_that_would_do():
+    """It was an end for lack of memory, after which the runner tried the trial once more."""
+    lacks = []
+    for width in (4, 48):
+        model = nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
+        with hydra_tune.ShardPool("cpu", "200KiB") as pool:
+            hydra_tune.prepare(model, torch.optim.Adam(model.parameters()), pool=pool)
+            with pytest.raises(hydra_tune.BudgetError, match=r"asked for 392.0 KiB .* About \d.* would do") as refused:
+                model(torch.randn(128, 784))
+            hydra_tune.release(model)
+            assert pool.devices[0].used_bytes == 0
+        lacks.append(refused.value.lack)
+    assert 1 < lacks[0] < lacks[1]

@@ -369,6 +369,8 @@ class ShardPool:
                 del self.measures[gone]
                 self.plans.pop(gone, None)
                 self.too_large.discard(gone)
+            for refused in [each for each in self.refusals if not each[0].can_be_met]:
+                del self.refusals[refused]
             known = self.measures.get(key, [])
             self.measures[key] = [*(m for m in known if not measure.replaces(m)), measure]
 

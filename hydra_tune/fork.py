@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+import torch
+
 _LOOK_AGAIN_S = 0.0005
 
 
@@ -112,6 +114,9 @@ def new_in_child(lock: LockT) -> LockT:
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
 
+
+for backend in (torch.cuda, torch.xpu):  # which `torch.manual_seed` holds for a moment, in whatever thread
+    new_in_child(backend._initialization_lock)
 
 gate = ForkGate()
 os.register_at_fork(before=gate.close, after_in_parent=gate.open, after_in_child=gate.open_in_child)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -36,7 +35,7 @@ from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.residency import Residency
 from hydra_tune.root import SeveralModels, refuse_computed_weights, refuse_unsupported
-from hydra_tune.shard import BlockProfile, Cut, TrialPlan
+from hydra_tune.shard import TOO_LARGE, BlockProfile, Cut, TrialPlan
 
 logger = logging.getLogger("hydra_tune")
 _MOST_SETTINGS = 8  # which modules train, or what is switched on, may be drawn anew in each step
@@ -240,9 +239,23 @@ class Planner:
             first.peak_bytes,
         )
         self._count(measure)
-        trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
-        with suppress(BudgetError):  # which the next forward raises
+        try:
             self._next_plan = self.plan_for(first.kinds[0])
+        except BlockTooLargeError as error:  # beside what its step holds, which was not known when it was measured
+            if self._opens_instead(error):
+                return
+        except BudgetError:  # which the next forward raises
+            pass
+        trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
+
+    def _opens_instead(self, error: BlockTooLargeError) -> bool:
+        """Whether the block has children, with which the next step is measured anew."""
+        block = next((each for each in self.blocks if each.name == error.block), None)
+        opened = None if block is None else cuts.opened(self._cut, block, TOO_LARGE)
+        if opened is not None:
+            self._measures, self._plans = [], Plans(None, None)
+            self._adopt_cut(opened)
+        return opened is not None
 
     def give_up_first(self) -> None:
         """It was ended by an exception."""

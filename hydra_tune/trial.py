@@ -462,20 +462,23 @@ class Trial:
         refuse_global_hooks()
         self.meter.counting = True
         self._count()
-        self.planner.begin(kind)
-        if self.planner.learn(kind):  # while this one waited for room, another has measured it
-            self.planner.give_up_first()
-            self._end_counting()
-            self.planner.settle(self.planner.plan_for(kind))
-            self.steps.open()
-            return
-        self.steps.open_first()
         try:
+            self.planner.begin(kind)
+            if self.planner.learn(kind):  # while this one waited for room, another has measured it
+                self.planner.give_up_first()
+                self._end_counting()
+                self.planner.settle(self.planner.plan_for(kind))
+                self.steps.open()
+                return
+            self.steps.open_first()
             self.meter.adopt(tensors_in((args, kwargs)))  # which a loop keeps until it has the next ones
         except torch.OutOfMemoryError as error:
             refusal = self._refusal_of_first(error, args, kwargs)
             self._leave_after_error()
             raise refusal from None
+        except BaseException:
+            self._leave_after_error()
+            raise
         self.meter.watch_outside()
 
     def _refusal_of_first(
@@ -1039,6 +1042,7 @@ class Trial:
                 self.steps.forget()
                 self._end_counting()
                 self.planner.give_up_first()
+            self.unwatch()  # under checks, too: the next forward counts again
 
     def leave(self) -> None:
         """Release the lease, if this trial has it."""

@@ -269,7 +269,29 @@ def test_a_batch_beyond_the_budget_is_refused_with_the_least_that_would_do():
             hydra_tune.prepare(model, torch.optim.Adam(model.parameters()), pool=pool)
             with pytest.raises(hydra_tune.BudgetError, match=r"asked for 392.0 KiB .* About \d.* would do") as refused:
                 model(torch.randn(128, 784))
+            assert not torch._C._len_torch_dispatch_stack(), "the next trial's operators are not its own"
             hydra_tune.release(model)
             assert pool.devices[0].used_bytes == 0
         lacks.append(refused.value.lack)
     assert 1 < lacks[0] < lacks[1]
+
+
+def test_more_memory_never_refuses_what_less_has_trained():
+    """A block that fitted where it was measured, but not beside all that its step holds, was the end; it is opened."""
+
+    def trains(kib):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(32, 4, 128, 0.1, batch_first=True) for _ in range(3)))
+        with hydra_tune.ShardPool(["cpu"], kib << 10) as pool:
+            hydra_tune.prepare(model, pool=pool)
+            try:
+                for _ in range(3):
+                    model(torch.randn(2, 8, 32)).square().mean().backward()
+            except hydra_tune.BudgetError:
+                return False
+            finally:
+                hydra_tune.release(model)
+            return True
+
+    found = [trains(kib) for kib in range(60, 320, 10)]
+    assert found == sorted(found) and {*found} == {False, True}

@@ -368,3 +368,30 @@ def test_a_loaders_worker_draws_as_in_plain_pytorch():
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, TrialContext(pool, 0):
         found = drawn()
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_child_may_seed_though_another_thread_was_seeding():
+    """`torch.manual_seed` holds a lock of each backend's for a moment; a loader's worker begins with it."""
+    lock, held, done = torch.cuda._initialization_lock, threading.Event(), threading.Event()
+
+    def seeds():
+        with lock:
+            held.set()
+            assert done.wait(20)
+
+    thread = threading.Thread(target=seeds)
+    thread.start()
+    assert held.wait(10)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.alarm(10)
+            torch.manual_seed(0)
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    done.set()
+    thread.join(10)
+    assert os.waitstatus_to_exitcode(status) == 0

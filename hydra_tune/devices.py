@@ -14,9 +14,13 @@ from hydra_tune.config import format_bytes, parse_bytes
 from hydra_tune.cuda_device import CudaDevice, cuda_free_bytes
 from hydra_tune.device import CpuDevice, Device
 from hydra_tune.errors import ConfigError
+from hydra_tune.fork import new_in_child
 
 CUDA_MARGIN_BYTES = 1 << 29  # context, kernels' workspaces, allocator rounding
 CPU_SHARE = 4  # memory="auto" takes a quarter of what is left on the host
+
+for _backend in (torch.cuda, torch.xpu):  # `torch.manual_seed` holds it for a moment, in whatever thread
+    new_in_child(_backend._initialization_lock)
 
 
 def open_devices(devices: str | Sequence[str | torch.device], memory: int | str | Sequence[int | str]) -> list[Device]:

@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-import torch
-
 _LOOK_AGAIN_S = 0.0005
 
 
@@ -114,9 +112,6 @@ def new_in_child(lock: LockT) -> LockT:
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
 
-
-for backend in (torch.cuda, torch.xpu):  # which `torch.manual_seed` holds for a moment, in whatever thread
-    new_in_child(backend._initialization_lock)
 
 gate = ForkGate()
 os.register_at_fork(before=gate.close, after_in_parent=gate.open, after_in_child=gate.open_in_child)

@@ -159,7 +159,8 @@ class Planner:
         return True
 
     def _count(self, measure: StepMeasure) -> None:
-        self._measures = [m for m in self._measures if not measure.replaces(m)] + [measure]
+        self._is_changed |= measure.cut != self._cut
+        self._measures = [m for m in self._measures if m.cut == measure.cut and not measure.replaces(m)] + [measure]
         self._cut = measure.cut
         self._plans = Plans(None, None)
 

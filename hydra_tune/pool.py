@@ -372,7 +372,7 @@ class ShardPool:
             for refused in [each for each in self.refusals if not each[0].can_be_met]:
                 del self.refusals[refused]
             known = self.measures.get(key, [])
-            self.measures[key] = [*(m for m in known if not measure.replaces(m)), measure]
+            self.measures[key] = [*(m for m in known if m.cut == measure.cut and not measure.replaces(m)), measure]
 
     def free_bytes_of(self, trial: Client) -> int:
         """Of its home, where it has that to itself: all that no other trial holds for life."""

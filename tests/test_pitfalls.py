@@ -257,7 +257,8 @@ def test_it_trains_equally_with_the_remedy_and_not_without(pitfall, monkeypatch)
         monkeypatch.setattr(owner, name, instead(original))
     try:
         equal = is_equal(build, autocast, budget)
-    except (RuntimeError, AssertionError, hydra_tune.HydraTuneError) as error:  # GradScaler asserts that there are some
+    except (RuntimeError, AssertionError, UserWarning, hydra_tune.HydraTuneError) as error:
+        # GradScaler asserts that there are gradients, and steps no optimizer where they are nan; its schedule warns
         print(f"without its remedy: {error}")
         equal = False
     assert not equal

@@ -134,8 +134,8 @@ def left_by(model, optimizer, autocast, accumulate, forwards):
 
 
 def check(recipe, share, autocast, accumulate, forwards, grows_by):
-    uses_twice = any(kind in repr(recipe.layers) for kind in ("twice", "reached"))
-    if uses_twice and (forwards > 1 or len(set(recipe.order)) < len(recipe.order)):
+    uses_twice = [kind in repr(recipe.layers) for kind in ("twice", "reached")]
+    if all(uses_twice) or (any(uses_twice) and (forwards > 1 or len(set(recipe.order)) < len(recipe.order))):
         reject()  # gradients of several uses in each of several calls are added call by call, says docs/limits.md
     try:
         plain = trained(recipe, None, autocast, accumulate, forwards)

@@ -131,18 +131,19 @@ def budget_bytes(name, training_name):
 
 
 def plan_of(name, training_name, budget):
-    """The plan under this budget, made of a first step; None if there is none."""
+    """The plan under this budget, made of first steps; None if there is none."""
     torch.manual_seed(0)
     architecture, training = ZOO[name], TRAININGS[training_name]
     with hydra_tune.ShardPool(["cpu"], budget) as pool:
         model = architecture.build()
         model, optimizer = hydra_tune.prepare(model, training.optimizer(model.parameters()), pool=pool)
         try:
-            for _ in range(training.accumulation):
-                with torch.autocast("cpu", torch.bfloat16) if training.bf16 else nullcontext():
-                    loss = architecture.loss(model, architecture.batch())
-                (loss / training.accumulation).backward()
-            optimizer.step()
+            while not pool.plans:  # a block that does not fit beside its step is opened for the next one
+                for _ in range(training.accumulation):
+                    with torch.autocast("cpu", torch.bfloat16) if training.bf16 else nullcontext():
+                        loss = architecture.loss(model, architecture.batch())
+                    (loss / training.accumulation).backward()
+                optimizer.step()
         except (hydra_tune.BudgetError, torch.OutOfMemoryError):
             return None
         *_, plan = pool.plans.values()

@@ -380,14 +380,16 @@ class Trial:
             self.unwatch_again()
         steps.check_between()
         steps.open()
-        if self.meter.always:
-            return self._run_step(root, args, kwargs)
         steps.number += 1
         trains = torch.is_grad_enabled()
         self._pass = forward_pass = ForwardPass(trains)
         self._thread = threading.get_ident()
         steps.add_forward(forward_pass)
+        self.meter.inside += 1
         try:
+            if self.meter.always:
+                self._count()
+                self.meter.adopt(tensors_in((args, kwargs)))
             self._go_to(0, Direction.FORWARD)
             outputs = root.run(args, kwargs)
             self.leave()
@@ -396,6 +398,7 @@ class Trial:
             self._leave_after_error()
             raise
         finally:
+            self.meter.inside -= 1
             self._pass = None
             if not lease.is_noted:  # else it is told what has changed
                 self.pool.note_summary(self)

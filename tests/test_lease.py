@@ -204,6 +204,7 @@ def test_two_models_of_one_thread_do_not_wait_for_each_other(monkeypatch):
         for _ in range(5):
             for model in models:
                 model(torch.randn(2, WIDTH)).sum().backward()
+        assert [trial["steps"] for trial in pool.report()["trials"]] == [5, 5]
         for model in models:
             hydra_tune.release(model)
 
@@ -266,3 +267,21 @@ def test_an_estimated_or_waiting_newcomer_enters_at_once(told):
         hydra_tune.release(first)
         hydra_tune.release(second)
     assert sum(isinstance(event, StepReady) for event, _ in told) <= 4
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_between_its_tasks_a_trial_is_not_busy(trains):
+    """Or one that loads data, or validates on the host, would keep the others waiting."""
+    with hydra_tune.ShardPool(["cpu"], "64MiB") as pool:
+        model = net()
+        hydra_tune.prepare(model, pool=pool)
+        trial = model.forward.trial
+        for _ in range(4):
+            with torch.set_grad_enabled(trains):
+                loss = model(torch.randn(2, WIDTH)).sum()
+            assert not trial.lease.busy
+            if trains:
+                loss.backward()
+            assert not trial.lease.busy
+        assert trial.planner.covered and trial.lease.is_open
+        hydra_tune.release(model)

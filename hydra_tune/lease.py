@@ -128,6 +128,32 @@ class Lease:
         self.busy = False
         return not self.revoked and len(self._ran) < _TELL_AFTER
 
+    def begin_step(self, step: int) -> bool:
+        """`enter_step` and `begin` its forward at once, where nothing is under way; False if the pool is to be asked:
+        nothing has happened then."""
+        if self._running is not None or len(self._ran) >= _TELL_AFTER:
+            return False
+        self.busy = True
+        if self.revoked:
+            self.busy = False
+            return False
+        self.in_step = True
+        self.begun += 1
+        self._running = step, Direction.FORWARD, self._now_s(), None if self._mark is None else self._mark()
+        return True
+
+    def end_step(self, *, trained: bool) -> bool:
+        """`end` its backward and `leave_step` at once; False if the pool is to be told: nothing has happened then."""
+        running = self._running
+        if running is None or self.revoked:
+            return False
+        self._note_end(running)
+        self._running = None
+        self.in_step = False
+        self.num_steps += trained
+        self.busy = False
+        return True
+
     def _note_end(self, running: _Running) -> None:
         self._ran.append((*running, self._now_s(), None if self._mark is None else self._mark()))
 

@@ -240,6 +240,9 @@ class ShardPool:
         """Stop every live trial at its next task boundary and refuse new ones. May be called twice."""
         with self._lock:
             self._closed = True
+            for lease in self._turns:
+                if lease is not None and lease.revoke():
+                    self._end_turn(lease)
             self.wake_all()
 
     def wake_all(self) -> None:

@@ -42,7 +42,7 @@ class Steps:
         self.under_way = False
         self.trains = False  # it has seen a backward
         self._is_first = False
-        self._num_backwards = 0
+        self._num_forwards = self._num_backwards = 0
         self._forwards: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._keeps = False  # an activation, of which the script was told
 
@@ -63,10 +63,18 @@ class Steps:
             if self.is_endless:
                 self._leave_endless()
             return
-        self.trains, self._num_backwards = False, 0
         if not self._trial.lease.enter_step():
             self._trial.pool.enter_step(self._trial, estimated=False)
-        self.under_way = True
+        self.begin()
+
+    def begin(self) -> None:
+        """One that has room."""
+        self.trains, self._num_forwards, self._num_backwards, self.under_way = False, 0, 0, True
+
+    @property
+    def was_simple(self) -> bool:
+        """The last one had one forward, and one backward."""
+        return (self._num_forwards, self._num_backwards) == (1, 1)
 
     @property
     def is_endless(self) -> bool:
@@ -74,8 +82,8 @@ class Steps:
         return self.under_way and self._num_backwards >= _MOST_BACKWARDS
 
     def open_first(self) -> None:
-        self.trains, self._num_backwards = False, 0
-        self.under_way = self._is_first = True
+        self.begin()
+        self._is_first = True
 
     @property
     def outlasts_first(self) -> bool:
@@ -115,6 +123,7 @@ class Steps:
         return bool(self._forwards)
 
     def add_forward(self, forward: ForwardPass) -> None:
+        self._num_forwards += 1
         self._forwards.append(weakref.ref(forward))
 
     @property

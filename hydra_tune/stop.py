@@ -61,6 +61,11 @@ class Stop:
         """Whoever waits there is to hear of it."""
         self._waited = [*(each for each in self._waited if each() not in (None, waited)), ref(waited)]
 
+    @property
+    def is_quiet(self) -> bool:
+        """There is nothing for `check_between_steps` to do."""
+        return not (self.reason or self._paused or self._asked)
+
     def check(self) -> None:
         """Raises `TrialStopped` if the trial is to end."""
         if self.reason:

@@ -44,6 +44,7 @@ from hydra_tune.callers import Callers, calls_backward
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
+from hydra_tune.engine import here, install
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
@@ -109,6 +110,7 @@ class Trial:
     """Executes one prepared model. Used by one thread at a time; the pool's lock guards what is shared."""
 
     def __init__(self, number: int, home: Device, *, pool: ShardPool, name: str | None, stop: Stop) -> None:
+        install()
         self.id = number
         self.pool = pool
         self.stop = stop
@@ -134,6 +136,9 @@ class Trial:
         self._task: Task | None = None
         self._task_device = home  # of that task, or the one before
         self._task_start_s = 0.0
+        self.awaits_backward = False  # of the one forward of a simple step
+        self._steps_are_simple: bool | None = None  # one forward, one backward; None as long as nobody has seen
+        self._ref = weakref.ref(self)
         # the forward under way, and the backward
         self._pass: ForwardPass | None = None
         self._thread = 0  # of that forward
@@ -372,25 +377,38 @@ class Trial:
     def _run_covered(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `run_root`, of a resident model, like one before: what is ours is a good part of what a small model costs,
         so that each thing is looked at before something is called for it."""
-        steps, lease = self.steps, self.lease
-        self._refuse_other_threads()
-        if steps.under_way or steps.has_forwards or self._task or self._backward_passes or self.resumption:
+        steps, lease, trains = self.steps, self.lease, torch.is_grad_enabled()
+        if not self._callers.is_last or gate.process != self._process:
+            self._refuse_other_threads()
+        if (
+            steps.under_way
+            or steps.has_forwards
+            or self._task is not None
+            or self._backward_passes
+            or self.resumption is not None
+            or self.awaits_backward
+        ):
             self._leave_last_step()
         elif self._uncounting is not None:
             self.unwatch_again()
-        steps.check_between()
-        steps.open()
+        if not self.stop.is_quiet:
+            steps.check_between()
         steps.number += 1
-        trains = torch.is_grad_enabled()
+        is_simple = trains and self._steps_are_simple and not steps.under_way and lease.begin_step(steps.number)
+        if is_simple:
+            self._task = lease.task
+        else:
+            steps.open()
         self._pass = forward_pass = ForwardPass(trains)
         self._thread = threading.get_ident()
-        steps.add_forward(forward_pass)
         self.meter.inside += 1
         try:
             if self.meter.always:
                 self._count()
                 self.meter.adopt(tensors_in((args, kwargs)))
-            self._go_to(0, Direction.FORWARD)
+            if not is_simple:
+                steps.add_forward(forward_pass)
+                self._go_to(0, Direction.FORWARD)
             outputs = root.run(args, kwargs)
             self.leave()
         except BaseException:
@@ -403,14 +421,55 @@ class Trial:
             if not lease.is_noted:  # else it is told what has changed
                 self.pool.note_summary(self)
                 lease.is_noted = lease.is_open
-        if trains:
+        if is_simple:
+            self.awaits_backward = True
+            here.trial = self._ref
+        elif trains:
             self._announce_backward(outputs, forward_pass)
         else:
             forward_pass.done = True
             self._note_for_resumption()
         return outputs
 
+    def run_backward(self, run: Callable[[], ResultT], *, keeps_graph: bool) -> ResultT:
+        """That of a simple step, for all that is known: a hook on the outputs would tell, and costs more."""
+        steps, lease = self.steps, self.lease
+        self.awaits_backward = trained = False  # one within it is a part of it
+        lasts = lease.begin(steps.number, Direction.BACKWARD)
+        if lasts:
+            self._task = lease.task
+        else:  # its turn was ended meanwhile
+            self._refuse_late_backward()
+            steps.begin()
+            self._go_to(0, Direction.BACKWARD)
+        try:
+            result = run()
+            trained = True
+        finally:
+            if lasts and not keeps_graph and lease.end_step(trained=trained):
+                self._task = None
+                if lease.revoked:
+                    self.pool.hear(self)
+            else:
+                self.leave()
+                self.awaits_backward = keeps_graph
+                if not keeps_graph:
+                    steps.begin()
+                    steps.trains = trained
+                    steps.leave()
+        if interrupts.pending:
+            interrupts.check()
+        return result
+
+    def _refuse_late_backward(self) -> None:
+        if self.ended:
+            raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
+
     def _leave_last_step(self) -> None:
+        if self.lease.in_step and not self.steps.under_way:  # a simple one, had its backward come
+            self.steps.begin()
+        if self.awaits_backward:
+            self.awaits_backward = self._steps_are_simple = False
         if self._backward_passes and torch._C._current_graph_task_id() == -1:
             self._forget_backward()
         if self._uncounting is not None:
@@ -863,8 +922,7 @@ class Trial:
         if current == self._backward_id:
             self._backward_passes.add(forward_pass)
             return
-        if self.ended:
-            raise PrepareError(f"{self.name} has ended; backward came too late. Call it before release(model).")
+        self._refuse_late_backward()
         if not self._callers.is_last and calls_backward(sys._getframe()):  # else autograd's own thread, of a GPU
             self._refuse_other_threads()
         outer: tuple[int, Collection[ForwardPass]] = -1, ()
@@ -909,6 +967,8 @@ class Trial:
                 steps.add_backward()
         if not (within_forward or within_backward):
             steps.add_backward()
+            if self._steps_are_simple is None:
+                self._steps_are_simple = steps.was_simple or None
             if not self.ended:
                 self._boundary()
             self._note_for_resumption()

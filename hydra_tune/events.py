@@ -136,15 +136,6 @@ class OutOfMemory:
 
 
 @dataclass(slots=True)
-class Repacked:
-    """The trial has smaller shards from here on, within a step and between tasks; what it holds and its step reserves
-    is as before."""
-
-    trial: int
-    plan: TrialPlan
-
-
-@dataclass(slots=True)
 class Failed:
     """The task ended with an exception, perhaps before its promotion was complete."""
 
@@ -182,7 +173,7 @@ class TrialEnded:
 
 Event: TypeAlias = (
     TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | Outgrown | StepDone | TaskReady | Promoted | Done
-    | Worked | Expired | OutOfMemory | Repacked | Failed | Invalidated | Reported | Withdrawn | TrialEnded
+    | Worked | Expired | OutOfMemory | Failed | Invalidated | Reported | Withdrawn | TrialEnded
 )  # fmt: skip
 
 # ---- instructions ------------------------------------------------------------------------------------

@@ -156,11 +156,6 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
     return (*shards, *_pack_run(profiles, range(kept, len(profiles)), limit, room_bytes))
 
 
-def shards_of_one(profiles: Sequence[BlockProfile]) -> tuple[Shard, ...]:
-    """Each block in a shard of its own."""
-    return tuple(shard for i in range(len(profiles)) for shard in _pack_run(profiles, [i], 0))
-
-
 def promotions(plan: TrialPlan, budget_bytes: int) -> list[int]:
     """How often a step promotes each shard, on a device of this budget without other trials."""
     if plan.resident:

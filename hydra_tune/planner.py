@@ -26,7 +26,7 @@ from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
-from hydra_tune.partition import gradient_flags, input_signature, make_plan, plan_key, shards_of_one, switches
+from hydra_tune.partition import gradient_flags, input_signature, make_plan, plan_key, switches
 from hydra_tune.plan_summary import summary_of
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
@@ -447,13 +447,6 @@ class Planner:
         """Where all of it was on the device, trials like it are spilled from here on."""
         if self.plan is not None and self.plan.resident:
             self._trial.pool.too_large.add(self._key)
-
-    def repack(self) -> None:
-        """Within a step, between tasks: each block in a shard of its own, until this trial is settled anew."""
-        assert self.plan is not None
-        self.plan = replace(self.plan, shards=shards_of_one(self.plan.blocks))
-        self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(self.plan.shards) for i in shard.blocks}
-        self._trial.pool.repack(self._trial, self.plan)
 
     def _hold(self) -> None:
         trial = self._trial

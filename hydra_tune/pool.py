@@ -513,13 +513,6 @@ class ShardPool:
         """All that can go from the device that the trial is on, which has run out of memory."""
         self._tell(e.OutOfMemory(trial.id))
 
-    def repack(self, trial: Client, plan: TrialPlan) -> None:
-        """Within a step, between tasks."""
-        with self._lock:
-            self.give_back(trial)
-            self.await_copies(trial)
-            self._handle(e.Repacked(trial.id, plan))
-
     def slot_of(self, task: Task) -> tuple[int, int]:
         """Offset and bytes of its shard's slot; none for a shard whose weights are all held."""
         with self._lock:

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any, get_args
 
@@ -53,7 +52,6 @@ from hydra_tune.events import (
     Promote,
     Promoted,
     Recall,
-    Repacked,
     Reported,
     Run,
     StepDone,
@@ -448,19 +446,6 @@ class Machine:
         device = self.devices[trial.home if trial.on is None else trial.on]
         trial.lacks_room = True
         return self.slots.drop(device, self.slots.evictable(device))
-
-    def _on_Repacked(self, event: Repacked) -> list[Instruction]:
-        trial = self.trials[event.trial]
-        assert trial.plan is not None and event.trial not in self.ready.of, self._impossible(event)
-        assert self.task_state(event.trial) is not TaskState.RUNNING, self._impossible(event)
-        step_bytes, holds_as_much = trial.plan.step_bytes, trial.plan.held_bytes == event.plan.held_bytes
-        assert holds_as_much and event.plan.task_bytes <= trial.plan.task_bytes, self._impossible(event)
-        freed = {index for index, _ in trial.slots}
-        self._stop(event.trial)
-        dropped = self.slots.drop_all_of(event.trial)
-        trial.plan = replace(event.plan, step_bytes=step_bytes)  # of the step under way, which goes on
-        trial.visits.forget()
-        return [*dropped, *self._advance_all(freed)]
 
     def _on_Failed(self, event: Failed) -> list[Instruction]:
         trial, number = self.trials[event.task.trial], event.task.trial

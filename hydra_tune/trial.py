@@ -1014,32 +1014,31 @@ class Trial:
 
     def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
         """Run a visit to the block. Where that runs out of memory, and all is as if it had not run, drop what can be
-        dropped and run it again; then with each of the trial's blocks in a shard of its own.
+        dropped and run it again.
 
         Raises:
-            BudgetError: it has run out of memory in all these ways.
+            BudgetError: it has run out of memory again.
         """
         if self.planner.first is not None:
             return self._with_more_room(self.planner.first, run, rewound)
         if self.plan is None or self.plan.resident:
             return run()
-        for make_room in (self._drop_others, self._repack):
-            try:
-                return run()
-            except torch.OutOfMemoryError as error:
-                clear_frames(error)  # which keep what it has computed
-                if not rewound():
-                    self._leave_after_error()
-                    raise
-            make_room(block)
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            clear_frames(error)  # which keep what it has computed
+            if not rewound():
+                self._leave_after_error()
+                raise
+        self._drop_others(block)
         try:
             return run()
         except torch.OutOfMemoryError as error:
             self._leave_after_error()
             raise BudgetError(
                 f"block {block.name} of {self.name} ran out of memory, again when all that could go from "
-                f"{self._task_device.name} had gone, and again in a shard of its own: {error} Its first batch needed "
-                "less. Raise the pool's memory=, or lower the batch size."
+                f"{self._task_device.name} had gone: {error} Its first batch needed less. Raise the pool's memory=, or "
+                "lower the batch size."
             ) from None
 
     def _with_more_room(self, first: FirstStep, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
@@ -1059,12 +1058,6 @@ class Trial:
         self._close_backward()
         if self._task is not None:
             self.residency.drop_shard(self._task_device, self._task.shard)
-        self._free_all_idle()
-
-    def _repack(self, block: Block) -> None:
-        logger.warning("%s: block %s ran out of memory; each block has a shard of its own now", self.name, block.name)
-        self.leave()
-        self.planner.repack()
         self._free_all_idle()
 
     def _free_all_idle(self) -> None:

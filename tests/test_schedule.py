@@ -30,7 +30,6 @@ from hydra_tune.events import (
     Promote,
     Promoted,
     Recall,
-    Repacked,
     Reported,
     Run,
     StartPilot,
@@ -351,16 +350,6 @@ def test_a_step_that_had_all_keeps_what_it_needs_if_that_leaves_room_for_its_tas
     assert machine.is_alone(0) is not confined
     assert machine.devices[0].ledger.steps == {0: keeps_bytes if confined else 10}
     assert machine.handle(StepDone(0)) == [Enter(1)]
-
-
-def test_what_a_kept_step_has_is_no_plans_affair(machine):
-    """The trial repacks under the plan that it began with."""
-    admitted(machine, 0)
-    machine.handle(StepReady(0, estimated=True))
-    machine.handle(Outgrown(0))
-    assert machine.handle(StepDone(0, keeps_bytes=60)) == [] and not machine.is_alone(0)
-    assert machine.handle(Repacked(0, plan())) == []
-    assert machine.trials[0].plan.step_bytes == 60 and machine.devices[0].ledger.steps == {0: 60}
 
 
 def test_one_estimated_step_at_a_time(machine):
@@ -774,7 +763,7 @@ def test_a_step_leaves_room_for_the_work_of_a_traveller_whose_shard_is_on_its_wa
     machine.validate()
 
 
-def test_a_trial_that_runs_out_of_memory_gets_what_can_go_and_then_smaller_shards():
+def test_a_trial_that_runs_out_of_memory_gets_what_can_go():
     machine = looking_ahead(0, 1, slots=(25, 25), work=5)
     a, b = task(0, 0, step=2), task(1, 0, step=2)
     machine.handle(TaskReady(a))
@@ -788,7 +777,6 @@ def test_a_trial_that_runs_out_of_memory_gets_what_can_go_and_then_smaller_shard
     assert [(drop.trial, drop.shard) for drop in dropped] == [(0, 0), (1, 1)]
     assert machine.handle(TaskReady(task(0, 1, step=2))) == [], "nothing is promoted beside it"
     assert machine.handle(Done(b, 1.0))[0].task.trial == 0
-    assert machine.handle(Repacked(1, plan((20, 5, 25), work=5))) == [Drop(1, 0, 0, 75, 25)]
     machine.validate()
 
 
@@ -953,13 +941,7 @@ class Player:
         if isinstance(instruction, Run) and self.rng.random() < self.lacks:
             self.send(OutOfMemory(trial))
         answer = waiting.pop(trial)
-        if isinstance(instruction, Run) and self.rng.random() < self.lacks:
-            self.send(Done(instruction.task, 0.0))
-            self.send(Repacked(trial, self.machine.trials[trial].plan))
-            waiting[trial] = answer
-            self.send(TaskReady(instruction.task))
-        else:
-            assert isinstance(instruction, answer)
+        assert isinstance(instruction, answer)
 
 
 POLICIES = [

@@ -50,11 +50,10 @@ class Callers:
         )
 
 
-def calls_backward(frame: FrameType | None, times: int = 1) -> bool:
-    """Whether there, or in what has called that, a backward was asked for, and so often."""
+def _calls_backward(frame: FrameType | None) -> bool:
+    """Whether there, or in what has called that, a backward was asked for."""
     while frame is not None:
-        times -= frame.f_code is _BACKWARD
-        if times == 0:
+        if frame.f_code is _BACKWARD:
             return True
         frame = frame.f_back
     return False
@@ -76,7 +75,7 @@ def top_frame(thread: int) -> FrameType | None:
 def _is_called_by(thread: int, trial: object, *, in_backward: bool) -> bool:
     """By what is on its stack: a call that has raised is over, though nothing may have told so."""
     frame = top_frame(thread)
-    if in_backward and calls_backward(frame):
+    if in_backward and _calls_backward(frame):
         return True
     while frame is not None:
         if frame.f_code.co_name in _FORWARDS and frame.f_locals.get("self") is trial:

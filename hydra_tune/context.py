@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -84,12 +84,6 @@ class Context:
         return is_dropped
 
 
-@cache
-def computes_elsewhere() -> bool:
-    """Whether autograd has threads of its own, one an accelerator, which know nothing of trials."""
-    return torch.accelerator.is_available()
-
-
 def _is_dropped(reference: weakref.ref[Trial]) -> bool:
     trial = reference()
     return trial is None or trial.ended or not trial.has_model
@@ -113,7 +107,7 @@ class TrialContext:
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
     thread's settings, which the next one finds as this one did, and the trial's end."""
 
-    __slots__ = ("_backward_here", "_context", "_devices", "_outer", "_outer_state", "_settings", "_state")
+    __slots__ = ("_context", "_devices", "_outer", "_outer_state", "_settings", "_state")
 
     def __init__(
         self,
@@ -134,7 +128,6 @@ class TrialContext:
         self._outer, _local.context = getattr(_local, "context", None), self._context
         self._settings = ThreadSettings()
         torch.set_num_threads(pool.num_threads)
-        self._backward_here = torch.autograd.set_multithreading_enabled(False) if computes_elsewhere() else None
         self._devices = own_devices()
         self._devices.__enter__()
         self._outer_state = make_current(self._state)
@@ -155,8 +148,6 @@ class TrialContext:
             let_go(self._state)
             make_current(self._outer_state)
             self._devices.__exit__(None, None, None)
-            if self._backward_here is not None:
-                self._backward_here.__exit__(None, None, None)
             self._settings.restore()
             if error is not None:
                 clear_frames(error)

@@ -120,8 +120,9 @@ class CudaDevice(Device):
     def generators(self) -> list[torch.Generator]:
         return self._generators
 
-    def current(self) -> _Current:
-        return _Current(self.torch_device)
+    def current(self) -> torch.cuda.device:
+        """May be left more than once, or before it was entered: an interruption may come in between."""
+        return torch.cuda.device(self.torch_device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -151,24 +152,6 @@ class CudaDevice(Device):
     def _compute(self) -> torch.cuda.Stream:
         """The stream that the calling thread computes on."""
         return torch.cuda.current_stream(self.torch_device)
-
-
-class _Current:
-    """May be left more than once, or before it was entered: an interruption may come in between. Autograd goes on in
-    the calling thread, too: else each GPU has one of its own, which knows of no visit."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = torch.cuda.device(device)
-        self._backward_here: torch.autograd.set_multithreading_enabled | None = None
-
-    def __enter__(self) -> None:
-        self._device.__enter__()
-        self._backward_here = torch.autograd.set_multithreading_enabled(False)
-
-    def __exit__(self, *error: object) -> None:
-        if self._backward_here is not None:
-            self._backward_here.__exit__(None, None, None)
-        self._device.__exit__(None, None, None)
 
 
 class _Spill(Arrival):

@@ -1,8 +1,7 @@
-"""Tells a trial of the backwards that its thread asks for.
+"""Tells trials when a backward begins and ends: the object through which all of PyTorch asks its engine for one.
 
-Most of a trial's work in a backward is done by nodes of its own (blocks/promote.py). A resident model has none, and a
-hook on its output would cost more than many of its operators: so the object through which all of PyTorch asks its
-engine for a backward is one that looks first whether the thread's trial awaits one.
+A visit in a backward notes in `here.backward` that its trial takes part. A resident model has no visits: its trial is
+asked first, if it awaits a backward in this thread; a hook on its output would cost more than many of its operators.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch.autograd import Variable
 
-from hydra_tune.interrupts import interruptible
+from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.interrupts import interruptible, interrupts
 
 _PyTorchs = type(Variable._execution_engine)
 
@@ -25,11 +26,24 @@ class Trains(Protocol):
 
     def run_backward(self, run: Callable[[], Any], *, keeps_graph: bool) -> Any: ...
 
+    def end_backward(self, backward: Backward, *, failed: bool) -> None: ...
+
+
+class Backward:
+    """One that is under way; `passes` are the forwards that it has come through so far, of each trial."""
+
+    __slots__ = ("keeps_graph", "passes")
+
+    def __init__(self, *, keeps_graph: bool) -> None:
+        self.keeps_graph = keeps_graph
+        self.passes: dict[Trains, set[ForwardPass]] = {}
+
 
 class _Thread(threading.local):
-    """`trial` is the one that has run a forward in this thread last."""
+    """`trial` is a weak reference to the one that has run a forward in this thread last."""
 
-    trial: Callable[[], Trains | None] | None = None  # a weak reference
+    backward: Backward | None = None  # the innermost
+    trial: Callable[[], Trains | None] | None = None
 
 
 here = _Thread()
@@ -37,15 +51,37 @@ os.register_at_fork(after_in_child=lambda: here.__dict__.clear())
 
 
 class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
-    @interruptible
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        trial = None if here.trial is None else here.trial()
-        if trial is None or not trial.awaits_backward:
-            return _PyTorchs.run_backward(self, *args, **kwargs)
-        return trial.run_backward(
-            lambda: _PyTorchs.run_backward(self, *args, **kwargs),
-            keeps_graph=args[2] if len(args) > 2 else kwargs.get("keep_graph", False),
-        )
+        keeps_graph = args[2] if len(args) > 2 else kwargs.get("keep_graph", False)
+        outer, here.backward = here.backward, Backward(keeps_graph=keeps_graph)
+        backward, failed = here.backward, True
+        try:
+            trial = None if here.trial is None else here.trial()
+            if trial is None or not trial.awaits_backward:
+                result = _run(self, args, kwargs)
+            else:
+                result = trial.run_backward(lambda: _run(self, args, kwargs), keeps_graph=keeps_graph)
+            failed = False
+        finally:
+            here.backward = outer
+            for each in backward.passes:
+                each.end_backward(backward, failed=failed)
+        if interrupts.pending:
+            interrupts.check()
+        return result
+
+
+@interruptible
+def _run(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """All of it in this thread: else each GPU has one of its own, which knows of no trial."""
+    elsewhere = here.trial is not None and torch._C._is_multithreading_enabled()
+    if elsewhere:
+        torch._C._set_multithreading_enabled(False)
+    try:
+        return _PyTorchs.run_backward(engine, *args, **kwargs)
+    finally:
+        if elsewhere:
+            torch._C._set_multithreading_enabled(True)
 
 
 def install() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.call_site import end_orphans
-from hydra_tune.context import computes_elsewhere, current_context
+from hydra_tune.context import current_context
 from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.fork import gate, new_in_child
@@ -118,8 +118,6 @@ def prepare(
     trial.resumption = resumption
     if beside is None:
         context.register(trial)
-    if computes_elsewhere():
-        torch.autograd.set_multithreading_enabled(False)
     interrupts.install()
     each = zip_longest(plain, progress)
     wrapped = [PreparedLoader.standing_for(loader, weakref.ref(trial), its_progress) for loader, its_progress in each]

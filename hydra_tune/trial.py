@@ -12,10 +12,9 @@ its optimizer step, whichever comes first: host memory is the truth, and may hav
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -40,11 +39,11 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.blocks.travelling import TravellingCall
-from hydra_tune.callers import Callers, calls_backward
+from hydra_tune.callers import Callers
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
-from hydra_tune.engine import here, install
+from hydra_tune.engine import Backward, here, install
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
@@ -73,7 +72,6 @@ from hydra_tune.tree import flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
 ResultT = TypeVar("ResultT")
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _TOLD_BY_VALUE = frozenset((bool, int, float, str, type(None)))
 
 
@@ -144,8 +142,7 @@ class Trial:
         self._thread = 0  # of that forward
         self.casts = SharedCasts()
         self._visiting = False  # a block's forward is under way, or its repetition
-        self._backward_id = -1
-        self._backward_passes: set[ForwardPass] = set()
+        self._backwards: list[Backward] = []  # that have come to this trial, the innermost last
         self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
         self._open_copy: DeviceCopy | None = None
         self._touched: list[weakref.ref[Call]] = []  # in the backward under way
@@ -345,7 +342,7 @@ class Trial:
                 f"but that of {self.name} was called in a forked one, perhaps a loader's worker. Give that one a "
                 "copy.deepcopy(model), which is a plain model."
             )
-        self._callers.enter(self, self.name, in_backward=self._backward_id != -1)
+        self._callers.enter(self, self.name, in_backward=bool(self._backwards))
 
     # ---- the root module's forward ----
 
@@ -384,7 +381,7 @@ class Trial:
             steps.under_way
             or steps.has_forwards
             or self._task is not None
-            or self._backward_passes
+            or self._backwards
             or self.resumption is not None
             or self.awaits_backward
         ):
@@ -400,7 +397,7 @@ class Trial:
         else:
             steps.open()
         self._pass = forward_pass = ForwardPass(trains)
-        self._thread = threading.get_ident()
+        self._thread, here.trial = threading.get_ident(), self._ref
         self.meter.inside += 1
         try:
             if self.meter.always:
@@ -423,7 +420,6 @@ class Trial:
                 lease.is_noted = lease.is_open
         if is_simple:
             self.awaits_backward = True
-            here.trial = self._ref
         elif trains:
             self._announce_backward(outputs, forward_pass)
         else:
@@ -457,8 +453,6 @@ class Trial:
                     steps.begin()
                     steps.trains = trained
                     steps.leave()
-        if interrupts.pending:
-            interrupts.check()
         return result
 
     def _refuse_late_backward(self) -> None:
@@ -470,8 +464,6 @@ class Trial:
             self.steps.begin()
         if self.awaits_backward:
             self.awaits_backward = self._steps_are_simple = False
-        if self._backward_passes and torch._C._current_graph_task_id() == -1:
-            self._forget_backward()
         if self._uncounting is not None:
             self.unwatch_again()
         self._boundary()
@@ -595,7 +587,7 @@ class Trial:
         self.steps.number += 1
         self._invalidate()
         self._pass = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
-        self._thread = threading.get_ident()
+        self._thread, here.trial = threading.get_ident(), self._ref
         self.steps.add_forward(forward_pass)
         if self.meter.always:
             self._count()
@@ -658,7 +650,7 @@ class Trial:
 
     def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
-            if self._pass is None and not self._backward_passes:
+            if self._pass is None and not self._backwards:
                 forward_pass = self.steps.latest_forward if torch._C._current_graph_task_id() != -1 else None
                 if forward_pass is not None and torch.is_grad_enabled():  # a checkpoint repeats it
                     self._enter_backward(forward_pass)
@@ -699,14 +691,14 @@ class Trial:
             )
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first = self.planner.first
-        if first is not None and (not self._backward_passes or first.is_new_to_backward(block)):
+        if first is not None and (not self._backwards or first.is_new_to_backward(block)):
             self.pool.check_open(self)
             measured = first.before(block, args, kwargs)
             self.stop.check()
             if measured is None:
                 return block.forward(args, kwargs)
             block = measured
-        forward_pass = self._pass or next(iter(self._backward_passes))
+        forward_pass = self._pass or next(iter(self._backwards[-1].passes[self]))
         forward_pass.count(block.name)
         leaves, structure = flatten_call(args, kwargs)
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -918,19 +910,22 @@ class Trial:
 
     def _enter_backward(self, forward_pass: ForwardPass) -> None:
         """Called by each visit in a backward; at its end the lease and the step are left."""
-        current = torch._C._current_graph_task_id()
-        if current == self._backward_id:
-            self._backward_passes.add(forward_pass)
+        backward = here.backward
+        if backward is None:
+            raise PrepareError(
+                f"a prepared model's backward runs in the thread that asks for it, by torch.autograd, but that of "
+                f"{self.name} came in another, or by other means. Call loss.backward() in the thread that has called "
+                "the model."
+            )
+        passes = backward.passes.get(self)
+        if passes is not None:
+            passes.add(forward_pass)
             return
         self._refuse_late_backward()
-        if not self._callers.is_last and calls_backward(sys._getframe()):  # else autograd's own thread, of a GPU
+        if not self._callers.is_last:
             self._refuse_other_threads()
-        outer: tuple[int, Collection[ForwardPass]] = -1, ()
-        if self._backward_id != -1 and calls_backward(sys._getframe(), 2):  # a checkpoint repeats what runs one
-            outer = self._backward_id, self._backward_passes
-        self._backward_id, self._backward_passes = current, {forward_pass}
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        _queue_callback(lambda: self._end_backward(keeps_graph, *outer))
+        backward.passes[self] = {forward_pass}
+        self._backwards.append(backward)
         if not self.steps.under_way:
             if self.plan is None:
                 self.planner.settle_last()
@@ -941,18 +936,24 @@ class Trial:
                 )
             self.steps.open()
 
-    def _end_backward(self, keeps_graph: bool, outer: int, outer_passes: Collection[ForwardPass]) -> None:
-        """Of one within a forward, or within the `outer` backward, what is around it goes on."""
-        within_forward, within_backward = self._pass is not None, outer != -1
-        if not keeps_graph:
-            for forward_pass in self._backward_passes:
-                if forward_pass is not self._pass and forward_pass not in outer_passes:
+    def end_backward(self, backward: Backward, *, failed: bool) -> None:
+        """Of one within a forward, or within another backward, what is around it goes on."""
+        self._backwards.remove(backward)
+        within_forward, within_backward = self._pass is not None, bool(self._backwards)
+        if failed or not backward.keeps_graph:
+            outer = [each.passes[self] for each in self._backwards]
+            for forward_pass in backward.passes[self]:
+                if forward_pass is not self._pass and not any(forward_pass in passes for passes in outer):
                     forward_pass.done = True
-        self._backward_id, self._backward_passes = outer, {*outer_passes}
         self._close_backward()
         if self._touched:
             self._forget_touched()
         self.residency.await_gradients()
+        if failed:
+            self._sent = []
+            if self.planner.first is not None:
+                self.planner.first.failed = True
+            return
         if self._sent:
             self._check_taken()
         if self.meter.counting and (self.residency.spilled or self.planner.first is not None):
@@ -972,20 +973,6 @@ class Trial:
             if not self.ended:
                 self._boundary()
             self._note_for_resumption()
-        if interrupts.pending:
-            interrupts.check()
-
-    def _forget_backward(self) -> None:
-        """It was ended by an exception, after which the engine calls nobody."""
-        for forward_pass in self._backward_passes:
-            forward_pass.done = True
-        if self.planner.first is not None:
-            self.planner.first.failed = True
-        self._backward_id, self._backward_passes = -1, set()
-        self._close_backward()
-        self._forget_touched()
-        self.residency.await_gradients()
-        self._sent = []
 
     def _check_taken(self) -> None:
         """What was sent late must have been taken as it is: who adds something to it reads it before it is there."""
@@ -1049,7 +1036,7 @@ class Trial:
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not (rewound() and first.outgrow()):
-                    if self._backward_passes:
+                    if self._backwards:
                         raise BudgetError(f"a first step has no room on {self.device.name}: {error}") from None
                     raise
 

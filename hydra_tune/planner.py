@@ -368,7 +368,7 @@ class Planner:
     def _stepping_bytes(self, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
         """Optimizer state, and what a step takes beside it. What no optimizer has yet may still get one."""
         state = scratch = 0
-        foreach, left = self._trial.device.foreach_by_default, {id(p): p for p in parameters}
+        foreach, left = not self._trial.device.is_virtual, {id(p): p for p in parameters}
         for optimizer in self._trial.optimizers:
             own = [left.pop(id(p)) for group in optimizer.param_groups for p in group["params"] if id(p) in left]
             state += optimizer_state_bytes(optimizer, own)

@@ -37,7 +37,6 @@ from hydra_tune.lease import LOOK_S, Lease
 from hydra_tune.patience import Wait
 from hydra_tune.planning.kind import Kind, StepMeasure
 from hydra_tune.policy import Policy, policy_named
-from hydra_tune.pool_device import PoolDevice
 from hydra_tune.randomness import RandomState
 from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
@@ -112,7 +111,7 @@ class ShardPool:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed is an int or None, got {seed!r}.")
         order = policy_named(policy)
-        self._devices = open_devices(devices, memory)
+        self._devices = tuple(open_devices(devices, memory))
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
         self.plans: dict[PlanKey, TrialPlan] = {}  # the latest of each architecture
@@ -123,16 +122,14 @@ class ShardPool:
             [device.budget_bytes for device in self._devices],
             order,
             host_bytes=host_bytes_for(host_memory, self._devices),
-            least_ahead_bytes=_least_ahead_bytes(self._devices),
+            least_ahead_bytes=self._devices[0].least_ahead_bytes,
             links_bytes_per_s=[device.link_bytes_per_s for device in self._devices],
             alignment_bytes=ALIGNMENT_BYTES,
         )
-        ledgers = [device.ledger for device in self._machine.devices]
-        self.devices = tuple(PoolDevice(*pair, self.end_abandoned) for pair in zip(self._devices, ledgers, strict=True))
-        alike = len({device.model for device in self._devices}) == 1
-        self.travels = len(self._devices) > 1 and alike and all(device.takes_travellers for device in self._devices)
-        self._homes_stay = not (alike and all(device.homes_move for device in self._devices))
-        self._moves = self.travels or not self._homes_stay  # its trials' tasks, or their homes
+        for device, state in zip(self._devices, self._machine.devices, strict=True):
+            device.ledger = state.ledger
+        self.travels = len(self._devices) > 1 and all(device.is_virtual for device in self._devices)  # its trials
+        self.spills_behind = any(device.spills_behind for device in self._devices)  # plans are made for any of them
         self._lock = threading.RLock()
         gate.guard(self._lock)
         self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
@@ -149,6 +146,12 @@ class ShardPool:
         self._trace = Trace()
         self._clocks = [TaskClock(self._trace, device) for device in self._devices]
         self._closed = False
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Each with its name, budget_bytes, used_bytes, peak_bytes and measured_peak_bytes."""
+        self.end_abandoned()
+        return self._devices
 
     @property
     def budget_bytes(self) -> int:
@@ -249,11 +252,6 @@ class ShardPool:
                 wake.notify_all()
 
     @property
-    def spills_behind(self) -> bool:
-        """Whether on some device gradients go to the host while it goes on; plans are made for any of them."""
-        return any(device.spills_behind for device in self._devices)
-
-    @property
     def host_memory_bytes(self) -> int | None:
         """What weights, gradients and optimizer states of all live trials may take."""
         return self._machine.host_bytes
@@ -309,7 +307,7 @@ class ShardPool:
             stop = stop or Stop()
             stop.reaches(self)
             try:
-                added = e.TrialAdded(number, total_steps, host_bytes, self._moves, self._homes_stay)
+                added = e.TrialAdded(number, total_steps, host_bytes, self.travels)
                 home = self._await_place(added, name, stop)
                 trial = self._trials[number] = make(number, self._devices[home])
             except BaseException:
@@ -825,12 +823,6 @@ class ShardPool:
     def _leave(self, number: int) -> None:
         for of_trials in (self._granted, self._wake, self._leases):
             of_trials.pop(number, None)
-
-
-def _least_ahead_bytes(devices: Sequence[Device]) -> int | None:
-    """What pays on each of them; None if on one nothing does."""
-    least = [device.least_ahead_bytes for device in devices]
-    return None if None in least else max(size for size in least if size is not None)
 
 
 def _promote_ahead(reference: weakref.ref[ShardPool], copy: Copy) -> None:

@@ -18,6 +18,7 @@ from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.host_weights import HostWeights
 from hydra_tune.meter import TrialMeter
 from hydra_tune.trace import During
+from hydra_tune.transfer import copies_on
 from hydra_tune.tree import flatten, tensors_in, unflatten
 
 MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
@@ -98,7 +99,7 @@ class Residency:
         copy = self._former.get(place)
         if copy is None or not copy.is_of(blocks):
             copy = DeviceCopy(device, device.slot(offset, num_bytes), blocks, self._weights)
-            if device.slots_stay:
+            if device.is_virtual:
                 with self._lock:
                     self._former[place] = copy
                     if len(self._former) > MOST_FORMER:
@@ -173,7 +174,7 @@ class Residency:
         """Copies there of another virtual device's tensors, without their graph."""
         counting = self.meter.counting
         with self.meter.paused():
-            copies = device.receive(tensors)
+            copies = copies_on(device.torch_device, tensors)
         if counting:
             device.meter.add(self.meter.trial, copies)
         return copies

@@ -160,7 +160,11 @@ class Trial:
 
     def gpu_generators(self) -> Sequence[torch.Generator]:
         """Those of its device, if that has some of its own."""
-        return [g for g in self._task_device.generators() if g.device.type != "cpu"] if self._task_device.pins else ()
+        return (
+            ()
+            if self._task_device.is_virtual
+            else [g for g in self._task_device.generators() if g.device.type != "cpu"]
+        )
 
     @property
     def is_alone(self) -> bool:
@@ -1072,13 +1076,8 @@ class Trial:
 
     def move_home(self, device: Device) -> None:
         """Carry out the scheduler's `Move`."""
-        apart = device.torch_device != self.device.torch_device
-        if apart:
-            self.residency.bring_home(self.optimizers)
         self.residency.move_home(device)
         self._task_device = device
-        if apart:
-            self.residency.hold(self.model, self.planner.blocks, self.optimizers)
 
     # ---- for planner and first step ----
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hydra_tune.device import CpuDevice
+from hydra_tune.device import Device
 from hydra_tune.shard import Direction, Task
 from hydra_tune.state import NO_TRIAL
 from hydra_tune.task_clock import LATE_HOST, TaskClock
@@ -48,7 +48,7 @@ def launch(clock, task, host_s):
 
 def test_on_the_cpu_tasks_take_what_the_host_saw():
     trace = Trace()
-    clock = TaskClock(trace, CpuDevice(0, 1024))
+    clock = TaskClock(trace, Device(0, 1024))
     clock.begin(1.0)
     assert clock.end(F0, 1.0, 3.0) == 2.0
     clock.idles(3.0, "memory")
@@ -63,7 +63,7 @@ def test_on_the_cpu_tasks_take_what_the_host_saw():
 
 def test_a_cause_gives_way_to_another():
     trace = Trace()
-    clock = TaskClock(trace, CpuDevice(0, 1024))
+    clock = TaskClock(trace, Device(0, 1024))
     clock.idles(3.0, "no ready task")
     clock.idles(7.0, "promotion")
     assert clock.cause == "promotion"
@@ -77,7 +77,7 @@ def test_a_cause_gives_way_to_another():
 
 def test_without_a_trial_it_does_not_stall():
     trace = Trace()
-    clock = TaskClock(trace, CpuDevice(0, 1024))
+    clock = TaskClock(trace, Device(0, 1024))
     clock.idles(3.0, NO_TRIAL)
     clock.idles(7.0, "pilot")
     clock.begin(8.0)

@@ -3,16 +3,15 @@ between two forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import nn
 
-from hydra_tune.hooks import HOOKS_OF_MODULES, has_user_pre_hook, user_hooks
+from hydra_tune.hooks import user_hooks
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class Glance:
     buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
     training: tuple[bool, ...]
     hooked: tuple[int, ...]  # ids of modules with a user's hook
-    hooks: tuple[tuple[int, Any], ...]  # on these, by their ids, and each one's code
-    pre_hooked: bool  # one of these has one that fires before its forward
     switches: Hashable
 
 
@@ -50,35 +47,14 @@ def glance_at(model: nn.Module) -> Glance:
         for owner in (module,) if config is None else (module, config):
             if hasattr(owner, "__dict__"):
                 owners[id(owner)] = owner
-    hooked = [module for module in modules if user_hooks(module)]
     return Glance(
         tuple(parameters),
         tuple(needs_gradient),
         tuple(buffers),
         tuple([module.training for module in modules]),
-        tuple([id(module) for module in hooked]),
-        tuple([(id(module), _code_of(hook)) for module in hooked for hook in _hooks_of(module)]),
-        any(map(has_user_pre_hook, hooked)),
+        tuple([id(module) for module in modules if user_hooks(module)]),
         tuple([_switches_of(owner) for owner in owners.values()]),
     )
-
-
-class Parts(NamedTuple):
-    """Which modules a model has, in the order of `nn.Module.modules`, and of which classes; it keeps none alive."""
-
-    modules: list[ref[nn.Module]]
-    classes: list[type]
-
-    def replaced(self, before: Parts) -> list[nn.Module]:
-        """The modules that came, and those that went and live still."""
-        now, then = {id(r): r for r in self.modules}, {id(r): r for r in before.modules}  # a module has one such `ref`
-        found = [(now.get(i) or then[i])() for i in now.keys() ^ then.keys()]
-        return [module for module in found if module is not None]
-
-
-def parts_of(model: nn.Module) -> Parts:
-    modules = modules_of(model)
-    return Parts([*map(ref, modules)], [*map(type, modules)])
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -91,18 +67,6 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
             found[module] = None
             left += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found)
-
-
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    for kind in HOOKS_OF_MODULES:
-        yield from vars(module).get(kind, {}).values()
-
-
-def _code_of(hook: Any) -> Any:
-    """The same of a function that is made anew for each step."""
-    hook = getattr(hook, "func", hook)  # functools.partial
-    hook = getattr(hook, "__func__", hook)  # a method
-    return getattr(hook, "__code__", type(hook))
 
 
 def _switches_of(owner: Any) -> Hashable:

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import asdict
 from functools import partial
 from math import inf
 from os import PathLike
@@ -42,9 +43,7 @@ from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.stop import Stop
-from hydra_tune.task_clock import BETWEEN, TaskClock
-from hydra_tune.trace import Trace
-from hydra_tune.trial_log import TrialLog
+from hydra_tune.trace import BETWEEN, During, TaskClock, Trace
 from hydra_tune.workload import TrialWork
 
 logger = logging.getLogger("hydra_tune")
@@ -176,7 +175,7 @@ class ShardPool:
                     "used_bytes": device.used_bytes,
                     "peak_bytes": device.peak_bytes,
                     "measured_peak_bytes": device.measured_peak_bytes,
-                    **self._trace.devices[i].to_dict(),
+                    **asdict(self._trace.devices[i]),
                 }
                 for i, device in enumerate(self.devices)
             ]
@@ -186,7 +185,7 @@ class ShardPool:
                     **deepcopy(summary),
                     "state": self._state(i, summary["state"]),
                     **self._reserved(i),
-                    **self._trace.trials[i].to_dict(),
+                    **asdict(self._trace.trials[i]),
                 }
                 for i, summary in self._summaries.items()
             ]
@@ -431,7 +430,7 @@ class ShardPool:
         with self._lock:
             if not trial.ended:  # then it was noted
                 self.note_summary(trial)
-            summary, totals = self._summaries[trial.id], self._trace.trials[trial.id].to_dict()
+            summary, totals = self._summaries[trial.id], asdict(self._trace.trials[trial.id])
         keys = ("device", "steps", "resident", "weight_bytes")
         return {**{key: summary[key] for key in keys}, "shards": len(summary["shards"]), **totals}
 
@@ -536,8 +535,21 @@ class ShardPool:
         """By several trials, now."""
         return len(self._trials) > 1
 
-    def log_of(self, trial: int) -> TrialLog:
-        return TrialLog(trial, self._trace, self._clocks, self._machine, self._lock)
+    def now_s(self) -> float:
+        """Since the pool began."""
+        return self._trace.now_s()
+
+    def count(self, trial: int, what: str, device: Device, num_bytes: int, during: During | None = None) -> None:
+        """Of what a trial has moved (``"promoted_bytes"``); `during`, for a span of the task that it runs."""
+        with self._lock:
+            self._trace.count(what, device.number, trial, num_bytes)
+            task = self._machine.devices[device.number].running
+            if during is None or task is None or task.trial != trial:
+                return
+            if isinstance(during, tuple):
+                self._clocks[device.number].copied("spill", task, *during)
+            else:
+                self._trace.note("spill", task, device.number, during, self._trace.now_s())
 
     def check_usable(self) -> None:
         if self._closed:

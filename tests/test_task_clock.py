@@ -5,8 +5,7 @@ import pytest
 from hydra_tune.device import Device
 from hydra_tune.shard import Direction, Task
 from hydra_tune.state import NO_TRIAL
-from hydra_tune.task_clock import LATE_HOST, TaskClock
-from hydra_tune.trace import Trace
+from hydra_tune.trace import LATE_HOST, TaskClock, Trace
 
 F0, F1, OTHER = Task(0, 1, 0, Direction.FORWARD), Task(0, 1, 1, Direction.FORWARD), Task(7, 1, 0, Direction.FORWARD)
 

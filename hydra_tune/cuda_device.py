@@ -64,12 +64,6 @@ class CudaDevice(Device):
     def mark(self) -> torch.cuda.Event:
         return _marked(self._compute())
 
-    def reached(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())
-
-    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        return float(earlier.elapsed_time(later)) / 1e3
-
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 

@@ -109,16 +109,9 @@ class Device:
     # ---- moments ----
 
     def mark(self) -> Any:
-        """This moment of the calling thread's computing; None where the host is never ahead of that."""
+        """This moment of the calling thread's computing, as a `torch.Event` tells it; None where the host is never
+        ahead of that."""
         return None
-
-    def reached(self, mark: Any) -> bool:
-        """Whether the device has got as far as this moment."""
-        return True
-
-    def seconds(self, earlier: Any, later: Any) -> float:
-        """From one moment to another, both reached."""
-        return 0.0
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""

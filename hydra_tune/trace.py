@@ -172,22 +172,27 @@ class TaskClock:
 
     def settle(self) -> None:
         """Note what the device is done with."""
-        while self._launched and self._device.reached(self._launched[0].end):
+        while self._launched and self._launched[0].end.query():
             self._settle(self._launched.popleft())
-        while self._copies and self._last is not None and self._device.reached(self._copies[0][3]):
+        while self._copies and self._last is not None and self._copies[0][3].query():
             kind, task, start, end = self._copies.popleft()
             mark, mark_s = self._last
-            start_s = max(0.0, mark_s + self._device.seconds(mark, start))
-            self._trace.note(kind, task, self._device.number, start_s, start_s + self._device.seconds(start, end))
+            start_s = max(0.0, mark_s + _seconds(mark, start))
+            self._trace.note(kind, task, self._device.number, start_s, start_s + _seconds(start, end))
 
     def _settle(self, launched: _Launched) -> None:
         start_s = launched.host_s
         if self._last is not None:
             last, last_s = self._last
-            start_s = max(start_s, last_s + self._device.seconds(last, launched.start))
+            start_s = max(start_s, last_s + _seconds(last, launched.start))
             if start_s > last_s + _LEAST_STALL_S:
                 self._trace.note_stall(self._device.number, last_s, start_s, launched.cause or LATE_HOST)
-        seconds = self._device.seconds(launched.start, launched.end)
+        seconds = _seconds(launched.start, launched.end)
         self._trace.note("run", launched.task, self._device.number, start_s, start_s + seconds)
         self._untold_s[launched.task.trial] += seconds
         self._last = launched.end, start_s + seconds
+
+
+def _seconds(earlier: Any, later: Any) -> float:
+    """From one mark to another, both reached."""
+    return float(earlier.elapsed_time(later)) / 1e3

@@ -45,7 +45,7 @@ from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
-from hydra_tune.events import TaskReady
+from hydra_tune.events import Alone, Invalidated, Outgrown, OutOfMemory, TaskReady
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
@@ -320,7 +320,7 @@ class Trial:
     def _invalidate(self) -> None:
         """Device copies of shards are stale; none of a trial that is resident."""
         if (plan := self.planner.plan) is None or not plan.resident:
-            self.pool.invalidate(self)
+            self.pool.tell_between_tasks(self, Invalidated(self.id))
 
     def _boundary(self) -> None:
         self.leave()
@@ -531,7 +531,7 @@ class Trial:
 
     def have_alone(self) -> int:
         with gate.stepped_out():
-            self.pool.have_alone(self)
+            self.pool.ask(self, Outgrown(self.id), Alone)
             self.residency.device.free_cache()
         return self.pool.free_bytes_of(self)
 
@@ -1012,7 +1012,7 @@ class Trial:
         self._free_all_idle()
 
     def _free_all_idle(self) -> None:
-        self.pool.drop_idle(self)
+        self.pool.tell(OutOfMemory(self.id))
         self.residency.await_gradients()  # which are on the device until then
         collect_until(lambda: False)
         self._task_device.free_cache()

@@ -11,7 +11,7 @@ F0, F1, OTHER = Task(0, 1, 0, Direction.FORWARD), Task(0, 1, 1, Direction.FORWAR
 
 
 class GPU:
-    """Its moments are seconds of a clock that began at another time than the host's; it has got as far as `now`."""
+    """Its marks are seconds of a clock that began at another time than the host's; it has got as far as `now`."""
 
     number = 0
 
@@ -20,13 +20,19 @@ class GPU:
         self.marks = []
 
     def mark(self):
-        return self.marks.pop(0)
+        return Mark(self, self.marks.pop(0))
 
-    def reached(self, mark):
-        return mark <= self.now
 
-    def seconds(self, earlier, later):
-        return later - earlier
+class Mark:
+    def __init__(self, gpu, at_s):
+        self.gpu = gpu
+        self.at_s = at_s
+
+    def query(self):
+        return self.at_s <= self.gpu.now
+
+    def elapsed_time(self, later):
+        return (later.at_s - self.at_s) * 1e3
 
 
 @pytest.fixture
@@ -141,7 +147,7 @@ def test_copies_are_shown_when_they_were_made(gpu):
     clock = TaskClock(trace, gpu)
     gpu.now, gpu.marks = 102.0, [100.0, 102.0]
     launch(clock, F0, 10.0)
-    clock.copied("spill", F0, 101.5, 103.0)
+    clock.copied("spill", F0, Mark(gpu, 101.5), Mark(gpu, 103.0))
     clock.settle()
     assert len(trace.spans) == 1, "it is under way"
     gpu.now = 103.0

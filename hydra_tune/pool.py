@@ -705,13 +705,11 @@ class ShardPool:
 
     def _warn_of_wait(self, trial: int) -> None:
         machine, summary = self._machine, self._summaries[trial]
-        if any(device.ledger.pilot is not None for device in machine.devices):
-            return
         turns = zip(machine.devices, self._turns, strict=True)
-        if any(device.running is not None and (lease is None or lease.busy) for device, lease in turns):
+        if any(d.ledger.pilot is not None or (d.running and (turn is None or turn.busy)) for d, turn in turns):
             return
         bytes_of = machine.reserved_bytes if trial in machine.trials else lambda i: machine.trials[i].host_bytes
-        others = [(self._summaries[i]["name"], bytes_of(i)) for i in machine.trials if i != trial and bytes_of(i)]
+        others = [i for i in machine.trials if i != trial and bytes_of(i)]
         if others:
             logger.warning(
                 "%s %s, and no task has begun for a while: %s. What is not busy elsewhere (loading, validation, a "
@@ -719,7 +717,7 @@ class ShardPool:
                 "Drop that, or call hydra_tune.release(model).",
                 summary["name"],
                 self._state(trial, summary["state"]),
-                ", ".join(f"{name} has {format_bytes(num_bytes)}" for name, num_bytes in others),
+                ", ".join(f"{self._summaries[i]['name']} has {format_bytes(bytes_of(i))}" for i in others),
             )
 
     def end_abandoned(self) -> None:

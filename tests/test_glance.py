@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from awkward import WIDTH
-from hydra_tune.glance import glance_at
-from hydra_tune.unchanged import Unchanged
+from hydra_tune.glance import Unchanged, glance_at
 from models import hf_gpt2
 from zoo import ZOO
 

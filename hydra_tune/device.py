@@ -131,7 +131,13 @@ class Device:
         self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Arrival]:
         """Copies in host memory, laid out as `like`, complete on arrival."""
-        return [host_copy(t, h) for t, h in zip(tensors, like, strict=True)], Arrival()
+        hosts = [
+            torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device=CPU).copy_(t)
+            if t.layout is torch.strided
+            else t.clone()
+            for t, h in zip(tensors, like, strict=True)
+        ]
+        return hosts, Arrival()
 
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As `spill`, complete on return."""
@@ -157,11 +163,3 @@ class Device:
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Undo `pin`."""
-
-
-def host_copy(tensor: torch.Tensor, like: torch.Tensor, *, pinned: bool = False) -> torch.Tensor:
-    """In host memory, laid out as `like`; a `pinned` one may be under way still."""
-    if tensor.layout is not torch.strided:
-        return tensor.cpu() if tensor.is_cuda else tensor.clone()
-    host = torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=CPU, pin_memory=pinned)
-    return host.copy_(tensor, non_blocking=pinned)

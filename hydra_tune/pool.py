@@ -486,7 +486,7 @@ class ShardPool:
             if during is None or task is None or task.trial != trial:
                 return
             if isinstance(during, tuple):
-                self._clocks[device.number].copied("spill", task, *during)
+                self._clocks[device.number].spilled(task, *during)
             else:
                 self._trace.note("spill", task, device.number, during, self._trace.now_s())
 

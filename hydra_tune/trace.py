@@ -120,7 +120,7 @@ class TaskClock:
         self._idle: list[tuple[float, str]] = []  # since when, and why: a cause may give way to another
         self._begun: tuple[Any, str] | None = None
         self._launched: deque[_Launched] = deque()
-        self._copies: deque[tuple[str, Task, Any, Any]] = deque()
+        self._spills: deque[tuple[Task, Any, Any]] = deque()
         self._last: tuple[Any, float] | None = None  # the last task's end, as a mark and in seconds
         self._untold_s: defaultdict[int, float] = defaultdict(float)  # by trial
 
@@ -166,19 +166,19 @@ class TaskClock:
         self.settle()
         return self._untold_s.pop(trial, 0.0)
 
-    def copied(self, kind: str, task: Task, start: Any, end: Any) -> None:
+    def spilled(self, task: Task, start: Any, end: Any) -> None:
         """From one mark to another, in a stream of its own."""
-        self._copies.append((kind, task, start, end))
+        self._spills.append((task, start, end))
 
     def settle(self) -> None:
         """Note what the device is done with."""
         while self._launched and self._launched[0].end.query():
             self._settle(self._launched.popleft())
-        while self._copies and self._last is not None and self._copies[0][3].query():
-            kind, task, start, end = self._copies.popleft()
+        while self._spills and self._last is not None and self._spills[0][-1].query():
+            task, start, end = self._spills.popleft()
             mark, mark_s = self._last
             start_s = max(0.0, mark_s + _seconds(mark, start))
-            self._trace.note(kind, task, self._device.number, start_s, start_s + _seconds(start, end))
+            self._trace.note("spill", task, self._device.number, start_s, start_s + _seconds(start, end))
 
     def _settle(self, launched: _Launched) -> None:
         start_s = launched.host_s

@@ -21,7 +21,7 @@ from torch import nn
 
 import hydra_tune
 from benchmarks.measure import interleaved, save
-from hydra_tune.device import CpuDevice
+from hydra_tune.device import Device
 
 LAYERS, WIDTH, BATCH = 24, 2048, 256
 LAYER_BYTES = WIDTH * (WIDTH + 1) * 4
@@ -54,7 +54,7 @@ class Training:
         self.link = SlowLink()
         self.x = torch.randn(BATCH, WIDTH)
         least = 1 if double_buffering else None
-        with mock.patch.object(CpuDevice, "least_ahead_bytes", least):
+        with mock.patch.object(Device, "least_ahead_bytes", least):
             self.pool = hydra_tune.ShardPool(["cpu"], budget)
         _links[id(self.pool._devices[0])] = self.link
         self.model = hydra_tune.prepare(nn.Sequential(*layers), pool=self.pool)
@@ -92,12 +92,12 @@ _links: dict[int, SlowLink] = {}
 
 @contextmanager
 def slowed() -> Iterator[None]:
-    promote = CpuDevice.promote
+    promote = Device.promote
 
-    def slow(device: CpuDevice, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def slow(device: Device, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         _links[id(device)].promote(lambda: promote(device, copies))
 
-    with mock.patch.object(CpuDevice, "promote", slow):
+    with mock.patch.object(Device, "promote", slow):
         yield
 
 

@@ -18,64 +18,60 @@ if TYPE_CHECKING:
     from hydra_tune.simulation import Simulation
     from hydra_tune.workload import TrialWork
 
-_TASKS_A_SECOND = 20_000  # that one core simulates
-
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0, or 1 where the demo's proof fails or an argument means nothing."""
+    options = _parser().parse_args(arguments)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # trials' threads outnumber the cores; read when torch loads
+    try:
+        status: int = options.command(options)
+    except (HydraTuneError, OSError) as error:
+        print(f"hydra-tune: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hydra-tune", description=hydra_tune.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=hydra_tune.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
     demo = commands.add_parser("demo", help="a sweep of models larger than the device, and the proof of its numbers")
+    demo.set_defaults(command=_demo)
     demo.add_argument("--quick", action="store_true", help="four short trials, under a minute")
     demo.add_argument("--out", type=Path, default=Path("hydra-tune-demo"), help="folder of the report (%(default)s)")
-    demo.set_defaults(command=_demo)
+
     simulate = commands.add_parser("simulate", help="what the scheduler would do with a sweep, on paper")
-    simulate.add_argument(
-        "workload", metavar="FILE", help="JSON with a list of trials, or a sweep's name, such as hydra-gpt2-xl"
-    )
-    simulate.add_argument("--devices", type=int, default=8, help="how many, all equal (%(default)s)")
-    simulate.add_argument("--policy", default="sharded-lrtf", help="the order of ready tasks (%(default)s)")
-    simulate.add_argument("--memory", help="of each device, such as 11GB (unlimited)")
-    simulate.add_argument("--cost", type=Path, metavar="COST", help="what calibrate has written")
-    simulate.add_argument(
-        "--link", help="bytes a second between host and each device, each way: 12e9 or 12GB (COST's, else unlimited)"
-    )
-    simulate.add_argument(
-        "--no-double-buffering",
-        dest="double_buffering",
-        action="store_false",
-        help="one at a time: promotions, tasks, gradients",
-    )
-    simulate.add_argument("--timeline", type=Path, metavar="OUT", help=".json for ui.perfetto.dev, or .html")
-    simulate.add_argument("--json", action="store_true", help="all figures, for programs")
     simulate.set_defaults(command=_simulate)
+    option = simulate.add_argument
+    option("workload", metavar="FILE", help="JSON with a list of trials, or a sweep's name, such as hydra-gpt2-xl")
+    option("--devices", type=int, default=8, help="how many, all equal (%(default)s)")
+    option("--policy", default="sharded-lrtf", help="the order of ready tasks (%(default)s)")
+    option("--memory", help="of each device, such as 11GB (unlimited)")
+    option("--cost", type=Path, metavar="COST", help="what calibrate has written")
+    option("--link", help="bytes a second from host to device and back: 12e9 or 12GB (COST's, else unlimited)")
+    option("--no-double-buffering", action="store_true", help="one at a time: promotions, tasks, gradients")
+    option("--timeline", type=Path, metavar="OUT", help=".json for ui.perfetto.dev, or .html")
+    option("--json", action="store_true", help="all figures, for programs")
+
     calibrate = commands.add_parser("calibrate", help="measure this machine for simulate --cost")
-    calibrate.add_argument(
-        "--devices", default="auto", help="that work at once in a sweep, such as cuda:0 or cpu,cpu (every GPU)"
-    )
-    calibrate.add_argument("--threads", type=int, help="of each device on the CPU (as many as torch chooses)")
-    calibrate.add_argument("--out", type=Path, default=Path("cost.json"), metavar="COST", help="(%(default)s)")
     calibrate.set_defaults(command=_calibrate)
-    options = parser.parse_args(arguments)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # trials' threads outnumber the cores; read when torch loads
-    status: int = options.command(options)
-    return status
+    option = calibrate.add_argument
+    option("--devices", default="auto", help="that work at once in a sweep, such as cuda:0 or cpu,cpu (every GPU)")
+    option("--threads", type=int, help="of each device on the CPU (as many as torch chooses)")
+    option("--out", type=Path, default=Path("cost.json"), metavar="COST", help="(%(default)s)")
+    return parser
 
 
 def _demo(options: argparse.Namespace) -> int:
     try:
         import optuna  # noqa: F401
-    except ImportError:
-        print(
-            'the demo runs an Optuna study, but optuna is not installed: pip install "hydra-tune[optuna]"',
-            file=sys.stderr,
-        )
-        return 1
+    except ImportError as error:
+        raise ConfigError('the demo needs optuna, which is not installed: pip install "hydra-tune[optuna]"') from error
     from hydra_tune.demo.sweep import QUICK, Settings, run
 
-    report = run(QUICK if options.quick else Settings(), options.out, say)
-    return 0 if report["proof"]["losses_equal"] and report["proof"]["weights_equal"] else 1
+    proof = run(QUICK if options.quick else Settings(), options.out, say)["proof"]
+    return 0 if proof["losses_equal"] and proof["weights_equal"] else 1
 
 
 def say(line: str) -> None:
@@ -90,16 +86,12 @@ def _calibrate(options: argparse.Namespace) -> int:
     from hydra_tune.calibration import calibrate
     from hydra_tune.config import check_folder
 
-    try:
-        if options.threads is not None and options.threads < 1:
-            raise ConfigError(f"--threads is a whole number of at least 1, got {options.threads}.")
-        check_folder(options.out, "a cost model")
-        torch.set_num_threads(options.threads or torch.get_num_threads())
-        cost = calibrate("auto" if options.devices == "auto" else options.devices.split(","))
-        cost.save(options.out)
-    except (HydraTuneError, OSError) as error:
-        print(f"hydra-tune: {error}", file=sys.stderr)
-        return 1
+    if options.threads is not None and options.threads < 1:
+        raise ConfigError(f"--threads is a whole number of at least 1, got {options.threads}.")
+    check_folder(options.out, "a cost model")
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    cost = calibrate("auto" if options.devices == "auto" else options.devices.split(","))
+    cost.save(options.out)
     for key, value in cost.to_dict().items():
         print(f"{key:16}  {value if isinstance(value, str) else format(value, '.4g')}")
     print(f"written to {options.out}")
@@ -110,15 +102,6 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    try:
-        print(_simulated(options))
-    except (HydraTuneError, OSError) as error:
-        print(f"hydra-tune: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _simulated(options: argparse.Namespace) -> str:
     from hydra_tune.cost import CostModel
     from hydra_tune.simulation import simulate
     from hydra_tune.timeline import checked_path, save
@@ -127,7 +110,6 @@ def _simulated(options: argparse.Namespace) -> str:
         checked_path(options.timeline)
     cost = None if options.cost is None else CostModel.load(options.cost)
     trials, links = _sweep(options.workload, cost), _links(options.link, cost)
-    _say_how_long(trials)
     found = simulate(
         trials,
         options.devices,
@@ -135,21 +117,14 @@ def _simulated(options: argparse.Namespace) -> str:
         memory=options.memory,
         link_bytes_per_s=links.h2d_bytes_per_s,
         d2h_bytes_per_s=links.d2h_bytes_per_s,
-        double_buffering=options.double_buffering,
+        double_buffering=not options.no_double_buffering,
         timeline=options.timeline is not None,
     )
     if options.timeline is not None:
         save(found.timeline, [f"device {number}" for number in range(options.devices)], options.timeline)
     baselines_s = _baselines(trials, options.devices, links)
-    return json.dumps(_figures(found, baselines_s), indent=1) if options.json else _tables(found, baselines_s)
-
-
-def _say_how_long(trials: list[TrialWork]) -> None:
-    """Where it is minutes: schedules repeat themselves, and fewer steps show the same."""
-    tasks = sum(trial.steps * 2 * trial.num_shards for trial in trials)
-    minutes = tasks / _TASKS_A_SECOND / 60
-    if minutes > 1:
-        print(f"hydra-tune: {tasks:,} tasks take some {minutes:,.0f} minutes; fewer steps will do", file=sys.stderr)
+    print(json.dumps(_figures(found, baselines_s), indent=1) if options.json else _tables(found, baselines_s))
+    return 0
 
 
 def _links(text: str | None, cost: CostModel | None) -> CostModel:
@@ -163,8 +138,6 @@ def _links(text: str | None, cost: CostModel | None) -> CostModel:
         rate = float(text)
     except ValueError:
         rate = parse_bytes(text, "--link")
-    if not rate > 0:
-        raise ConfigError(f"--link is a positive number of bytes a second, got {text!r}. Write 12e9, or leave it out.")
     return CostModel(h2d_bytes_per_s=rate, d2h_bytes_per_s=rate)
 
 
@@ -172,15 +145,15 @@ def _sweep(name: str, cost: CostModel | None) -> list[TrialWork]:
     from hydra_tune.sweeps import SWEEPS
     from hydra_tune.workload import parse
 
-    if name in SWEEPS and cost is not None:
-        if "cost" not in signature(SWEEPS[name]).parameters:
-            raise ConfigError(f"the seconds of {name} are drawn at random, whatever a machine takes. Leave --cost out.")
-        return SWEEPS[name](cost=cost)
-    if name in SWEEPS:
+    if name not in SWEEPS:
+        if not Path(name).exists():
+            raise ConfigError(f"a workload is a JSON file or one of {', '.join(SWEEPS)}; got {name!r}. Check the path.")
+        return parse(name)
+    if cost is None:
         return SWEEPS[name]()
-    if not Path(name).exists():
-        raise ConfigError(f"a workload is a JSON file or one of {', '.join(SWEEPS)}; got {name!r}. Check the path.")
-    return parse(name)
+    if "cost" not in signature(SWEEPS[name]).parameters:
+        raise ConfigError(f"the seconds of {name} are drawn at random, whatever a machine takes. Leave --cost out.")
+    return SWEEPS[name](cost=cost)
 
 
 def _baselines(trials: list[TrialWork], devices: int, cost: CostModel) -> dict[str, float]:
@@ -224,14 +197,12 @@ def _tables(found: Simulation, baselines_s: dict[str, float]) -> str:
 
 def _aligned(rows: list[list[str]]) -> str:
     """The first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for name, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        lines.append("  ".join([name.ljust(first), *padded]).rstrip())
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.errors import clear_frames
+from hydra_tune.events import Reported
 from hydra_tune.garbage import collect_until
 from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.mode import TrialMode
@@ -57,7 +58,7 @@ class Context:
         """What the objective has reported so far, for policies that go by it."""
         for trial in self.trials:
             if not trial.ended:
-                trial.pool.note_objective(trial, value, maximizes=maximizes)
+                trial.pool.tell(Reported(trial.id, value, maximizes))
 
     def live_trial(self, pool: ShardPool) -> Trial | None:
         """The one of this thread in this pool, beside whose models another one is prepared: they reserve jointly, for

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hydra_tune.config import format_bytes
-from hydra_tune.device import Arrival, Device
+from hydra_tune.device import CPU, Arrival, Copies, Device
 from hydra_tune.randomness.proxies import device_proxies
 
 logger = logging.getLogger("hydra_tune")
@@ -26,24 +26,21 @@ logger = logging.getLogger("hydra_tune")
 class CudaDevice(Device):
     """The budget is kept by reservation alone: `measured_peak_bytes` is what PyTorch's allocator has counted."""
 
-    homes_move = False  # what is held would go by way of the host; nobody has seen it on a GPU
-    foreach_by_default = True
-    link_bytes_per_s = 12e9  # of 15.75e9 of PCIe 3.0 x16, as pinned copies do; decides only which ways are worth it
-    least_ahead_bytes = 1 << 20  # 20 us on a fast link, as long as it takes to wake the thread
+    is_virtual = False
     spills_behind = True
-    pins = True
 
-    def __init__(self, number: int, index: int, budget_bytes: int) -> None:
-        device = torch.device("cuda", index)
-        super().__init__(number, str(device), device, budget_bytes, enforce=False)
-        of = torch.cuda.get_device_properties(device)  # kernels' grids, and so dropout's masks, depend on these
-        self.model = of.name, of.major, of.minor, of.multi_processor_count, of.max_threads_per_multi_processor
-        self._h2d = torch.cuda.Stream(device)
-        self._d2h = torch.cuda.Stream(device)
+    def __init__(self, number: int, budget_bytes: int, torch_device: torch.device) -> None:
+        super().__init__(number, budget_bytes, torch_device)
+        self._h2d = torch.cuda.Stream(torch_device)
+        self._d2h = torch.cuda.Stream(torch_device)
         self._pinned: set[int] = set()
         # by offset, until they are retired; a model may be collected before
         self._slots: dict[int | None, torch.Tensor] = {}
-        self._generators = [torch.default_generator, device_proxies.real()[index]]
+        self._generators = [torch.default_generator, device_proxies.real()[torch_device.index]]
+
+    @property
+    def measured_peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
 
     def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
         with torch.cuda.stream(self._h2d):  # whose memory it is from now on
@@ -58,22 +55,19 @@ class CudaDevice(Device):
         if slot is not None:
             self.synchronize()
 
-    def mark(self) -> torch.cuda.Event:
-        return _marked(self._compute())
-
-    def reached(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())
-
-    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        return float(earlier.elapsed_time(later)) / 1e3
-
     def retire(self, slot: torch.Tensor, used: Any) -> None:
         if used is not None:
             self._h2d.wait_event(used)
         for offset in [offset for offset, other in list(self._slots.items()) if other is slot]:
             del self._slots[offset]
 
-    def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def mark(self) -> torch.cuda.Event:
+        return _marked(self._compute())
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def promote(self, copies: Copies) -> None:
         if any(host.is_cuda for _, host in copies):
             self.synchronize()  # a model may have made that buffer just now, and who copies ahead knows no stream of it
         with torch.cuda.stream(self._h2d):
@@ -81,22 +75,9 @@ class CudaDevice(Device):
                 slot.copy_(host, non_blocking=True)
         _marked(self._h2d).synchronize()  # the host may write there again from here on
 
-    def refresh(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def refresh(self, copies: Copies) -> None:
         self._h2d.wait_stream(self._compute())  # tasks before this one may still read what was there
         self.promote(copies)
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """PyTorch copies between GPUs in the current stream of the one that sends, and has this and that of the other
-        wait for each other before and after. Other trials' tasks would wait with them; so the host does, before."""
-        others = {t.device for t in tensors if t.is_cuda} - {self.torch_device}
-        for device in (*others, self.torch_device) if others else ():
-            _marked(torch.cuda.current_stream(device)).synchronize()
-        return super().receive(tensors)
-
-    def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        hosts, arrival = self.spill(tensors, like)
-        arrival.wait()
-        return hosts
 
     def spill(
         self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
@@ -105,27 +86,20 @@ class CudaDevice(Device):
         start = _marked(self._d2h)
         with torch.cuda.stream(self._d2h):
             hosts = [
-                torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device="cpu", pin_memory=True).copy_(
+                torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device=CPU, pin_memory=True).copy_(
                     t, non_blocking=True
                 )
                 if t.layout is torch.strided
                 else t.cpu()
                 for t, h in zip(tensors, like, strict=True)
             ]
-        return hosts, _Spill(list(tensors), start, _marked(self._d2h))
+        return hosts, Arrival(list(tensors), (start, _marked(self._d2h)))
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self.torch_device, copy=True)
 
     def generators(self) -> list[torch.Generator]:
         return self._generators
-
-    def current(self) -> torch.cuda.device:
-        """May be left more than once, or before it was entered: an interruption may come in between."""
-        return torch.cuda.device(self.torch_device)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
 
     def free_cache(self) -> None:
         torch.cuda.empty_cache()
@@ -145,26 +119,9 @@ class CudaDevice(Device):
             self.synchronize()
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
-    @property
-    def measured_peak_bytes(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self.torch_device))
-
     def _compute(self) -> torch.cuda.Stream:
         """The stream that the calling thread computes on."""
         return torch.cuda.current_stream(self.torch_device)
-
-
-class _Spill(Arrival):
-    """Keeps what is copied until it has arrived."""
-
-    def __init__(self, tensors: list[torch.Tensor], start: torch.cuda.Event, done: torch.cuda.Event) -> None:
-        self._tensors = tensors
-        self._done = done
-        self.marks = start, done
-
-    def wait(self) -> None:
-        self._done.synchronize()
-        self._tensors.clear()
 
 
 def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -179,10 +136,8 @@ def cuda_free_bytes(device: torch.device) -> int:
         import pynvml
 
         pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        free_bytes: int = pynvml.nvmlDeviceGetMemoryInfo(handle).free
-        return free_bytes
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
     except Exception as error:  # every NVML field may be missing: no driver library, MIG, a container
         logger.info("NVML has no answer for %s (%s); asking CUDA", device, error)
         return int(torch.cuda.mem_get_info(device)[0])

@@ -1,122 +1,159 @@
-"""What a pool needs of a device, and the virtual one: slots, and how bytes get there and back.
+"""What a pool computes on: slots within a budget, and how bytes get there and back.
 
     host buffer --h2d--> slot --compute--> gradients --d2h--> p.grad
 
-A `CpuDevice` stands in for a GPU (`cuda_device.py`) with the same interface: promotion is a real copy into an arena
-of the budget's size.
+A `Device` is a virtual one, in host memory: promotion is a real copy into an arena of the budget's size, and freed
+slots are poisoned under ``HYDRA_TUNE_CHECKS=1``. A GPU (`cuda_device.py`) overrides what it does otherwise.
 """
 
 from __future__ import annotations
 
 import mmap
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from ctypes import addressof, c_char, memset
-from math import inf
 from typing import Any
 
 import torch
 
-from hydra_tune.config import checks_enabled
+from hydra_tune.config import checks_enabled, format_bytes
+from hydra_tune.ledger import Ledger
 from hydra_tune.meter import Meter
-from hydra_tune.transfer import copies_on
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 POISON = 0xFF  # NaN in every float format, -1 in every signed integer
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # to, from
 
 
 class Arrival:
     """Of copies in host memory, which nobody reads before `wait`. `marks` say when they begin and end, where the host
-    is ahead of the device."""
+    is ahead of the device; what they are made of is kept until then."""
 
-    marks: tuple[Any, Any] | None = None
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), marks: tuple[Any, Any] | None = None) -> None:
+        self._tensors = tensors
+        self.marks = marks
 
     def wait(self) -> None:
         """Until they are complete; more often than once does no harm."""
+        if self.marks is not None:
+            self.marks[1].synchronize()
+        self._tensors = ()
 
 
-class Device(ABC):
+class Device:
     """One device with an enforced budget. Slots are one-dimensional uint8 tensors."""
 
-    foreach_by_default = False  # does torch.optim choose `foreach` here by itself?
-    slots_stay = False  # is a slot at the same offset the same memory?
-    takes_travellers = False  # may tasks of trials that are at home elsewhere run here? Virtual devices' alone
-    homes_move = False  # may a trial have its home elsewhere from one step to the next?
-    model: Hashable = None  # devices of one compute the same numbers
-    link_bytes_per_s = inf
-    least_ahead_bytes: int | None = 0  # of a promotion that pays in a thread of its own, ahead of its task
-    pins = False  # does it make host buffers fast to copy from?
+    is_virtual = True  # a slot at the same offset is the same memory; trials' tasks and homes may move among such ones
+    link_bytes_per_s = 5e9  # as one core copies; decides only which tasks' ways are worth it
+    least_ahead_bytes: int | None = 1 << 20  # of a promotion that pays in a thread of its own: to wake it takes 0.1 ms
     spills_behind = False  # do gradients go to the host while the device goes on?
+    ledger: Ledger  # its pool's, of who has reserved what
 
-    def __init__(self, number: int, name: str, torch_device: torch.device, budget_bytes: int, *, enforce: bool) -> None:
+    def __init__(self, number: int, budget_bytes: int, torch_device: torch.device = CPU) -> None:
         self.number = number  # in its pool
-        self.name = name
+        self.name = f"cpu:{number} (virtual)" if self.is_virtual else str(torch_device)
         self.torch_device = torch_device
         self.budget_bytes = budget_bytes
-        self.meter = Meter(name, budget_bytes, enforce=enforce)
+        self.meter = Meter(self.name, budget_bytes, enforce=self.is_virtual)
+        if self.is_virtual:
+            self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)
+            self._beside_arena: torch.Tensor | None = None
+            self._poisons = checks_enabled()
 
-    @abstractmethod
+    # ---- what its user may see ----
+
+    @property
+    def used_bytes(self) -> int:
+        """Reserved now: by trials, steps, slots and the running task."""
+        return self.ledger.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest `used_bytes` so far, pilots included."""
+        return self.ledger.peak_bytes
+
+    @property
+    def measured_peak_bytes(self) -> int:
+        """The highest count of real storages: by CUDA's allocator, or by the meter while it counted."""
+        return self.meter.peak_bytes
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} used>"
+
+    # ---- slots ----
+
     def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
         """Room for a shard's weights, uninitialised. A pilot's, of which there is one at a time, has no offset."""
+        if num_bytes == 0:  # a block whose weights are all held
+            return torch.empty(0, dtype=torch.uint8, device=CPU)
+        if offset is None:
+            self._beside_arena = torch.empty(num_bytes, dtype=torch.uint8, device=CPU)
+            return self._beside_arena
+        return torch.frombuffer(self._arena, dtype=torch.uint8, count=num_bytes, offset=offset)
 
-    @abstractmethod
     def free_slot(self, offset: int | None, num_bytes: int) -> None:
-        """Called once no tensor of ours is read or written there any more."""
+        """Called once no tensor of ours is read or written there any more.
 
-    def mark(self) -> Any:
-        """This moment of the calling thread's computing; None where the host is never ahead of that."""
-        return None
-
-    def reached(self, mark: Any) -> bool:
-        """Whether the device has got as far as this moment."""
-        return True
-
-    def seconds(self, earlier: Any, later: Any) -> float:
-        """From one moment to another, both reached."""
-        return 0.0
+        Poisoned by no operator: who frees a slot has the pool's lock, for which a thread inside an operator may wait,
+        and a fork for that, for whose end the next operator would wait.
+        """
+        if self._poisons and num_bytes and offset is not None:
+            memset(addressof(c_char.from_buffer(self._arena, offset)), POISON, num_bytes)
+        elif self._poisons and self._beside_arena is not None:
+            memset(self._beside_arena.data_ptr(), POISON, self._beside_arena.nbytes)
+        if offset is None:
+            self._beside_arena = None
 
     def retire(self, slot: torch.Tensor, used: Any) -> None:
         """Let what is promoted from here on have the slot's memory, which was used up to the moment `used`."""
 
-    @abstractmethod
-    def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy host tensors into slots that nothing uses, (to, from) each; later compute sees the copies done."""
+    # ---- moments ----
 
-    def refresh(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def mark(self) -> Any:
+        """This moment of the calling thread's computing, as a `torch.Event` tells it; None where the host is never
+        ahead of that."""
+        return None
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+
+    # ---- copies ----
+
+    def promote(self, copies: Copies) -> None:
+        """Copy host tensors into slots that nothing uses; later compute sees the copies done."""
+        for slot, host in copies:
+            slot.copy_(host)
+
+    def refresh(self, copies: Copies) -> None:
         """As `promote`, into slots that are in use."""
         self.promote(copies)
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of another device's tensors, in all else as they are."""
-        return copies_on(self.torch_device, tensors)
-
-    @abstractmethod
-    def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies in host memory, laid out as `like`, complete on return."""
 
     def spill(
         self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Arrival]:
-        """As `to_host`, but complete on arrival."""
-        return self.to_host(tensors, like), Arrival()
+        """Copies in host memory, laid out as `like`, complete on arrival."""
+        hosts = [
+            torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device=CPU).copy_(t)
+            if t.layout is torch.strided
+            else t.clone()
+            for t, h in zip(tensors, like, strict=True)
+        ]
+        return hosts, Arrival()
 
-    @abstractmethod
+    def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `spill`, complete on return."""
+        hosts, arrival = self.spill(tensors, like)
+        arrival.wait()
+        return hosts
+
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device that lives as long as its trial."""
+        return tensor.detach().clone(memory_format=torch.preserve_format)
 
-    @abstractmethod
+    # ---- the rest ----
+
     def generators(self) -> list[torch.Generator]:
         """The generators that operators on this device draw from by default."""
-
-    def current(self) -> AbstractContextManager[Any]:
-        """Inside, in the calling thread, what names no device of this kind by its number means this one. It may be left
-        before it was entered."""
-        return nullcontext()
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        return [torch.default_generator]
 
     def free_cache(self) -> None:
         """Give back what an allocator keeps for later."""
@@ -126,68 +163,3 @@ class Device(ABC):
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Undo `pin`."""
-
-    @property
-    def measured_peak_bytes(self) -> int:
-        """The highest count by the allocator (CUDA), or by the meter while it counted (CPU)."""
-        return self.meter.peak_bytes
-
-
-class CpuDevice(Device):
-    """A virtual device in host memory. Freed slots are poisoned under ``HYDRA_TUNE_CHECKS=1``."""
-
-    slots_stay = True
-    takes_travellers = True
-    homes_move = True
-    model = "cpu"
-    link_bytes_per_s = 5e9  # as one core copies; decides only which ways are worth it
-    least_ahead_bytes = 1 << 20  # a copy of 0.1 ms; to wake the thread takes about as long
-
-    def __init__(self, number: int, budget_bytes: int) -> None:
-        super().__init__(number, f"cpu:{number} (virtual)", torch.device("cpu"), budget_bytes, enforce=True)
-        self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)
-        self._beside_arena: torch.Tensor | None = None
-        self._poison = checks_enabled()
-
-    def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
-        if num_bytes == 0:  # a block whose weights are all held
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        if offset is None:
-            self._beside_arena = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-            return self._beside_arena
-        return torch.frombuffer(self._arena, dtype=torch.uint8, count=num_bytes, offset=offset)
-
-    def free_slot(self, offset: int | None, num_bytes: int) -> None:
-        if self._poison and num_bytes:
-            self._fill_with_poison(offset, num_bytes)
-        if offset is None:
-            self._beside_arena = None
-
-    def _fill_with_poison(self, offset: int | None, num_bytes: int) -> None:
-        """By no operator: who frees a slot has the pool's lock, for which a thread inside an operator may wait, and a
-        fork for that, for whose end the next operator would wait."""
-        if offset is not None:
-            memset(addressof(c_char.from_buffer(self._arena, offset)), POISON, num_bytes)
-        elif self._beside_arena is not None:
-            memset(self._beside_arena.data_ptr(), POISON, self._beside_arena.nbytes)
-
-    def promote(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for slot, host in copies:
-            slot.copy_(host)
-
-    def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device=_CPU).copy_(t)
-            if t.layout is torch.strided
-            else t.clone()
-            for t, h in zip(tensors, like, strict=True)
-        ]
-
-    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone(memory_format=torch.preserve_format)
-
-    def generators(self) -> list[torch.Generator]:
-        return [torch.default_generator]
-
-    def synchronize(self) -> None:
-        """The CPU is never behind."""

@@ -12,7 +12,7 @@ import torch
 
 from hydra_tune.config import format_bytes, parse_bytes
 from hydra_tune.cuda_device import CudaDevice, cuda_free_bytes
-from hydra_tune.device import CpuDevice, Device
+from hydra_tune.device import CPU, Device
 from hydra_tune.errors import ConfigError
 from hydra_tune.fork import new_in_child
 
@@ -29,39 +29,35 @@ def open_devices(devices: str | Sequence[str | torch.device], memory: int | str 
     Raises:
         ConfigError: an unknown device, or a budget that is not bytes or that the device does not have.
     """
+    names: Any = [devices] if isinstance(devices, (str, torch.device)) else devices
     if devices == "auto":
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
-    else:
-        names = [str(devices)] if isinstance(devices, (str, torch.device)) else [str(d) for d in _listed(devices)]
-    if not names:
-        raise ConfigError('devices is empty. Name at least one, such as devices=["cpu"], or leave "auto".')
-    parsed = [_parse_device(name) for name in names]
+    if not isinstance(names, (list, tuple)) or not names:
+        raise ConfigError(f'devices is "auto", a name or a list of names, such as ["cpu"]; got {devices!r}.')
+    parsed = [_parse_device(str(name)) for name in names]
     budgets: list[Any] = list(memory) if isinstance(memory, (list, tuple)) else [memory] * len(parsed)
     if len(budgets) != len(parsed):
         raise ConfigError(f"memory has {len(budgets)} entries for {len(parsed)} devices. Give one, or one a device.")
-    opened: list[Device] = []
+    opened = []
     for number, (device, budget) in enumerate(zip(parsed, budgets, strict=True)):
-        most = cuda_free_bytes(device) if device.type == "cuda" else host_free_bytes()
-        if budget == "auto":
-            most_of_all = most - CUDA_MARGIN_BYTES if device.type == "cuda" else most // CPU_SHARE
-            budget_bytes = most_of_all // parsed.count(device)  # a GPU that is named twice is two, for tests of several
-        else:
-            budget_bytes = parse_bytes(budget)
-        if not 0 < budget_bytes <= most:
-            raise ConfigError(
-                f"a budget lies within what the device has free: {device} has {format_bytes(most)}, "
-                f'asked were {format_bytes(budget_bytes)}. Lower memory, or use memory="auto".'
-            )
-        opened.append(
-            CudaDevice(number, device.index, budget_bytes) if device.type == "cuda" else CpuDevice(number, budget_bytes)
-        )
+        is_gpu = device.type == "cuda"
+        most = cuda_free_bytes(device) if is_gpu else host_free_bytes()
+        if budget == "auto":  # a GPU that is named twice is two, for tests of several
+            most_of_all = most - CUDA_MARGIN_BYTES if is_gpu else most // CPU_SHARE
+            budget = max(1, most_of_all // parsed.count(device))
+        budget_bytes = _within(budget, most, "memory", str(device))
+        opened.append(CudaDevice(number, budget_bytes, device) if is_gpu else Device(number, budget_bytes))
     return opened
 
 
-def _listed(devices: object) -> Sequence[object]:
-    if not isinstance(devices, (list, tuple)):
-        raise ConfigError(f'devices is "auto", a name or a list of names, got {devices!r}.')
-    return devices
+def _within(amount: int | str, most: int, name: str, where: str) -> int:
+    num_bytes = parse_bytes(amount, name)
+    if num_bytes > most:
+        raise ConfigError(
+            f"{name} lies within what the device has free: {where} has {format_bytes(most)}, asked were "
+            f'{format_bytes(num_bytes)}. Lower {name}, or use {name}="auto".'
+        )
+    return num_bytes
 
 
 def _parse_device(name: str) -> torch.device:
@@ -69,12 +65,12 @@ def _parse_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
+    if device.type == "cpu":
+        return CPU
     if device.type == "cuda" and torch.cuda.is_available():
         index = torch.cuda.current_device() if device.index is None else device.index
         if index < torch.cuda.device_count():
             return torch.device("cuda", index)
-    elif device.type == "cpu":
-        return torch.device("cpu")
     raise ConfigError(f'a device is "cpu" (virtual) or one of the {torch.cuda.device_count()} GPUs here, got {name!r}.')
 
 
@@ -85,16 +81,9 @@ def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
         ConfigError: not bytes, or more than there are.
     """
     most = host_free_bytes()
-    virtual = sum(device.budget_bytes for device in devices if device.torch_device.type == "cpu")
     if host_memory == "auto":
-        return max(1, most - virtual)
-    num_bytes = parse_bytes(host_memory, "host_memory")
-    if num_bytes > most:
-        raise ConfigError(
-            f"host_memory lies within what the host has free, {format_bytes(most)}; asked were "
-            f'{format_bytes(num_bytes)}. Lower it, or use host_memory="auto".'
-        )
-    return num_bytes
+        return max(1, most - sum(device.budget_bytes for device in devices if device.is_virtual))
+    return _within(host_memory, most, "host_memory", "the host")
 
 
 def host_free_bytes() -> int:

@@ -1,18 +1,23 @@
 """What one look at a model tells, at each forward: all that may decide which plan holds and that a script may change
-between two forwards."""
+between two forwards. And whether another look would tell the same, for a tenth of what it costs."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import compress
-from typing import Any, NamedTuple
-from weakref import ref
+from itertools import chain, compress
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
 
-from hydra_tune.hooks import HOOKS_OF_MODULES, has_user_pre_hook, user_hooks
+from hydra_tune.hooks import HOOKS_OF_MODULES, user_hooks
+
+_SWITCHES = frozenset((bool, str, type(None), torch.Tensor))
+_DICTS = ("_parameters", "_buffers", "_modules", *HOOKS_OF_MODULES)
+_wants_gradient = attrgetter("requires_grad")
+_form = attrgetter("shape", "dtype")
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,6 @@ class Glance:
     buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
     training: tuple[bool, ...]
     hooked: tuple[int, ...]  # ids of modules with a user's hook
-    hooks: tuple[tuple[int, Any], ...]  # on these, by their ids, and each one's code
-    pre_hooked: bool  # one of these has one that fires before its forward
     switches: Hashable
 
 
@@ -50,35 +53,14 @@ def glance_at(model: nn.Module) -> Glance:
         for owner in (module,) if config is None else (module, config):
             if hasattr(owner, "__dict__"):
                 owners[id(owner)] = owner
-    hooked = [module for module in modules if user_hooks(module)]
     return Glance(
         tuple(parameters),
         tuple(needs_gradient),
         tuple(buffers),
         tuple([module.training for module in modules]),
-        tuple([id(module) for module in hooked]),
-        tuple([(id(module), _code_of(hook)) for module in hooked for hook in _hooks_of(module)]),
-        any(map(has_user_pre_hook, hooked)),
+        tuple([id(module) for module in modules if user_hooks(module)]),
         tuple([_switches_of(owner) for owner in owners.values()]),
     )
-
-
-class Parts(NamedTuple):
-    """Which modules a model has, in the order of `nn.Module.modules`, and of which classes; it keeps none alive."""
-
-    modules: list[ref[nn.Module]]
-    classes: list[type]
-
-    def replaced(self, before: Parts) -> list[nn.Module]:
-        """The modules that came, and those that went and live still."""
-        now, then = {id(r): r for r in self.modules}, {id(r): r for r in before.modules}  # a module has one such `ref`
-        found = [(now.get(i) or then[i])() for i in now.keys() ^ then.keys()]
-        return [module for module in found if module is not None]
-
-
-def parts_of(model: nn.Module) -> Parts:
-    modules = modules_of(model)
-    return Parts([*map(ref, modules)], [*map(type, modules)])
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -91,18 +73,6 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
             found[module] = None
             left += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found)
-
-
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    for kind in HOOKS_OF_MODULES:
-        yield from vars(module).get(kind, {}).values()
-
-
-def _code_of(hook: Any) -> Any:
-    """The same of a function that is made anew for each step."""
-    hook = getattr(hook, "func", hook)  # functools.partial
-    hook = getattr(hook, "__func__", hook)  # a method
-    return getattr(hook, "__code__", type(hook))
 
 
 def _switches_of(owner: Any) -> Hashable:
@@ -118,4 +88,42 @@ def _switch_of(value: Any) -> Hashable:
     return value.requires_grad if type(value) is torch.Tensor else value
 
 
-_SWITCHES = frozenset((bool, str, type(None), torch.Tensor))
+class Unchanged:
+    """What a glance reads are values of dicts: while each of a model's has the very values that it had, and each weight
+    wants a gradient as it did, another glance tells the same.
+
+    It keeps no tensor but weights and buffers: an activation would keep its graph.
+    """
+
+    def __init__(self, dicts: Sequence[dict[str, Any]], modules: Sequence[nn.Module]) -> None:
+        self._dicts = dicts
+        self._values = self._now()
+        self._kept = [value for each in dicts for value in each.values() if type(value) is str]  # so that ids stay
+        self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        self._buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+        self._gradients, self._forms = self._of_tensors()
+
+    @classmethod
+    def since_now(cls, model: nn.Module) -> Unchanged | None:
+        """None of a model that has what is not in its dicts: a tensor of its own, or a config that is computed."""
+        modules, dicts = modules_of(model), list[dict[str, Any]]()
+        for module in modules:
+            own = vars(module)
+            if torch.Tensor in map(type, own.values()) or hasattr(type(module), "config"):
+                return None
+            dicts += [own, *(own[name] for name in _DICTS if name in own)]
+            config = own.get("config")
+            if hasattr(config, "__dict__"):
+                if torch.Tensor in map(type, vars(config).values()):
+                    return None
+                dicts.append(vars(config))
+        return cls(dicts, modules)
+
+    def holds(self) -> bool:
+        return self._now() == self._values and self._of_tensors() == (self._gradients, self._forms)
+
+    def _now(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._dicts))))
+
+    def _of_tensors(self) -> tuple[list[bool], list[Any]]:
+        return list(map(_wants_gradient, self._parameters)), list(map(_form, self._buffers))

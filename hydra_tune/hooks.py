@@ -25,11 +25,6 @@ def keep_only_pytorchs(module: nn.Module) -> None:
             del hooks[key]
 
 
-def has_user_pre_hook(module: nn.Module) -> bool:
-    """Whether one fires before its forward."""
-    return any(map(_is_users, vars(module).get("_forward_pre_hooks", {}).values()))
-
-
 def _is_users(hook: Any) -> bool:
     return not _origin_of(hook).startswith(_LIBRARIES)
 

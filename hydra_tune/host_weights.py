@@ -21,7 +21,7 @@ class HostWeights:
     def __init__(self, blocks: Sequence[Block], device: Device) -> None:
         self.parameters = list(dict.fromkeys(p for block in blocks for p in block.slot_parameters))
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        self.buffer = HostBuffer(self.parameters, shared=device.pins)
+        self.buffer = HostBuffer(self.parameters, shared=not device.is_virtual)
         self._place: dict[int, tuple[int, torch.Tensor]] = {}
         for parameter, offset in zip(self.parameters, self.buffer.offsets, strict=True):
             view = self.buffer.view(parameter, offset)
@@ -29,7 +29,7 @@ class HostWeights:
             parameter.data = view  # what it had before is free now
         device.pin(self.buffer.bytes)
         self._unpin = partial(device.unpin, self.buffer.bytes)
-        if device.pins:  # also if the model is collected
+        if not device.is_virtual:  # also if the model is collected
             weakref.finalize(self, self._unpin).atexit = False
 
     def has(self, parameter: nn.Parameter) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,46 +19,26 @@ from hydra_tune import cut as cuts
 from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.blocks.call_site import BlockForward
 from hydra_tune.config import format_bytes
-from hydra_tune.device import Device
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
+from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.meter import TrialMeter
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
 from hydra_tune.partition import gradient_flags, input_signature, make_plan, plan_key, switches
 from hydra_tune.plan_summary import summary_of
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
 from hydra_tune.planning.on_paper import least_bytes
-from hydra_tune.pool import Client, ShardPool
 from hydra_tune.process_state import autocast_mode
-from hydra_tune.residency import Residency
 from hydra_tune.root import SeveralModels, refuse_computed_weights, refuse_unsupported
 from hydra_tune.shard import TOO_LARGE, BlockProfile, Cut, TrialPlan
 
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
+
 logger = logging.getLogger("hydra_tune")
 _MOST_SETTINGS = 8  # which modules train, or what is switched on, may be drawn anew in each step
-
-
-class Planned(Client, Protocol):
-    """What a planner needs of the trial it plans for."""
-
-    name: str
-    pool: ShardPool
-    meter: TrialMeter
-    residency: Residency
-    of_runner: bool
-    alone: bool
-
-    @property
-    def device(self) -> Device: ...
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
 
 
 MARGIN = 32  # a training step may take this part more, of itself and its largest task, than the first one has
@@ -81,7 +61,7 @@ class Plans:
 class Planner:
     """`blocks` in the order of `plan`, once there is one; `first` is the first step under way."""
 
-    def __init__(self, trial: Planned) -> None:
+    def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self.blocks: list[Block] = []
         self.plan: TrialPlan | None = None
@@ -190,9 +170,9 @@ class Planner:
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
         beside = trial.of_runner and not trial.alone
-        room = pool.start_pilot(trial, empty=trial.alone, least_bytes=least if beside else None)
+        room = pool.ask(trial, PilotReady(trial.id, trial.alone, least if beside else None), StartPilot)
         self._adopt_cut(self._cut)
-        self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)  # type: ignore[arg-type]
+        self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)
         trial.residency.hold(trial.model, self.blocks, trial.optimizers)
         return self.first
 
@@ -228,7 +208,7 @@ class Planner:
         assert first is not None
         self.first = None
         first.end()
-        trial.pool.end_pilot(trial, first.peak_bytes, trained=trained)
+        trial.pool.tell(PilotDone(trial.id, first.peak_bytes, trained))
         trial.residency.bring_home(trial.optimizers)
         measure = StepMeasure(
             tuple(first.kinds),
@@ -264,7 +244,7 @@ class Planner:
         if first is not None:
             self.first = None
             first.end()
-            trial.pool.end_pilot(trial, first.peak_bytes)
+            trial.pool.tell(PilotDone(trial.id, first.peak_bytes))
             trial.residency.bring_home(trial.optimizers)
 
     def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
@@ -368,7 +348,7 @@ class Planner:
     def _stepping_bytes(self, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
         """Optimizer state, and what a step takes beside it. What no optimizer has yet may still get one."""
         state = scratch = 0
-        foreach, left = self._trial.device.foreach_by_default, {id(p): p for p in parameters}
+        foreach, left = not self._trial.device.is_virtual, {id(p): p for p in parameters}
         for optimizer in self._trial.optimizers:
             own = [left.pop(id(p)) for group in optimizer.param_groups for p in group["params"] if id(p) in left]
             state += optimizer_state_bytes(optimizer, own)
@@ -394,7 +374,7 @@ class Planner:
         if not (alike and pool.readmit(trial, plan)):
             self.plan = None
             trial.residency.bring_home(trial.optimizers)  # until it is admitted it holds nothing
-            pool.admit(trial, plan)
+            pool.ask(trial, PlanReady(trial.id, plan), Admit)
         if before is None or not alike:
             self._adopt_cut(plan.cut, plan.blocks)
         self.plan, self._next_plan = plan, None
@@ -486,7 +466,7 @@ class Planner:
             block.is_current = True
             present = block.module.__dict__.get("forward")
             if not isinstance(present, BlockForward) or present.block is not block:
-                block.module.forward = BlockForward(block, self._trial)  # type: ignore[arg-type]
+                block.module.forward = BlockForward(block, self._trial)
 
     def unwrap(self) -> None:
         for block in self.blocks:

@@ -14,11 +14,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import asdict
 from functools import partial
-from math import inf
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -37,43 +37,22 @@ from hydra_tune.lease import LOOK_S, Lease
 from hydra_tune.patience import Wait
 from hydra_tune.planning.kind import Kind, StepMeasure
 from hydra_tune.policy import Policy, policy_named
-from hydra_tune.pool_device import PoolDevice
 from hydra_tune.randomness import RandomState
 from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.stop import Stop
-from hydra_tune.task_clock import BETWEEN, TaskClock
-from hydra_tune.trace import Trace
-from hydra_tune.trial_log import TrialLog
+from hydra_tune.trace import BETWEEN, During, TaskClock, Trace
 from hydra_tune.workload import TrialWork
+
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
 InstructionT = TypeVar("InstructionT", bound=e.Instruction)
 _LOOK_AROUND_S = 1.0  # nobody says that a model was collected
 _SEED_STRIDE = 1_000_003  # seeds of neighbouring trials lie apart
-
-
-class Client(Protocol):
-    """What the pool needs of a trial."""
-
-    id: int
-    stop: Stop
-    of_runner: bool
-    ended: bool
-
-    def promote_shard(
-        self, device: Device, shard: int, offset: int, num_bytes: int, *, ahead: bool = False
-    ) -> None: ...
-
-    def drop_shard(self, device: Device, shard: int) -> None: ...
-
-    def move_home(self, device: Device) -> None: ...
-
-    def summary(self) -> dict[str, Any]: ...
-
-
-ClientT = TypeVar("ClientT", bound=Client)
+_DEVICE_KEYS = ("name", "budget_bytes", "used_bytes", "peak_bytes", "measured_peak_bytes")  # in a report
 
 
 class Copy:
@@ -112,30 +91,29 @@ class ShardPool:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed is an int or None, got {seed!r}.")
         order = policy_named(policy)
-        self._devices = open_devices(devices, memory)
+        self._devices = tuple(open_devices(devices, memory))
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
         self.plans: dict[PlanKey, TrialPlan] = {}  # the latest of each architecture
         self.measures: dict[PlanKey, list[StepMeasure]] = {}  # by `partition.plan_key`
         self.refusals: dict[tuple[PlanKey, Kind], BudgetError] = {}  # of first steps that had the whole device
         self.too_large: set[PlanKey] = set()  # keys of resident plans under which a trial ran out of memory
+        self.host_memory_bytes = host_bytes_for(host_memory, self._devices)  # for all live trials together
         self._machine = Machine(
             [device.budget_bytes for device in self._devices],
             order,
-            host_bytes=host_bytes_for(host_memory, self._devices),
-            least_ahead_bytes=_least_ahead_bytes(self._devices),
+            host_bytes=self.host_memory_bytes,
+            least_ahead_bytes=self._devices[0].least_ahead_bytes,
             links_bytes_per_s=[device.link_bytes_per_s for device in self._devices],
             alignment_bytes=ALIGNMENT_BYTES,
         )
-        ledgers = [device.ledger for device in self._machine.devices]
-        self.devices = tuple(PoolDevice(*pair, self.end_abandoned) for pair in zip(self._devices, ledgers, strict=True))
-        alike = len({device.model for device in self._devices}) == 1
-        self.travels = len(self._devices) > 1 and alike and all(device.takes_travellers for device in self._devices)
-        self._homes_stay = not (alike and all(device.homes_move for device in self._devices))
-        self._moves = self.travels or not self._homes_stay  # its trials' tasks, or their homes
+        for device, state in zip(self._devices, self._machine.devices, strict=True):
+            device.ledger = state.ledger
+        self.travels = len(self._devices) > 1 and all(device.is_virtual for device in self._devices)  # its trials
+        self.spills_behind = any(device.spills_behind for device in self._devices)  # plans are made for any of them
         self._lock = threading.RLock()
         gate.guard(self._lock)
-        self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
+        self._trials: weakref.WeakValueDictionary[int, Trial] = weakref.WeakValueDictionary()  # a model owns its trial
         self._granted: dict[int, deque[e.Instruction]] = {}
         self._wake: dict[int, threading.Condition] = {}
         self._leases: dict[int, Lease] = {}  # of each trial
@@ -149,6 +127,12 @@ class ShardPool:
         self._trace = Trace()
         self._clocks = [TaskClock(self._trace, device) for device in self._devices]
         self._closed = False
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Each with its name, budget_bytes, used_bytes, peak_bytes and measured_peak_bytes."""
+        self.end_abandoned()
+        return self._devices
 
     @property
     def budget_bytes(self) -> int:
@@ -167,23 +151,16 @@ class ShardPool:
             for trial in self._trials.values():
                 self.note_summary(trial)
             devices = [
-                {
-                    "name": device.name,
-                    "budget_bytes": device.budget_bytes,
-                    "used_bytes": device.used_bytes,
-                    "peak_bytes": device.peak_bytes,
-                    "measured_peak_bytes": device.measured_peak_bytes,
-                    **self._trace.devices[i].to_dict(),
-                }
-                for i, device in enumerate(self.devices)
+                {key: getattr(device, key) for key in _DEVICE_KEYS} | asdict(self._trace.devices[device.number])
+                for device in self._devices
             ]
             trials = [
                 {
                     "trial": i,
                     **deepcopy(summary),
                     "state": self._state(i, summary["state"]),
-                    **self._reserved(i),
-                    **self._trace.trials[i].to_dict(),
+                    "reserved_bytes": self._machine.reserved_bytes(i) if i in self._machine.trials else 0,
+                    **asdict(self._trace.trials[i]),
                 }
                 for i, summary in self._summaries.items()
             ]
@@ -205,10 +182,6 @@ class ShardPool:
         if measured is not None:
             return f"waits for the pilot or first step of {self._summaries[measured]['name']}"
         return f"waits for memory of {self._devices[device].name}"
-
-    def _reserved(self, trial: int) -> dict[str, int]:
-        placed = trial in self._machine.trials
-        return {"reserved_bytes": self._machine.reserved_bytes(trial) if placed else 0}
 
     def timeline(self) -> list[dict[str, Any]]:
         """Spans of time in order of their end: kind (run, promote, spill, wait, stall), device, trial, step, shard,
@@ -252,21 +225,10 @@ class ShardPool:
                 wake.notify_all()
 
     @property
-    def spills_behind(self) -> bool:
-        """Whether on some device gradients go to the host while it goes on; plans are made for any of them."""
-        return any(device.spills_behind for device in self._devices)
-
-    @property
-    def host_memory_bytes(self) -> int | None:
-        """What weights, gradients and optimizer states of all live trials may take."""
-        return self._machine.host_bytes
-
-    @property
-    def host_free_bytes(self) -> float:
-        """What of it no live trial has."""
+    def host_free_bytes(self) -> int:
+        """What of its host memory no live trial has."""
         with self._lock:
-            most = self._machine.host_bytes
-            return inf if most is None else most - self._machine.host_used_bytes
+            return self.host_memory_bytes - self._machine.host_used_bytes
 
     @property
     def host_bytes_a_trial(self) -> int:
@@ -284,12 +246,12 @@ class ShardPool:
 
     def add_trial(
         self,
-        make: Callable[[int, Device], ClientT],
-        total_steps: int | None = None,
-        host_bytes: int = 0,
-        name: str | None = None,
-        stop: Stop | None = None,
-    ) -> ClientT:
+        make: Callable[[int, Device], Trial],
+        total_steps: int | None,
+        host_bytes: int,
+        name: str | None,
+        stop: Stop,
+    ) -> Trial:
         """Place a trial, once host memory has room for it. It has so many mini-batches, if that is known; `stop` ends
         the waiting.
 
@@ -299,21 +261,15 @@ class ShardPool:
         with self._lock:
             self.check_usable()
             self._end_abandoned()
-            number, most = next(self._ids), self._machine.host_bytes
-            if most is not None and host_bytes > most:
-                raise BudgetError(
-                    f"{name or f'trial {number}'} needs {format_bytes(host_bytes)} of host memory for its weights, "
-                    f"gradients and optimizer state, but all trials of this pool may have {format_bytes(most)}. Raise "
-                    "its host_memory=, or train a smaller model."
-                ).lacking(host_bytes, most)
+            number = next(self._ids)
+            name = name or f"trial {number}"
+            self._check_host_bytes(name, host_bytes)
             self._granted[number] = deque()
             self._leases[number] = Lease(number, self._trace.now_s)
             self._wake[number] = threading.Condition(self._lock)
-            stop = stop or Stop()
             stop.reaches(self)
             try:
-                added = e.TrialAdded(number, total_steps, host_bytes, self._moves, self._homes_stay)
-                home = self._await_place(added, name, stop)
+                home = self._await_place(e.TrialAdded(number, total_steps, host_bytes, self.travels), name, stop)
                 trial = self._trials[number] = make(number, self._devices[home])
             except BaseException:
                 self._summaries.pop(number, None)
@@ -324,45 +280,65 @@ class ShardPool:
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
             return trial
 
-    def grow_trial(self, trial: Client, host_bytes: int) -> None:
+    def grow_trial(self, trial: Trial, host_bytes: int) -> None:
         """It has another model, of so many bytes of host memory. It does not wait for them: it holds others.
 
         Raises:
             BudgetError: all trials together may not have so many.
         """
         with self._lock:
-            state, most = self._machine.trials[trial.id], self._machine.host_bytes
-            if most is not None and host_bytes > 0 and state.host_bytes + host_bytes > most:
-                raise BudgetError(
-                    f"{self._summaries[trial.id]['name']} needs {format_bytes(state.host_bytes + host_bytes)} of host "
-                    f"memory for its models, but all trials of this pool may have {format_bytes(most)}. Raise its "
-                    "host_memory=, or train smaller models."
-                ).lacking(state.host_bytes + host_bytes, most)
+            state = self._machine.trials[trial.id]
+            self._check_host_bytes(trial.name, state.host_bytes + host_bytes)
             state.host_bytes += host_bytes
 
-    def _await_place(self, event: e.TrialAdded, name: str | None, stop: Stop) -> int:
+    def _check_host_bytes(self, name: str, num_bytes: int) -> None:
+        if num_bytes > self.host_memory_bytes:
+            raise BudgetError(
+                f"{name} needs {format_bytes(num_bytes)} of host memory for its weights, gradients and optimizer "
+                f"state, but all trials of this pool may have {format_bytes(self.host_memory_bytes)}. Raise its "
+                "host_memory=, or train a smaller model."
+            ).lacking(num_bytes, self.host_memory_bytes)
+
+    def _await_place(self, event: e.TrialAdded, name: str, stop: Stop) -> int:
         self._handle(event)
-        wait = Wait()
+        wait, awaited = Wait(), f"waits for {format_bytes(event.host_bytes)} of host memory"
+        self._summaries[event.trial] = {"name": name, "state": awaited}
         while not self._granted[event.trial]:
             interrupts.check()
             self.check_usable()
             stop.check()
-            self._summaries[event.trial] = {
-                "name": name or f"trial {event.trial}",
-                "state": f"waits for {format_bytes(event.host_bytes)} of host memory",
-            }
             self._wait(event.trial, wait)
-        return self._take(event.trial, e.Place).device
+        place = self._granted[event.trial].popleft()
+        assert isinstance(place, e.Place), place
+        return place.device
 
-    def start_pilot(self, trial: Client, *, empty: bool, least_bytes: int | None) -> e.StartPilot:
-        """Wait for so many bytes beside others, or for the device to be the trial's alone; which it is."""
+    def tell(self, event: e.Event) -> None:
+        with self._lock:
+            self._handle(event)
+
+    def tell_between_tasks(self, trial: Trial, event: e.Event) -> None:
+        """While no turn of the trial's lasts, and none of its copies is under way."""
         with self._lock:
             self.give_back(trial)
             self.await_copies(trial)
-            return self._ask(e.PilotReady(trial.id, empty, least_bytes), e.StartPilot)
+            self._handle(event)
 
-    def end_pilot(self, trial: Client, peak_bytes: int, *, trained: bool = False) -> None:
-        self._tell(e.PilotDone(trial.id, peak_bytes, trained))
+    def ask(
+        self, trial: Trial, event: e.PilotReady | e.PlanReady | e.StepReady | e.Outgrown, answer: type[InstructionT]
+    ) -> InstructionT:
+        """Between tasks; wait until the scheduler grants it."""
+        with self._lock:
+            self.give_back(trial)
+            self.await_copies(trial)
+            self.check_open(trial)
+            self._end_abandoned()
+            self._handle(event)
+            try:
+                instruction: InstructionT = self._await(trial.id, (answer,))
+            except BaseException:  # it may go on, and ask anew
+                self._handle(e.Withdrawn(trial.id))
+                raise
+            return instruction
 
     def share(self, key: PlanKey, measure: StepMeasure) -> None:
         """Keep what a first step has shown for the trials to come; let go of what none can need, for a class of its
@@ -377,17 +353,13 @@ class ShardPool:
             known = self.measures.get(key, [])
             self.measures[key] = [*(m for m in known if m.cut == measure.cut and not measure.replaces(m)), measure]
 
-    def free_bytes_of(self, trial: Client) -> int:
+    def free_bytes_of(self, trial: Trial) -> int:
         """Of its home, where it has that to itself: all that no other trial holds for life."""
         with self._lock:
             ledger = self._machine.devices[self._machine.trials[trial.id].home].ledger
             return ledger.budget_bytes - ledger.held_bytes
 
-    def admit(self, trial: Client, plan: TrialPlan) -> None:
-        self.give_back(trial)
-        self._ask(e.PlanReady(trial.id, plan), e.Admit)
-
-    def readmit(self, trial: Client, plan: TrialPlan) -> bool:
+    def readmit(self, trial: Trial, plan: TrialPlan) -> bool:
         """With another plan that holds the same; whether it was done at once. Else nothing has changed."""
         with self._lock:
             self.check_open(trial)
@@ -398,19 +370,11 @@ class ShardPool:
                 self._await(trial.id, (e.Admit,))
             return at_once
 
-    def enter_step(self, trial: Client, *, estimated: bool) -> None:
-        self.give_back(trial)
-        self._ask(e.StepReady(trial.id, estimated), e.Enter)
+    def enter_step(self, trial: Trial) -> None:
+        self.ask(trial, e.StepReady(trial.id), e.Enter)
         self._leases[trial.id].in_step = True
 
-    def have_alone(self, trial: Client) -> None:
-        """Within a step, between tasks: wait for the others' steps to end."""
-        with self._lock:
-            self.give_back(trial)
-            self.await_copies(trial)
-            self._ask(e.Outgrown(trial.id), e.Alone)
-
-    def leave_step(self, trial: Client, *, trained: bool) -> None:
+    def leave_step(self, trial: Trial, *, trained: bool) -> None:
         with self._lock:
             self.give_back(trial)
             self.await_copies(trial)
@@ -419,35 +383,18 @@ class ShardPool:
                 lease.in_step = False
                 self._handle(e.StepDone(trial.id, trained))
 
-    def keep_step(self, trial: Client, num_bytes: int) -> bool:
-        """For the next one; whether the device, if it is the trial's alone, stays so, for this is too much."""
-        with self._lock:
-            self.give_back(trial)
-            self.await_copies(trial)
-            self._handle(e.StepDone(trial.id, keeps_bytes=num_bytes))
-            return self._machine.is_alone(trial.id)
-
-    def note_summary(self, trial: Client) -> None:
+    def note_summary(self, trial: Trial) -> None:
         """Kept for the report, should the trial be collected with its model."""
         self._summaries[trial.id] = trial.summary()
 
-    def figures(self, trial: Client) -> dict[str, Any]:
+    def figures(self, trial: Trial) -> dict[str, Any]:
         """Plain data on what one trial has done so far, a few numbers."""
         with self._lock:
             if not trial.ended:  # then it was noted
                 self.note_summary(trial)
-            summary, totals = self._summaries[trial.id], self._trace.trials[trial.id].to_dict()
+            summary, totals = self._summaries[trial.id], asdict(self._trace.trials[trial.id])
         keys = ("device", "steps", "resident", "weight_bytes")
         return {**{key: summary[key] for key in keys}, "shards": len(summary["shards"]), **totals}
-
-    def note_objective(self, trial: Client, value: float, *, maximizes: bool) -> None:
-        self._tell(e.Reported(trial.id, value, maximizes))
-
-    def invalidate(self, trial: Client) -> None:
-        with self._lock:
-            self.give_back(trial)
-            self.await_copies(trial)
-            self._handle(e.Invalidated(trial.id))
 
     def acquire(self, ready: e.TaskReady, after: tuple[Task, float] | None = None) -> tuple[float, Device]:
         """Wait for the lease and the shard; when the task began, in seconds, and where. `after` is the task that ends
@@ -509,17 +456,13 @@ class ShardPool:
             self._leases[task.trial].start(task, start_s)
         return start_s
 
-    def drop_idle(self, trial: Client) -> None:
-        """All that can go from the device that the trial is on, which has run out of memory."""
-        self._tell(e.OutOfMemory(trial.id))
-
     def slot_of(self, task: Task) -> tuple[int, int]:
         """Offset and bytes of its shard's slot; none for a shard whose weights are all held."""
         with self._lock:
             ledger = self._machine.devices[self._device_of(task)].ledger
             return ledger.slots.get((task.trial, task.shard), (0, 0))
 
-    def end_trial(self, trial: Client) -> None:
+    def end_trial(self, trial: Trial) -> None:
         """Take back everything; the others go on."""
         with self._lock:
             self._drop_turn(self._leases.get(trial.id))
@@ -534,14 +477,27 @@ class ShardPool:
         """By several trials, now."""
         return len(self._trials) > 1
 
-    def log_of(self, trial: int) -> TrialLog:
-        return TrialLog(trial, self._trace, self._clocks, self._machine, self._lock)
+    def now_s(self) -> float:
+        """Since the pool began."""
+        return self._trace.now_s()
+
+    def count(self, trial: int, what: str, device: Device, num_bytes: int, during: During | None = None) -> None:
+        """Of what a trial has moved (``"promoted_bytes"``); `during`, for a span of the task that it runs."""
+        with self._lock:
+            self._trace.count(what, device.number, trial, num_bytes)
+            task = self._machine.devices[device.number].running
+            if during is None or task is None or task.trial != trial:
+                return
+            if isinstance(during, tuple):
+                self._clocks[device.number].spilled(task, *during)
+            else:
+                self._trace.note("spill", task, device.number, during, self._trace.now_s())
 
     def check_usable(self) -> None:
         if self._closed:
             raise PoolClosedError("a closed pool takes no trials. Make a new ShardPool.")
 
-    def check_open(self, trial: Client) -> None:
+    def check_open(self, trial: Trial) -> None:
         """The task boundary at which a trial stops that is to, or whose pool is closed."""
         trial.stop.check()
         if self._closed and trial.of_runner:
@@ -557,7 +513,7 @@ class ShardPool:
     def lease_of(self, trial: int) -> Lease:
         return self._leases[trial]
 
-    def give_back(self, trial: Client) -> bool:
+    def give_back(self, trial: Trial) -> bool:
         """In the trial's thread: its turn, if one lasts, ends here. Whether one did."""
         lease = self._leases[trial.id]
         if not lease.is_open:  # seldom true
@@ -568,7 +524,7 @@ class ShardPool:
                 self._end_turn(lease)
             return lasted
 
-    def hear(self, trial: Client) -> None:
+    def hear(self, trial: Trial) -> None:
         """What the trial has done in its turn, which ends if it is to."""
         lease = self._leases[trial.id]
         with self._lock:
@@ -652,24 +608,6 @@ class ShardPool:
 
     # ---- events and instructions ----
 
-    def _tell(self, event: e.Event) -> None:
-        with self._lock:
-            self._handle(event)
-
-    def _ask(
-        self, event: e.PilotReady | e.PlanReady | e.StepReady | e.Outgrown, answer: type[InstructionT]
-    ) -> InstructionT:
-        self.check_open(self._trials[event.trial])
-        with self._lock:
-            self._end_abandoned()
-            self._handle(event)
-            try:
-                instruction: InstructionT = self._await(event.trial, (answer,))
-            except BaseException:  # it may go on, and ask anew
-                self._handle(e.Withdrawn(event.trial))
-                raise
-            return instruction
-
     def _handle(self, event: e.Event, at_s: float | None = None) -> None:
         """It has happened then, or now."""
         recalled: list[Lease] = []
@@ -728,7 +666,7 @@ class ShardPool:
             self._wake[promote.task.trial].notify_all()
             self._handle(e.Promoted(promote.task, promote.device))
 
-    def await_copies(self, trial: Client) -> None:
+    def await_copies(self, trial: Trial) -> None:
         """Those of this trial that are under way: host memory may not change, nor the slot go, before they are made.
         Who has the lock keeps others from beginning one meanwhile."""
         if trial.id in self._copying:  # seldom
@@ -740,11 +678,6 @@ class ShardPool:
     def _keep_copying(self) -> None:
         for copier in self._copiers:
             copier.keep_going()
-
-    def _take(self, trial: int, answer: type[InstructionT]) -> InstructionT:
-        instruction = self._granted[trial].popleft()
-        assert isinstance(instruction, answer), (instruction, answer)
-        return instruction
 
     def _await(self, trial: int, answers: tuple[type, ...]) -> Any:
         if not self._granted[trial]:
@@ -775,13 +708,11 @@ class ShardPool:
 
     def _warn_of_wait(self, trial: int) -> None:
         machine, summary = self._machine, self._summaries[trial]
-        if any(device.ledger.pilot is not None for device in machine.devices):
-            return
         turns = zip(machine.devices, self._turns, strict=True)
-        if any(device.running is not None and (lease is None or lease.busy) for device, lease in turns):
+        if any(d.ledger.pilot is not None or (d.running and (turn is None or turn.busy)) for d, turn in turns):
             return
         bytes_of = machine.reserved_bytes if trial in machine.trials else lambda i: machine.trials[i].host_bytes
-        others = [(self._summaries[i]["name"], bytes_of(i)) for i in machine.trials if i != trial and bytes_of(i)]
+        others = [i for i in machine.trials if i != trial and bytes_of(i)]
         if others:
             logger.warning(
                 "%s %s, and no task has begun for a while: %s. What is not busy elsewhere (loading, validation, a "
@@ -789,7 +720,7 @@ class ShardPool:
                 "Drop that, or call hydra_tune.release(model).",
                 summary["name"],
                 self._state(trial, summary["state"]),
-                ", ".join(f"{name} has {format_bytes(num_bytes)}" for name, num_bytes in others),
+                ", ".join(f"{self._summaries[i]['name']} has {format_bytes(bytes_of(i))}" for i in others),
             )
 
     def end_abandoned(self) -> None:
@@ -821,12 +752,6 @@ class ShardPool:
     def _leave(self, number: int) -> None:
         for of_trials in (self._granted, self._wake, self._leases):
             of_trials.pop(number, None)
-
-
-def _least_ahead_bytes(devices: Sequence[Device]) -> int | None:
-    """What pays on each of them; None if on one nothing does."""
-    least = [device.least_ahead_bytes for device in devices]
-    return None if None in least else max(size for size in least if size is not None)
 
 
 def _promote_ahead(reference: weakref.ref[ShardPool], copy: Copy) -> None:

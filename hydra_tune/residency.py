@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -17,19 +17,14 @@ from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.host_weights import HostWeights
 from hydra_tune.meter import TrialMeter
-from hydra_tune.trace import During
+from hydra_tune.transfer import copies_on
 from hydra_tune.tree import flatten, tensors_in, unflatten
+
+if TYPE_CHECKING:
+    from hydra_tune.pool import ShardPool
 
 MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
-
-
-class Log(Protocol):
-    """Is told what moved (``"promoted_bytes"``), to or from which device, and how many; `during`, for a span."""
-
-    def now_s(self) -> float: ...
-
-    def count(self, what: str, device: Device, num_bytes: int, during: During | None = None) -> None: ...
 
 
 class _Held(NamedTuple):
@@ -41,9 +36,9 @@ class _Held(NamedTuple):
 
 
 class Residency:
-    """Moves a trial's bytes and tells `log`."""
+    """Moves a trial's bytes and tells its pool."""
 
-    def __init__(self, device: Device, meter: TrialMeter, log: Log) -> None:
+    def __init__(self, device: Device, meter: TrialMeter, pool: ShardPool) -> None:
         self.device = device  # the trial's home
         self.meter = meter
         self.copies: dict[tuple[int, int], DeviceCopy] = {}  # by the device's number and shard
@@ -51,7 +46,7 @@ class Residency:
         self._lock = Lock()  # of the former ones: two devices' threads may copy
         self._weights: HostWeights | None = None
         self._held: list[_Held] = []
-        self._log = log
+        self._pool = pool
         self._arrival: Arrival | None = None  # of gradients on their way to the host
 
     def move_home(self, to: Device) -> None:
@@ -98,7 +93,7 @@ class Residency:
         copy = self._former.get(place)
         if copy is None or not copy.is_of(blocks):
             copy = DeviceCopy(device, device.slot(offset, num_bytes), blocks, self._weights)
-            if device.slots_stay:
+            if device.is_virtual:
                 with self._lock:
                     self._former[place] = copy
                     if len(self._former) > MOST_FORMER:
@@ -112,7 +107,7 @@ class Residency:
         if counting:
             copy.device.meter.add(SLOT_OWNER, [copy.slot])
         copy.fill()
-        self._log.count("promoted_bytes", copy.device, copy.copied_bytes)
+        self._pool.count(self.meter.trial, "promoted_bytes", copy.device, copy.copied_bytes)
 
     def drop_shard(self, device: Device, shard: int) -> None:
         copy = self.copies.pop((device.number, shard), None)
@@ -150,14 +145,14 @@ class Residency:
         like = masters
         if len(given) < len(masters):
             like = [p for g, p in zip(gradients, masters, strict=True) if g is not None]
-        num_bytes, start_s = sum(map(tensor_bytes, given)), self._log.now_s()
+        num_bytes, start_s = sum(map(tensor_bytes, given)), self._pool.now_s()
         with self.meter.paused():
             spilled, arrival = device.spill(given, like)
             if late and not torch.is_anomaly_enabled():  # that reads what a node returns
                 self._arrival = arrival
             else:
                 arrival.wait()
-        self._log.count("spilled_bytes", device, num_bytes, arrival.marks or start_s)
+        self._pool.count(self.meter.trial, "spilled_bytes", device, num_bytes, arrival.marks or start_s)
         if like is masters:
             return spilled  # type: ignore[return-value]
         hosts = iter(spilled)
@@ -173,7 +168,7 @@ class Residency:
         """Copies there of another virtual device's tensors, without their graph."""
         counting = self.meter.counting
         with self.meter.paused():
-            copies = device.receive(tensors)
+            copies = copies_on(device.torch_device, tensors)
         if counting:
             device.meter.add(self.meter.trial, copies)
         return copies
@@ -226,7 +221,7 @@ class Residency:
             grad = _grad_of(tensor)
             if grad is not None and grad.device != self.device.torch_device:
                 tensor.grad = self.device.hold(grad)  # a virtual device's stays: it may be the user's view
-        self._log.count("promoted_bytes", self.device, tensor_bytes(tensor))
+        self._pool.count(self.meter.trial, "promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor] if grad is None else [tensor, grad])
         return tensor
@@ -259,7 +254,7 @@ class Residency:
         self._move_state(optimizers)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._log.count("spilled_bytes", self.device, tensor_bytes(tensor))
+        self._pool.count(self.meter.trial, "spilled_bytes", self.device, tensor_bytes(tensor))
         return self.device.to_host([tensor], [tensor])[0]
 
     def _move_state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

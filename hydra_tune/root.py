@@ -16,11 +16,11 @@ from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import PrepareError, UntraceableError
 from hydra_tune.fingerprint import slots_of
+from hydra_tune.glance import Unchanged
 from hydra_tune.host_buffer import is_dense
 from hydra_tune.interrupts import interrupts
 from hydra_tune.own_forward import StandIn, own_forward_of
 from hydra_tune.shard import TrialPlan
-from hydra_tune.unchanged import Unchanged
 
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
 _MOST_CALLS = 64  # that differ, of one model

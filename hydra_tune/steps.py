@@ -8,35 +8,23 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from hydra_tune.events import StepDone
 from hydra_tune.forward_pass import ForwardPass
-from hydra_tune.lease import Lease
-from hydra_tune.planner import Planner
-from hydra_tune.pool import Client, ShardPool
-from hydra_tune.residency import Residency
-from hydra_tune.resumption import Resumption
+
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
 _MOST_FIRST_BACKWARDS = 3
 _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
 
 
-class Stepping(Client, Protocol):
-    """What steps need of their trial."""
-
-    name: str
-    pool: ShardPool
-    lease: Lease
-    planner: Planner
-    residency: Residency
-    resumption: Resumption | None
-
-
 class Steps:
     """`under_way` is the step of that `number`; the `first` of a kind has what its trial's first step has reserved."""
 
-    def __init__(self, trial: Stepping) -> None:
+    def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self.number = 0
         self.under_way = False
@@ -64,7 +52,7 @@ class Steps:
                 self._leave_endless()
             return
         if not self._trial.lease.enter_step():
-            self._trial.pool.enter_step(self._trial, estimated=False)
+            self._trial.pool.enter_step(self._trial)
         self.begin()
 
     def begin(self) -> None:
@@ -154,4 +142,5 @@ class Steps:
         trial.residency.await_gradients()
         self._num_backwards -= 1  # the next one ends a step, too
         assert trial.planner.plan is not None
-        trial.pool.keep_step(trial, trial.planner.plan.step_bytes)
+        done = StepDone(trial.id, keeps_bytes=trial.planner.plan.step_bytes)
+        trial.pool.tell_between_tasks(trial, done)

@@ -15,13 +15,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hydra_tune.config import check_folder
 from hydra_tune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Bar, Figure
+    from plotly.graph_objects import Figure
 
 Span = Mapping[str, Any]
 STREAMS = ("compute", "copies (promote)", "copies (spill)")
@@ -31,28 +31,35 @@ _GREY = "#b0b0b0"  # no trial's: theirs are saturated
 _GOLDEN_DEGREES = 137.508  # hues that many degrees apart never meet, and neighbours differ much
 
 
-class Thread(NamedTuple):
-    """A row of Perfetto's. `place` is a stream of a device; of the process behind the devices, a trial."""
-
-    process: int
-    place: int
-    lane: int
-
-
 def chrome_trace(spans: Iterable[Span], device_names: Sequence[str]) -> dict[str, Any]:
     """The trace event format of Chrome and Perfetto: one complete event a span, in order of start, in microseconds.
 
     A process for each device with a thread for each stream, one more for trials that waited. Spans of one thread that
     overlap get a second thread: Perfetto would leave out all but the first.
-
-    Raises:
-        ConfigError: a span of unknown kind or device, or that ends before it starts.
     """
-    placed, threads = _placed(_checked(spans, device_names), len(device_names))
-    tids = {thread: tid for tid, thread in enumerate(threads, start=1)}  # viewers take 0 for an idle processor
-    whose = {span["trial"]: _whose(span) for span, _ in placed}
-    events = [_event(span, thread[0] + 1, tids[thread]) for span, thread in placed]
-    return {"traceEvents": [*_names(tids, device_names, whose), *events], "displayTimeUnit": "ms"}
+    names = {(pid, stream, 0): label for pid in range(len(device_names)) for stream, label in enumerate(STREAMS)}
+    ends_us: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of each track's lanes
+    placed = []
+    for span in _sorted(spans):
+        start_us, end_us = round(span["start_s"] * 1e6), round(span["end_s"] * 1e6)  # whole, so that neighbours meet
+        waits = span["kind"] == "wait"
+        track = (len(device_names), span["trial"]) if waits else (span["device"], _STREAM[span["kind"]])
+        lanes = ends_us[track]
+        lane = next((i for i, last_us in enumerate(lanes) if last_us <= start_us), len(lanes))
+        lanes[lane : lane + 1] = [end_us]
+        label = _whose(span) if waits else STREAMS[track[1]]
+        thread = (*track, lane)
+        names[thread] = f"{label} {lane + 1}" if lane else label
+        placed.append((span, thread, start_us, end_us - start_us))
+    tids = {thread: tid for tid, thread in enumerate(sorted(names), start=1)}  # viewers take 0 for an idle processor
+    processes = {thread[0]: (*device_names, "trials that waited")[thread[0]] for thread in sorted(names)}
+    events = [event for pid, name in processes.items() for event in _called("process", name, pid + 1, 0)]
+    events += [event for thread, tid in tids.items() for event in _called("thread", names[thread], thread[0] + 1, tid)]
+    for span, thread, start_us, length_us in placed:
+        arguments = {key: span[key] for key in ("trial", "shard", "direction", "step") if key in span}
+        what = {"name": _name(span), "cat": span["kind"], "args": {**arguments, "cause": span.get("cause", "")}}
+        events.append({"ph": "X", **what, "pid": thread[0] + 1, "tid": tids[thread], "ts": start_us, "dur": length_us})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
@@ -61,7 +68,7 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
     Promotions and spills are hatched, stalls grey; the legend hides and shows trials. Zooming is along time.
 
     Raises:
-        ConfigError: plotly is not installed; a span of unknown kind or device, or that ends before it starts.
+        ConfigError: plotly is not installed.
     """
     try:
         import plotly.graph_objects as go
@@ -70,16 +77,17 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
             "a figure is drawn by plotly, but plotly is not installed: pip install "
             '"hydra-tune[timeline]", or save a .json for ui.perfetto.dev.'
         ) from error
-    of_trial: defaultdict[int, list[Span]] = defaultdict(list)
-    stalls = []
-    for span in _checked(spans, device_names):
-        if span["kind"] == "stall":
-            stalls.append(span)
-        elif span["kind"] != "wait":
-            of_trial[span["trial"]].append(span)
-    bars = [_bars(go.Bar, _whose(of[0]), _colour(trial), of) for trial, of in sorted(of_trial.items())]
+    drawn: defaultdict[int, list[Span]] = defaultdict(list)
+    stalls: list[Span] = []
+    for span in _sorted(spans):
+        if span["kind"] != "wait":
+            (stalls if span["kind"] == "stall" else drawn[span["trial"]]).append(span)
+    bars = [
+        go.Bar(_bar(_whose(of[0]), f"hsl({trial * _GOLDEN_DEGREES % 360:.1f},65%,50%)", of))  # the same in any figure
+        for trial, of in sorted(drawn.items())
+    ]
     if stalls:
-        bars.append(_bars(go.Bar, "stalled", _GREY, stalls))
+        bars.append(go.Bar(_bar("stalled", _GREY, stalls)))
     labels = [label for name in device_names for label in (name, *STREAMS[1:])]
     rows = {"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.5, -0.5]}
     layout = {
@@ -101,14 +109,14 @@ def save(spans: Iterable[Span], device_names: Sequence[str], path: str | PathLik
     A browser slows with the number of bars: of a long run, save a .json.
 
     Raises:
-        ConfigError: another suffix, no such folder, plotly is not installed, or spans that cannot be drawn.
+        ConfigError: another suffix, no such folder, or plotly is not installed.
     """
     path = checked_path(path)
     if path.suffix.lower() == ".json":
-        path.write_text(json.dumps(chrome_trace(spans, device_names)), encoding="utf-8")
+        text = json.dumps(chrome_trace(spans, device_names))
     else:
-        page = figure(spans, device_names).to_html(include_plotlyjs=True, div_id="timeline")
-        path.write_text(page, encoding="utf-8")
+        text = figure(spans, device_names).to_html(include_plotlyjs=True, div_id="timeline")
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -128,66 +136,33 @@ def checked_path(path: str | PathLike[str]) -> Path:
     return path
 
 
-def _colour(trial: int) -> str:
-    """The same for one trial everywhere, whoever else is shown."""
-    return f"hsl({trial * _GOLDEN_DEGREES % 360:.1f},65%,50%)"
+def _sorted(spans: Iterable[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: (span["start_s"], span["end_s"]))
 
 
-def _checked(spans: Iterable[Span], device_names: Sequence[str]) -> list[Span]:
-    """In order of start."""
-    known = sorted(spans, key=lambda span: (span["start_s"], span["end_s"]))
-    for span in known:
-        if span["kind"] not in (*_STREAM, "wait"):
-            raise ConfigError(
-                f"a span's kind is one of {', '.join(_STREAM)} and wait, got {span['kind']!r}. "
-                "Rename it, or leave the span out."
-            )
-        if span["kind"] != "wait" and not 0 <= span["device"] < len(device_names):
-            raise ConfigError(
-                f"a span's device is an index into the {len(device_names)} device_names, got {span['device']}. "
-                "Name every device."
-            )
-        if not 0 <= span["start_s"] <= span["end_s"] < float("inf"):
-            raise ConfigError(
-                f"a span starts at 0 seconds or later and ends after that, got {span['start_s']} to {span['end_s']}. "
-                "Count from the start of the run."
-            )
-    return known
+def _called(what: str, name: str, pid: int, tid: int) -> list[dict[str, Any]]:
+    """Metadata events: what a process or thread is called, and its place among the others."""
+    values = {"name": name, "sort_index": tid or pid}
+    return [{"ph": "M", "name": f"{what}_{key}", "pid": pid, "tid": tid, "args": {key: values[key]}} for key in values]
 
 
-def _placed(spans: Iterable[Span], num_devices: int) -> tuple[list[tuple[Span, Thread]], list[Thread]]:
-    """Each span with the first of its track's lanes that is free, and all lanes in order."""
-    ends_us: dict[tuple[int, int], list[int]] = {(d, s): [0] for d in range(num_devices) for s in range(len(STREAMS))}
-    placed = []
-    for span in spans:
-        waits = span["kind"] == "wait"
-        track: tuple[int, int] = (num_devices, span["trial"]) if waits else (span["device"], _STREAM[span["kind"]])
-        lanes = ends_us.setdefault(track, [])
-        start_us, end_us = _ends_us(span)
-        lane = next((i for i, last_us in enumerate(lanes) if last_us <= start_us), len(lanes))
-        lanes[lane : lane + 1] = [end_us]
-        placed.append((span, Thread(*track, lane=lane)))
-    return placed, [Thread(*track, lane=i) for track in sorted(ends_us) for i in range(len(ends_us[track]))]
-
-
-def _ends_us(span: Span) -> tuple[int, int]:
-    """Whole, so that neighbours meet and do not overlap by a rounding."""
-    return round(span["start_s"] * 1e6), round(span["end_s"] * 1e6)
-
-
-def _event(span: Span, pid: int, tid: int) -> dict[str, Any]:
-    start_us, end_us = _ends_us(span)
-    arguments = {key: span[key] for key in ("trial", "shard", "direction", "step") if key in span}
+def _bar(name: str, colour: str, spans: Sequence[Span]) -> dict[str, Any]:
+    """One trace: its legend entry hides and shows all of it."""
     return {
-        "ph": "X",
-        "name": _name(span),
-        "cat": span["kind"],
-        "pid": pid,
-        "tid": tid,
-        "ts": start_us,
-        "dur": end_us - start_us,
-        "args": {**arguments, "cause": span.get("cause", "")},
+        "name": name,
+        "orientation": "h",
+        "base": [span["start_s"] for span in spans],
+        "x": [span["end_s"] - span["start_s"] for span in spans],
+        "y": [len(STREAMS) * span["device"] + _STREAM[span["kind"]] for span in spans],
+        "width": 0.8,  # else plotly takes the gap between the rows that this trace happens to have
+        "marker": {"color": colour, "line": {"width": 0}, "pattern": {"shape": [_HATCH[s["kind"]] for s in spans]}},
+        "hovertext": [_hover(span) for span in spans],
+        "hovertemplate": "%{hovertext}<extra></extra>",
     }
+
+
+def _whose(span: Span) -> str:
+    return span.get("name") or f"trial {span['trial']}"
 
 
 def _name(span: Span) -> str:
@@ -197,44 +172,10 @@ def _name(span: Span) -> str:
     return f"{_whose(span)} {span['direction']}{span['shard']}"
 
 
-def _whose(span: Span) -> str:
-    return span.get("name") or f"trial {span['trial']}"
-
-
-def _names(tids: Mapping[Thread, int], device_names: Sequence[str], whose: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Metadata events: what processes and threads are called, and their order."""
-    waited = len(device_names)
-    named = {(thread.process + 1, 0): (*device_names, "trials that waited")[thread.process] for thread in tids}
-    for thread, tid in tids.items():
-        track = whose[thread.place] if thread.process == waited else STREAMS[thread.place]
-        named[thread.process + 1, tid] = f"{track} {thread.lane + 1}" if thread.lane else track
-    return [
-        {"ph": "M", "name": f"{'thread' if tid else 'process'}_{key}", "pid": pid, "tid": tid, "args": {key: value}}
-        for (pid, tid), name in named.items()
-        for key, value in (("name", name), ("sort_index", tid or pid))
-    ]
-
-
-def _bars(make: type[Bar], name: str, fill: str, spans: Sequence[Span]) -> Bar:
-    """One trace: its legend entry hides and shows all of it."""
-    return make(
-        name=name,
-        orientation="h",
-        base=[span["start_s"] for span in spans],
-        x=[span["end_s"] - span["start_s"] for span in spans],
-        y=[len(STREAMS) * span["device"] + _STREAM[span["kind"]] for span in spans],
-        width=0.8,  # else plotly takes the gap between the rows that this trace happens to have
-        marker={"color": fill, "line": {"width": 0}, "pattern": {"shape": [_HATCH[span["kind"]] for span in spans]}},
-        hovertext=[_hover(span) for span in spans],
-        hovertemplate="%{hovertext}<extra></extra>",
-    )
-
-
 def _hover(span: Span) -> str:
-    lines = [_name(span) if span["kind"] in ("run", "stall") else f"{_name(span)}, {span['kind']}"]
-    if "step" in span and span["kind"] != "stall":
-        lines[0] += f", step {span['step']}"
-    if span["kind"] != "stall" and span.get("cause"):
-        lines.append(f"cause: {span['cause']}")
-    duration_ms = (span["end_s"] - span["start_s"]) * 1e3
-    return "<br>".join([*lines, f"{span['start_s']:.6f} to {span['end_s']:.6f} s ({duration_ms:.3f} ms)"])
+    line, start_s, end_s = _name(span), span["start_s"], span["end_s"]
+    if span["kind"] != "stall":
+        line += "" if span["kind"] == "run" else f", {span['kind']}"
+        line += f", step {span['step']}" if "step" in span else ""
+        line += f"<br>cause: {span['cause']}" if span.get("cause") else ""
+    return f"{line}<br>{start_s:.6f} to {end_s:.6f} s ({(end_s - start_s) * 1e3:.3f} ms)"

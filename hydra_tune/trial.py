@@ -45,7 +45,7 @@ from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.engine import Backward, here, install
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
-from hydra_tune.events import TaskReady
+from hydra_tune.events import Alone, Invalidated, Outgrown, OutOfMemory, TaskReady
 from hydra_tune.fork import gate
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
@@ -119,7 +119,7 @@ class Trial:
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.resumption: Resumption | None = None  # the runner's, where there is one
         self.planner = Planner(self)
-        self.residency = Residency(home, self.meter, pool.log_of(number))
+        self.residency = Residency(home, self.meter, pool)
         self.steps = Steps(self)
         self._roots: list[_Root] = []  # the models that it has prepared, as long as they live
         self.ended = False
@@ -162,7 +162,11 @@ class Trial:
 
     def gpu_generators(self) -> Sequence[torch.Generator]:
         """Those of its device, if that has some of its own."""
-        return [g for g in self._task_device.generators() if g.device.type != "cpu"] if self._task_device.pins else ()
+        return (
+            ()
+            if self._task_device.is_virtual
+            else [g for g in self._task_device.generators() if g.device.type != "cpu"]
+        )
 
     @property
     def is_alone(self) -> bool:
@@ -318,7 +322,7 @@ class Trial:
     def _invalidate(self) -> None:
         """Device copies of shards are stale; none of a trial that is resident."""
         if (plan := self.planner.plan) is None or not plan.resident:
-            self.pool.invalidate(self)
+            self.pool.tell_between_tasks(self, Invalidated(self.id))
 
     def _boundary(self) -> None:
         self.leave()
@@ -578,7 +582,7 @@ class Trial:
 
     def have_alone(self) -> int:
         with gate.stepped_out():
-            self.pool.have_alone(self)
+            self.pool.ask(self, Outgrown(self.id), Alone)
             self.residency.device.free_cache()
         return self.pool.free_bytes_of(self)
 
@@ -1048,7 +1052,7 @@ class Trial:
         self._free_all_idle()
 
     def _free_all_idle(self) -> None:
-        self.pool.drop_idle(self)
+        self.pool.tell(OutOfMemory(self.id))
         self.residency.await_gradients()  # which are on the device until then
         collect_until(lambda: False)
         self._task_device.free_cache()
@@ -1112,13 +1116,8 @@ class Trial:
 
     def move_home(self, device: Device) -> None:
         """Carry out the scheduler's `Move`."""
-        apart = device.torch_device != self.device.torch_device
-        if apart:
-            self.residency.bring_home(self.optimizers)
         self.residency.move_home(device)
         self._task_device = device
-        if apart:
-            self.residency.hold(self.model, self.planner.blocks, self.optimizers)
 
     # ---- for planner and first step ----
 

@@ -57,7 +57,7 @@ class Places:
             return self._given
         least, most_bytes = LEAST_A_DEVICE * len(self._pool.devices), self._pool.host_memory_bytes
         a_trial = self._pool.host_bytes_a_trial
-        if a_trial == 0 or most_bytes is None:
+        if a_trial == 0:
             return least
         number = max(least, min(self.most, most_bytes // a_trial))
         if number != self._said:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
-from hydra_tune.cuda_device import CudaDevice
-from hydra_tune.device import CpuDevice
+from hydra_tune.device import Device
 from hydra_tune.fork import ForkGate
 from hydra_tune.mode import TrialMode, unwatch
 from hydra_tune.pool import ShardPool
@@ -95,8 +94,7 @@ def pools(monkeypatch):
     """Every pool a test makes; afterwards none has ever been over its budget, each scheduler is sound, and nobody has
     come to the gate under a pool's lock: a fork would hold it up, and wait itself for another one that needs the lock.
     Shards are promoted ahead however small they are."""
-    for device in (CpuDevice, CudaDevice):
-        monkeypatch.setattr(device, "least_ahead_bytes", 1)
+    monkeypatch.setattr(Device, "least_ahead_bytes", 1)
     made, under_lock = [], []
     original, enter = ShardPool.__init__, ForkGate.enter
 
@@ -149,6 +147,6 @@ def restless(monkeypatch):
 
     monkeypatch.setattr(Machine, "_grant_anywhere", grant_elsewhere)
     monkeypatch.setattr(Machine, "_nobody_waits", lambda *_: False)
-    monkeypatch.setattr(CpuDevice, "link_bytes_per_s", float("inf"))
+    monkeypatch.setattr(Device, "link_bytes_per_s", float("inf"))
     monkeypatch.setattr(ShardPool, "acquire", noted)
     return away

@@ -2,13 +2,14 @@
 
 import torch
 
-from hydra_tune.device import Arrival, CpuDevice
+from hydra_tune.device import Arrival, Device
 
 POISON = 0xFF
 
 
 class LateArrival(Arrival):
     def __init__(self, tensors, hosts):
+        super().__init__()
         self.tensors = tensors  # on the device
         self.late = []  # bytes in host memory, and what they are to be; the tensors themselves are autograd's alone
         for host in hosts:
@@ -27,11 +28,13 @@ def come_late(monkeypatch):
     """From here on; how many arrivals nobody has waited for is told by the list that is returned."""
     arrivals = []
 
+    at_once = Device.spill
+
     def spill(device, tensors, like):
-        hosts = device.to_host(tensors, like)
+        hosts, _ = at_once(device, tensors, like)
         arrivals.append(LateArrival(tensors, hosts))
         return hosts, arrivals[-1]
 
-    monkeypatch.setattr(CpuDevice, "spills_behind", True)
-    monkeypatch.setattr(CpuDevice, "spill", spill)
+    monkeypatch.setattr(Device, "spills_behind", True)
+    monkeypatch.setattr(Device, "spill", spill)
     return arrivals

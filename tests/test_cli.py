@@ -5,7 +5,6 @@ import json
 import pytest
 
 from hydra_tune.cli import main
-from hydra_tune.errors import ConfigError
 
 TRIAL = {"steps": 1, "forward_s": [1.0, 1.0], "backward_s": [1.0, 1.0], "shard_bytes": [10, 10]}
 
@@ -66,18 +65,6 @@ def test_a_timeline_is_saved_and_a_sweep_has_a_name(tmp_path, capsys):
     assert any(event.get("cat") == "run" for event in events)
 
 
-def test_a_simulation_of_minutes_says_so_before_it_begins(tmp_path, capsys, monkeypatch):
-    def begin(*_, **__):
-        raise ConfigError("begun")
-
-    monkeypatch.setattr("hydra_tune.simulation.simulate", begin)
-    path = tmp_path / "long.json"
-    for steps, said in ((100, ""), (10**6, "hydra-tune: 4,000,000 tasks take some 3 minutes; fewer steps will do\n")):
-        path.write_text(json.dumps([{**TRIAL, "steps": steps}]))
-        assert main(["simulate", str(path)]) == 1
-        assert capsys.readouterr().err == said + "hydra-tune: begun\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -86,7 +73,7 @@ def test_a_simulation_of_minutes_says_so_before_it_begins(tmp_path, capsys, monk
         (["random-heterogeneous", "--policy", "lifo"], "policy is a Policy or one of sharded-lrtf, "),
         (["random-heterogeneous", "--devices", "0"], "devices is how many, at least 1, "),
         (["random-heterogeneous", "--link", "fast"], "a positive number of bytes, got 'fast'"),
-        (["random-heterogeneous", "--link", "nan"], "--link is a positive number of bytes a second, got 'nan'"),
+        (["random-heterogeneous", "--link", "nan"], "h2d_bytes_per_s is a positive rate, got nan"),
         (["random-heterogeneous", "--timeline", "run.png"], "saved as .json (for ui.perfetto.dev) or .html"),
         (
             ["random-heterogeneous", "--timeline", "no/such/run.json"],

@@ -11,7 +11,7 @@ from torch import nn
 import hydra_tune
 from hydra_tune import cuda_device, devices
 from hydra_tune.cuda_device import cuda_free_bytes
-from hydra_tune.device import CpuDevice
+from hydra_tune.device import Device
 from hydra_tune.devices import host_free_bytes
 
 
@@ -65,7 +65,7 @@ def test_nvml_may_miss_anything(monkeypatch, gone):
     [
         ("tpu", "1MiB", "or one of the"),
         (["cpu", "cuda:99"], "1MiB", "cuda:99"),
-        ([], "1MiB", "devices is empty"),
+        ([], "1MiB", "a name or a list of names"),
         (["cpu", "cpu"], ["1MiB"], "1 entries for 2 devices"),
         ("cpu", "1000TiB", "what the device has free"),
         ("cpu", "some", "positive number of bytes"),
@@ -85,7 +85,7 @@ def test_each_device_may_have_its_own_budget():
 
 
 def test_a_freed_slot_is_poisoned():
-    device = CpuDevice(0, 4096)
+    device = Device(0, 4096)
     slot = device.slot(1024, 512)
     device.promote([(slot, torch.zeros(512, dtype=torch.uint8))])
     assert (slot == 0).all()

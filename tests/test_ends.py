@@ -153,7 +153,7 @@ def expected_state(way):
 
 def bytes_of(pool):
     """Reserved and real."""
-    return [(d.used_bytes, d._device.meter.live_bytes) for d in pool.devices]
+    return [(d.used_bytes, d.meter.live_bytes) for d in pool.devices]
 
 
 def alive(references):

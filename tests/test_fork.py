@@ -16,7 +16,7 @@ import scripts
 from hydra_tune.blocks.block import Block
 from hydra_tune.checkpoint import CheckpointFolder, Moment
 from hydra_tune.context import TrialContext
-from hydra_tune.device import CpuDevice
+from hydra_tune.device import Device
 from hydra_tune.fork import ForkGate, gate
 from hydra_tune.host_weights import HostWeights
 from hydra_tune.meter import Meter, TrialMeter
@@ -281,11 +281,11 @@ def test_a_forked_child_may_call_a_model_only_where_no_other_trial_waits_for_it(
                 assert "was called in a forked one" in answer(models[0])
 
 
-class Pinning(CpuDevice):
-    pins = True
+class Pinning(Device):
+    is_virtual = False
 
 
-@pytest.mark.parametrize(("device", "seen"), [(Pinning, 7), (CpuDevice, 0)])
+@pytest.mark.parametrize(("device", "seen"), [(Pinning, 7), (Device, 0)])
 def test_weights_that_a_gpu_copies_from_stay_where_they_are_when_the_process_forks(device, seen):
     """Then both have them. Others are the process's own."""
     layer = torch.nn.Linear(4, 4)

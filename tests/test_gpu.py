@@ -212,7 +212,7 @@ def test_auto_memory_leaves_a_margin():
 def test_a_promotion_waits_for_what_the_device_computes(is_users):
     """A buffer that a model makes anew in each call is there, where its block's others come from the host. Who promotes
     ahead does not know in which stream it is made."""
-    device = CudaDevice(0, 0, 1 << 20)
+    device = CudaDevice(0, 1 << 20, torch.device("cuda", 0))
     slot = device.slot(None, 4096).view(torch.float32)
     made = torch.zeros(1024, device="cuda:0")
     torch.cuda.synchronize()
@@ -289,46 +289,3 @@ def test_what_is_copied_to_a_gpu_after_a_fork_is_what_the_optimizer_has_written(
     plain_losses, plain_weights = train(None, **how)
     assert losses == plain_losses
     assert all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True))
-
-
-def test_trials_that_move_their_home_equal_each_alone(monkeypatch):
-    """With dropout, and gradients that come late; one GPU stands for two."""
-    import optuna
-
-    from hydra_tune.trial import Trial
-
-    monkeypatch.setattr(CudaDevice, "homes_move", True)
-    moved, move_home = [], Trial.move_home
-    monkeypatch.setattr(Trial, "move_home", lambda trial, device: (moved.append(device), move_home(trial, device)))
-
-    def run(names, concurrency):
-        results = {}
-
-        def objective(trial):
-            torch.manual_seed(trial.number)
-            model = GPT(8, 128, 4, 16, dropout=0.2)
-            optimizer = torch.optim.AdamW(model.parameters())
-            batches = torch.utils.data.TensorDataset(*torch.randint(0, 128, (2, 16, 16)))
-            loader = torch.utils.data.DataLoader(batches, batch_size=2)
-            model, optimizer, loader = hydra_tune.prepare(model, optimizer, loader)
-            losses = []
-            for x, y in loader:  # which are at home
-                loss = loss_of(model, x, y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-            results[trial.number] = losses, [p.detach().cpu().clone() for p in model.parameters()]
-            return losses[-1]
-
-        with hydra_tune.ShardPool(names, "6MiB") as pool:
-            hydra_tune.HydraTrialRunner(pool, concurrency).optimize(optuna.create_study(), objective, n_trials=4)
-        return results
-
-    expected = run(["cuda:0"], 1)
-    assert not moved
-    found = run(["cuda:0", "cuda:0"], 4)
-    assert moved
-    for number, (losses, weights) in expected.items():
-        assert found[number][0] == losses
-        assert all(torch.equal(a, b) for a, b in zip(found[number][1], weights, strict=True))

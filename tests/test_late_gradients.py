@@ -9,7 +9,7 @@ from torch import nn
 
 import hydra_tune
 from compared import Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made, train
-from hydra_tune.device import CpuDevice
+from hydra_tune.device import Device
 from hydra_tune.hf_config import use_no_cache
 from hydra_tune.residency import Residency
 from late_arrivals import come_late
@@ -239,17 +239,17 @@ def test_a_backward_that_fails_leaves_no_gradient_on_its_way(arrivals):
 def test_one_blocks_gradients_are_on_their_way_at_a_time(arrivals, monkeypatch):
     """For more a plan has no room."""
     waiting = []
-    to_host = CpuDevice.to_host
+    spill = Device.spill
 
     def noted(device, tensors, like):
         waiting.append(sum(bool(arrival.tensors) for arrival in arrivals))
-        return to_host(device, tensors, like)
+        return spill(device, tensors, like)
 
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
         net = hydra_tune.prepare(_Untied(), pool=pool)
         loss_on(net, *batch()).backward()
         net.zero_grad()
-        monkeypatch.setattr(CpuDevice, "to_host", noted)
+        monkeypatch.setattr(Device, "spill", noted)
         loss_on(net, *batch()).backward()
         monkeypatch.undo()
         hydra_tune.release(net)
@@ -282,16 +282,16 @@ def test_gradients_are_taken_not_copied(arrivals):
         net = hydra_tune.prepare(_Untied(), pool=pool)
         addresses = set()
         loss_on(net, *batch()).backward()
-        to_host = type(pool._devices[0]).to_host
+        spill = Device.spill
 
         def noted(device, tensors, like):
-            hosts = to_host(device, tensors, like)
+            hosts, arrival = spill(device, tensors, like)
             addresses.update(h.data_ptr() for h in hosts)
-            return hosts
+            return hosts, arrival
 
         net.zero_grad()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(pool._devices[0]), "to_host", noted)
+            patch.setattr(Device, "spill", noted)
             loss_on(net, *batch()).backward()
         in_blocks = [p for p in net.parameters() if p is not net.scale]
         assert {p.grad.data_ptr() for p in in_blocks} <= addresses

@@ -15,7 +15,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.context import current_context
 from hydra_tune.copier import Copier
-from hydra_tune.device import CpuDevice
+from hydra_tune.device import Device
 from hydra_tune.events import Promote
 from hydra_tune.host_weights import HostWeights
 from hydra_tune.stop import Stop
@@ -45,7 +45,7 @@ def reads(copies, weight):
 def test_a_shard_is_copied_while_another_computes(monkeypatch):
     """The copy of one shard waits for the forward of another: were it not under way meanwhile, nothing would go on."""
     computing, waited = threading.Event(), []
-    promote = CpuDevice.promote
+    promote = Device.promote
 
     def patient(device, copies):
         if threading.current_thread() is not threading.main_thread() and not waited:
@@ -62,7 +62,7 @@ def test_a_shard_is_copied_while_another_computes(monkeypatch):
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         model = Net(Signals)
         settle(model, pool)
-        monkeypatch.setattr(CpuDevice, "promote", patient)
+        monkeypatch.setattr(Device, "promote", patient)
         armed.append(True)
         model(torch.randn(4, WIDTH)).sum().backward()
         hydra_tune.release(model)
@@ -72,7 +72,7 @@ def test_a_shard_is_copied_while_another_computes(monkeypatch):
 def test_a_step_promotes_its_bytes_once_whoever_copies_them(monkeypatch):
     moved = []
     for least in (None, 1):
-        monkeypatch.setattr(CpuDevice, "least_ahead_bytes", least)
+        monkeypatch.setattr(Device, "least_ahead_bytes", least)
         with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
             model = Net()
             settle(model, pool)
@@ -162,7 +162,7 @@ class HeldUp:
 
     def __init__(self, monkeypatch):
         self.under_way, self.go_on, self.waited = threading.Event(), threading.Event(), []
-        promote = CpuDevice.promote
+        promote = Device.promote
 
         def slow(device, copies):
             ahead = threading.current_thread() is not threading.main_thread()
@@ -171,7 +171,7 @@ class HeldUp:
                 self.waited.append(self.go_on.wait(WAIT_S))
             promote(device, copies)
 
-        monkeypatch.setattr(CpuDevice, "promote", slow)
+        monkeypatch.setattr(Device, "promote", slow)
 
 
 @pytest.mark.parametrize("end", ["release", "collected", "exception"])
@@ -216,7 +216,7 @@ def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
 
 def test_a_trial_is_stopped_while_it_waits_for_a_shard_that_is_on_its_way(monkeypatch):
     """The copy would go on into what is another's by then."""
-    held, free_slot, freed = HeldUp(monkeypatch), CpuDevice.free_slot, []
+    held, free_slot, freed = HeldUp(monkeypatch), Device.free_slot, []
 
     def watched(device, offset, num_bytes):
         freed.extend(copy for each in pool._copying.values() for copy in each if copy.promote.offset == offset)
@@ -235,7 +235,7 @@ def test_a_trial_is_stopped_while_it_waits_for_a_shard_that_is_on_its_way(monkey
         model = Net()
         settle(model, pool)
         held.weight = model.layers[2].up.weight
-        monkeypatch.setattr(CpuDevice, "free_slot", watched)
+        monkeypatch.setattr(Device, "free_slot", watched)
         thread = threading.Thread(target=stop)
         thread.start()
         with pytest.raises(hydra_tune.TrialStopped, match="enough"):
@@ -248,7 +248,7 @@ def test_a_trial_is_stopped_while_it_waits_for_a_shard_that_is_on_its_way(monkey
 
 def test_what_is_written_while_a_shard_is_copied_is_not_missed(monkeypatch):
     """A forward may write into weights of blocks that come later, after the copy thread has read them."""
-    written, promote, x = [], CpuDevice.promote, torch.randn(4, WIDTH)
+    written, promote, x = [], Device.promote, torch.randn(4, WIDTH)
     plain, model = Net(), Net()
     model.load_state_dict(plain.state_dict())
     weight = model.layers[4].up.weight
@@ -263,7 +263,7 @@ def test_what_is_written_while_a_shard_is_copied_is_not_missed(monkeypatch):
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         settle(model, pool)
         model.zero_grad()
-        monkeypatch.setattr(CpuDevice, "promote", slow)
+        monkeypatch.setattr(Device, "promote", slow)
         model(x).sum().backward()
         hydra_tune.release(model)
     with torch.no_grad():
@@ -274,7 +274,7 @@ def test_what_is_written_while_a_shard_is_copied_is_not_missed(monkeypatch):
 
 
 def test_a_copy_that_fails_is_made_again_by_its_task(monkeypatch):
-    failed, promote = [], CpuDevice.promote
+    failed, promote = [], Device.promote
 
     def fails(device, copies):
         if threading.current_thread() is not threading.main_thread():
@@ -287,7 +287,7 @@ def test_a_copy_that_fails_is_made_again_by_its_task(monkeypatch):
     model.load_state_dict(plain.state_dict())
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         settle(model, pool)
-        monkeypatch.setattr(CpuDevice, "promote", fails)
+        monkeypatch.setattr(Device, "promote", fails)
         model.zero_grad()
         model(x).sum().backward()
         hydra_tune.release(model)
@@ -298,7 +298,7 @@ def test_a_copy_that_fails_is_made_again_by_its_task(monkeypatch):
 
 def test_a_copy_that_ends_its_thread_neither_loses_the_others_nor_keeps_its_trial_waiting(monkeypatch):
     """The copies behind it were lost, and their trials waited for ever."""
-    raised, promote = [], CpuDevice.promote
+    raised, promote = [], Device.promote
 
     def fails(device, copies):
         if threading.current_thread() is not threading.main_thread() and len(raised) < 2:
@@ -311,7 +311,7 @@ def test_a_copy_that_ends_its_thread_neither_loses_the_others_nor_keeps_its_tria
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         settle(model, pool)
         (copier,) = pool._copiers
-        monkeypatch.setattr(CpuDevice, "promote", fails)
+        monkeypatch.setattr(Device, "promote", fails)
         model.zero_grad()
         model(x).sum().backward()
         assert raised and copier._thread.is_alive()
@@ -435,7 +435,7 @@ def test_a_job_that_ends_a_copy_threads_work_leaves_nobody_waiting(caplog):
 def test_a_copy_that_is_made_while_a_weight_is_lent_is_not_taken_for_one_of_its_own(monkeypatch):
     """In the thread that promotes ahead, while a forward gives the weight its own memory back."""
     layer = nn.Linear(8, 8)
-    block, device = Block("layer", layer), CpuDevice(0, 1 << 20)
+    block, device = Block("layer", layer), Device(0, 1 << 20)
     host, own = HostWeights([block], device), layer.weight.data
     offset = HostWeights.offset
 

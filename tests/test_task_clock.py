@@ -2,17 +2,16 @@
 
 import pytest
 
-from hydra_tune.device import CpuDevice
+from hydra_tune.device import Device
 from hydra_tune.shard import Direction, Task
 from hydra_tune.state import NO_TRIAL
-from hydra_tune.task_clock import LATE_HOST, TaskClock
-from hydra_tune.trace import Trace
+from hydra_tune.trace import LATE_HOST, TaskClock, Trace
 
 F0, F1, OTHER = Task(0, 1, 0, Direction.FORWARD), Task(0, 1, 1, Direction.FORWARD), Task(7, 1, 0, Direction.FORWARD)
 
 
 class GPU:
-    """Its moments are seconds of a clock that began at another time than the host's; it has got as far as `now`."""
+    """Its marks are seconds of a clock that began at another time than the host's; it has got as far as `now`."""
 
     number = 0
 
@@ -21,13 +20,19 @@ class GPU:
         self.marks = []
 
     def mark(self):
-        return self.marks.pop(0)
+        return Mark(self, self.marks.pop(0))
 
-    def reached(self, mark):
-        return mark <= self.now
 
-    def seconds(self, earlier, later):
-        return later - earlier
+class Mark:
+    def __init__(self, gpu, at_s):
+        self.gpu = gpu
+        self.at_s = at_s
+
+    def query(self):
+        return self.at_s <= self.gpu.now
+
+    def elapsed_time(self, later):
+        return (later.at_s - self.at_s) * 1e3
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ def launch(clock, task, host_s):
 
 def test_on_the_cpu_tasks_take_what_the_host_saw():
     trace = Trace()
-    clock = TaskClock(trace, CpuDevice(0, 1024))
+    clock = TaskClock(trace, Device(0, 1024))
     clock.begin(1.0)
     assert clock.end(F0, 1.0, 3.0) == 2.0
     clock.idles(3.0, "memory")
@@ -63,7 +68,7 @@ def test_on_the_cpu_tasks_take_what_the_host_saw():
 
 def test_a_cause_gives_way_to_another():
     trace = Trace()
-    clock = TaskClock(trace, CpuDevice(0, 1024))
+    clock = TaskClock(trace, Device(0, 1024))
     clock.idles(3.0, "no ready task")
     clock.idles(7.0, "promotion")
     assert clock.cause == "promotion"
@@ -77,7 +82,7 @@ def test_a_cause_gives_way_to_another():
 
 def test_without_a_trial_it_does_not_stall():
     trace = Trace()
-    clock = TaskClock(trace, CpuDevice(0, 1024))
+    clock = TaskClock(trace, Device(0, 1024))
     clock.idles(3.0, NO_TRIAL)
     clock.idles(7.0, "pilot")
     clock.begin(8.0)
@@ -142,7 +147,7 @@ def test_copies_are_shown_when_they_were_made(gpu):
     clock = TaskClock(trace, gpu)
     gpu.now, gpu.marks = 102.0, [100.0, 102.0]
     launch(clock, F0, 10.0)
-    clock.copied("spill", F0, 101.5, 103.0)
+    clock.spilled(F0, Mark(gpu, 101.5), Mark(gpu, 103.0))
     clock.settle()
     assert len(trace.spans) == 1, "it is under way"
     gpu.now = 103.0

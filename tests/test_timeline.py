@@ -184,23 +184,6 @@ def test_many_spans_make_no_more_traces_than_trials():
     assert drawn.layout.shapes == drawn.layout.annotations == ()
 
 
-@pytest.mark.parametrize("draw", [chrome_trace, figure])
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (span("nap", 0.0, 1.0), "one of run, stall, promote, spill and wait, got 'nap'"),
-        (span("run", 0.0, 1.0, device=2), "index into the 2 device_names, got 2"),
-        (span("run", 0.0, 1.0, device=-1), "index into the 2 device_names, got -1"),
-        (span("run", 2.0, 1.0), "ends after that, got 2.0 to 1.0"),
-        (span("run", 0.0, float("nan")), "got 0.0 to nan"),
-        (span("run", -1.0, 1.0), "got -1.0 to 1.0"),
-    ],
-)
-def test_a_span_that_cannot_be_drawn_is_refused(draw, wrong, message):
-    with pytest.raises(hydra_tune.ConfigError, match=message):
-        draw([*story(), wrong], NAMES)
-
-
 @pytest.mark.parametrize("name", ["run.svg", "run"])
 def test_another_suffix_is_refused_with_what_to_write(tmp_path, name):
     with pytest.raises(hydra_tune.ConfigError, match=r'got \'run.*Write "run\.json" or "run\.html"'):

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 import hydra_tune
 from hydra_tune.blocks.block import Block
-from hydra_tune.device import CpuDevice
 from hydra_tune.events import Move
 from hydra_tune.transfer import ALIGNMENT, copied_bytes, copies_on
 from test_exactness import EXPECTED_DIFFERENCES, TRAININGS, budget_bytes, largest_difference, plain, train
@@ -295,16 +294,6 @@ def test_trials_of_a_runner_that_lack_room_abroad_draw_the_same_numbers(monkeypa
     found = run(2, 4)
     assert len(restless) > 10
     assert_same(found, expected)
-
-
-def test_devices_of_two_models_keep_their_tasks(monkeypatch, restless):
-    """GPUs that differ draw other numbers from one state."""
-    monkeypatch.setattr(CpuDevice, "model", property(lambda device: device.number))
-    with hydra_tune.ShardPool(["cpu", "cpu"], STACK_BUDGET) as pool:
-        model = hydra_tune.prepare(Stack(Layer), pool=pool)
-        for _ in range(3):
-            model(torch.randn(8, WIDTH)).mean().backward()
-    assert not restless
 
 
 class NamesItsDevice(Layer):

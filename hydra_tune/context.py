@@ -19,8 +19,7 @@ from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import ThreadSettings
-from hydra_tune.randomness import RandomState, hold_unheld, let_go, make_current
-from hydra_tune.randomness.trial_state import own_devices
+from hydra_tune.randomness import RandomState, hold_unheld, let_go, make_current, own_devices
 from hydra_tune.resumption import Resumption
 from hydra_tune.stop import Stop
 from hydra_tune.trial import Trial

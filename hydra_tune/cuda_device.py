@@ -18,7 +18,7 @@ import torch
 
 from hydra_tune.config import format_bytes
 from hydra_tune.device import Arrival, Device
-from hydra_tune.randomness.proxies import device_proxies
+from hydra_tune.randomness.trial_state import gpu_generators
 
 logger = logging.getLogger("hydra_tune")
 
@@ -43,7 +43,7 @@ class CudaDevice(Device):
         self._pinned: set[int] = set()
         # by offset, until they are retired; a model may be collected before
         self._slots: dict[int | None, torch.Tensor] = {}
-        self._generators = [torch.default_generator, device_proxies.real()[index]]
+        self._generators = [torch.default_generator, gpu_generators()[index]]
 
     def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
         with torch.cuda.stream(self._h2d):  # whose memory it is from now on

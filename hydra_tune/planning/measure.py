@@ -312,7 +312,7 @@ class Measurement:
                 torch.set_autocast_cache_enabled(caches)
             saved = self._meter.trial_bytes - start
             again = tensors_in(outputs)
-            if not (keeps or records.state is not None) and not _are_same(first, again):
+            if not (keeps or records.states) and not _are_same(first, again):
                 keeps = f"{block.name} makes other values when it is repeated"
             wanted = [x for x in again if x.requires_grad]
             del outputs, again, arguments

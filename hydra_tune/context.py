@@ -11,7 +11,6 @@ from functools import cache, partial
 
 import torch
 
-from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.errors import clear_frames
 from hydra_tune.garbage import collect_until
@@ -140,12 +139,10 @@ class TrialContext:
         hold_unheld(self._state)
         if self._context.mode is not None:
             self._context.mode.__enter__()
-        company.join()
         return self._context
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         context = self._context
-        company.part()
         try:
             for trial in context.trials:
                 trial.unwatch()

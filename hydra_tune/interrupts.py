@@ -25,8 +25,7 @@ _LOOK_AGAIN_S = 0.1
 _OURS = frozenset(
     f"hydra_tune.{name}"
     for name in (
-        "company", "context", "fork", "lease", "meter", "mode", "planner", "pool", "pool_device", "process_state",
-        "residency", "shared_random", "steps", "trial",
+        "context", "fork", "lease", "meter", "mode", "planner", "pool", "pool_device", "residency", "steps", "trial",
     )
 )  # fmt: skip
 _FOLDERS_OF_OURS = ("hydra_tune.blocks.", "hydra_tune.planning.", "hydra_tune.randomness.")

@@ -41,7 +41,6 @@ from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.blocks.travelling import TravellingCall
 from hydra_tune.callers import Callers, calls_backward
-from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
@@ -161,11 +160,6 @@ class Trial:
     def gpu_generators(self) -> Sequence[torch.Generator]:
         """Those of its device, if that has some of its own."""
         return [g for g in self._task_device.generators() if g.device.type != "cpu"] if self._task_device.pins else ()
-
-    @property
-    def is_alone(self) -> bool:
-        """No other objective runs in this process, nor has another thread a model in this pool."""
-        return company.count <= self.of_runner and not self.pool.is_shared
 
     @property
     def is_here(self) -> bool:

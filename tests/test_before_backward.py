@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
@@ -261,17 +260,6 @@ class UnfreezesBeforeBackward(Script):
         model.requires_grad_(True)
 
 
-class OtherKernels(Script):
-    class Layer(Layer):
-        def forward(self, x):
-            q, k, v = (x.view(1, 2, -1, WIDTH // 2) * n for n in (1, 2, 3))
-            return super().forward(nn.functional.scaled_dot_product_attention(q, k, v).reshape_as(x))
-
-    def forward(self, model, x):
-        with sdpa_kernel(SDPBackend.MATH):
-            return model(x)
-
-
 class AutocastWithinABlock(Script):
     class Layer(Layer):
         def forward(self, x):
@@ -284,7 +272,7 @@ SCRIPTS = [
     LendsAnAverage, EvalBeforeBackward, TwoModesInOneBackward, AnotherPassBeforeBackward, OtherRateBeforeBackward,
     SetsABuffer, SetsABufferForEachCall, ReplacesItsBuffer, AnAttributeForEachCall, AddsAnAttribute,
     TakesAnAttributeAway, TensorAttributes, AssignsBeforeBackward, FreezesBeforeBackward, FreezesForAnotherForward,
-    FreezesSomeToEvaluate, UnfreezesBeforeBackward, OtherKernels, AutocastWithinABlock,
+    FreezesSomeToEvaluate, UnfreezesBeforeBackward, AutocastWithinABlock,
 ]  # fmt: skip
 
 

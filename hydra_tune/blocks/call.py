@@ -54,9 +54,6 @@ class Executor(Protocol):
     def gpu_generators(self) -> Sequence[torch.Generator]:
         """Those of its device, if that has some of its own."""
 
-    @property
-    def is_alone(self) -> bool: ...
-
     def begin_visit(self, block: Block, direction: Direction, *, travels: bool = False) -> DeviceCopy:
         """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`. With
         `travels`, perhaps on another one than the trial's home, or where the backward that it is for is."""
@@ -502,7 +499,7 @@ class RepeatedCall(Call):
             self._enter(copy)
             self._next = 0
             drawing = drawing_again(self._draws, trial.gpu_generators())
-            with self._surroundings.restored(block.name, alone=trial.is_alone), drawing:
+            with self._surroundings.restored(block.name), drawing:
                 self._run_again(copy)
         finally:
             del self._copy

@@ -15,12 +15,12 @@ from hydra_tune.config import checks_enabled
 from hydra_tune.errors import clear_frames
 from hydra_tune.garbage import collect_until
 from hydra_tune.graph import forget_interrupted_backward
+from hydra_tune.interrupts import Stop
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import ThreadSettings
 from hydra_tune.randomness import RandomState, hold_unheld, let_go, make_current, own_devices
 from hydra_tune.resumption import Resumption
-from hydra_tune.stop import Stop
 from hydra_tune.trial import Trial
 
 _local = threading.local()

@@ -31,10 +31,9 @@ from hydra_tune.devices import host_bytes_for, open_devices
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.fork import gate, new_in_child
-from hydra_tune.garbage import collect_beside
-from hydra_tune.interrupts import interrupts
+from hydra_tune.garbage import Wait, collect_beside
+from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.lease import LOOK_S, Lease
-from hydra_tune.patience import Wait
 from hydra_tune.planning.kind import Kind, StepMeasure
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.pool_device import PoolDevice
@@ -42,7 +41,6 @@ from hydra_tune.randomness import RandomState
 from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
-from hydra_tune.stop import Stop
 from hydra_tune.task_clock import BETWEEN, TaskClock
 from hydra_tune.trace import Trace
 from hydra_tune.trial_log import TrialLog
@@ -307,7 +305,6 @@ class ShardPool:
             self._leases[number] = Lease(number, self._trace.now_s)
             self._wake[number] = threading.Condition(self._lock)
             stop = stop or Stop()
-            stop.reaches(self)
             try:
                 added = e.TrialAdded(number, total_steps, host_bytes, self._moves, self._homes_stay)
                 home = self._await_place(added, name, stop)

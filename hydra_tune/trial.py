@@ -50,7 +50,7 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
-from hydra_tune.interrupts import interrupts
+from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, let_go, unwatch, watch
 from hydra_tune.planner import Planner
@@ -58,15 +58,13 @@ from hydra_tune.planning.around import weights_in
 from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
-from hydra_tune.process_state import autocast_mode, remembers_casts
+from hydra_tune.process_state import Surroundings, autocast_mode, remembers_casts
 from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
-from hydra_tune.stop import Stop
-from hydra_tune.surroundings import Surroundings
 from hydra_tune.tree import flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")

@@ -32,10 +32,9 @@ from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.mode import TrialMode
-from hydra_tune.process_state import casts_to, remembers_casts
+from hydra_tune.process_state import Surroundings, casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
 from hydra_tune.shard import Direction
-from hydra_tune.surroundings import Surroundings
 from hydra_tune.tree import Structure, map_tensors, tensors_in, unflatten
 
 ResultT = TypeVar("ResultT")

@@ -27,22 +27,19 @@ _CHOICES: dict[str, Callable[[], Any]] = {
     "backends.mkldnn.enabled": torch._C._get_mkldnn_enabled,
     "backends.mkldnn.conv.fp32_precision": _fp32_precision("mkldnn", "conv"),
     "backends.mkldnn.matmul.fp32_precision": _fp32_precision("mkldnn", "matmul"),
+    "backends.cuda.matmul.fp32_precision": _fp32_precision("cuda", "matmul"),
     "backends.cuda.math_sdp": torch._C._get_math_sdp_enabled,
     "backends.cuda.flash_sdp": torch._C._get_flash_sdp_enabled,
     "backends.cuda.mem_efficient_sdp": torch._C._get_mem_efficient_sdp_enabled,
-    "use_deterministic_algorithms": torch._C._get_deterministic_algorithms,
-}
-_CHOICES_FOR_GPUS: dict[str, Callable[[], Any]] = {
     "backends.cuda.cudnn_sdp": torch._C._get_cudnn_sdp_enabled,
     "nn.attention.sdpa_kernel's priorities": torch._C._get_sdp_priority_order,
-    "backends.cuda.matmul.fp32_precision": _fp32_precision("cuda", "matmul"),
-    "backends.cudnn.conv.fp32_precision": _fp32_precision("cuda", "conv"),
-    "backends.cudnn.rnn.fp32_precision": _fp32_precision("cuda", "rnn"),
     "backends.cudnn.enabled": torch._C._get_cudnn_enabled,
     "backends.cudnn.deterministic": torch._C._get_cudnn_deterministic,
+    "backends.cudnn.conv.fp32_precision": _fp32_precision("cuda", "conv"),
+    "backends.cudnn.rnn.fp32_precision": _fp32_precision("cuda", "rnn"),
+    "use_deterministic_algorithms": torch._C._get_deterministic_algorithms,
 }
-_NAMES = (*_CHOICES, *_CHOICES_FOR_GPUS)
-_READS = (*_CHOICES.values(), *_CHOICES_FOR_GPUS.values())  # several times a task, so without a wrapper
+_READS = tuple(_CHOICES.values())  # several times a task, so without a wrapper
 
 _latest: ProcessState | None = None
 
@@ -77,9 +74,9 @@ class ProcessState(NamedTuple):
         if self == now:
             yield
             return
-        for name, value, other in zip(_NAMES, self.choices, now.choices, strict=True):
+        for name, value, other in zip(_CHOICES, self.choices, now.choices, strict=True):
             # Hugging Face's CTC losses switch cuDNN off and on, wherever they run
-            if value != other and (name in _CHOICES or torch.accelerator.is_available()):
+            if value != other and (torch.accelerator.is_available() or "cudnn." not in name):
                 raise RuntimeError(
                     f"the process's settings stay as they are from a forward to its backward, which repeats the "
                     f"forward, but torch.{name} was {value} in the forward of block {block} and is {other} now: this "

@@ -155,10 +155,8 @@ def precision():
         pytest.param(precision, "backends.mkldnn.matmul.fp32_precision", id="precision"),
     ],
 )
-def test_kernels_that_were_chosen_for_the_forward_alone_are_refused_in_its_repetition(chosen, name, monkeypatch):
+def test_kernels_that_were_chosen_for_the_forward_alone_are_refused_in_its_repetition(chosen, name):
     """They are chosen for all threads: a repetition would choose them for its neighbours, too."""
-    if "priorities" in name:  # which only GPUs heed
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
         model = hydra_tune.prepare(Net(), pool=pool)
         with chosen():

@@ -61,32 +61,27 @@ def install() -> None:
     with _install_lock:
         if not _libraries:
             library = torch.library.Library("aten", "IMPL")
-            for operator in drawing_operators():
-                library.impl(_name(operator), _drawing(operator), "BackendSelect", with_keyset=True)
+            for name, operator in drawing_operators().items():
+                library.impl(name, _drawing(operator), "BackendSelect", with_keyset=True)
             torch.random.default_generator = _stand_in  # type: ignore[attr-defined]
             _libraries.append(library)
 
 
-def draws(func: Callable[..., Any]) -> bool:
+def draws(func: Any) -> bool:
     """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-def drawing_operators() -> list[Any]:
-    """Those whose own CPU kernel takes a generator."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
-    found = (_operator(name) for name in sorted(names) if name.startswith("aten::"))
-    return [each for each in found if draws(each) and any(a.name == "generator" for a in each._schema.arguments)]
-
-
-def _operator(name: str) -> Any:
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    packet = getattr(torch.ops.aten, base, None)  # a few have no Python binding
-    return getattr(packet, overload or "default", None)
-
-
-def _name(operator: Any) -> str:
-    return str(operator._schema.name.removeprefix("aten::") + f".{operator._schema.overload_name}".rstrip("."))
+def drawing_operators() -> dict[str, Any]:
+    """Those whose own CPU kernel takes a generator, by name."""
+    found = {}
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
+        namespace, _, name = name.partition("::")
+        base, _, overload = name.partition(".")
+        operator: Any = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)  # some have none
+        if namespace == "aten" and draws(operator) and any(a.name == "generator" for a in operator._schema.arguments):
+            found[name] = operator
+    return found
 
 
 def _about_to_draw() -> torch.Generator:

@@ -161,7 +161,7 @@ def test_no_operator_that_draws_is_unknown_here():
         base, _, overload = name.removeprefix("aten::").partition(".")
         packet = getattr(aten, base, None) if name.startswith("aten::") else None
         operator = None if packet is None else getattr(packet, overload or "default", None)
-        if operator is None or not draws(operator) or operator in drawing_operators():
+        if operator is None or not draws(operator) or operator in drawing_operators().values():
             continue
         has = operator.has_kernel_for_dispatch_key
         if has("CPU") or has("NestedTensorCPU") or has("CompositeImplicitAutograd"):
@@ -170,7 +170,7 @@ def test_no_operator_that_draws_is_unknown_here():
         *DRAWS_NOTHING, "_scaled_dot_product_attention_math"
     }  # fmt: skip
     assert len(drawing_operators()) == 28
-    assert {str(each).removeprefix("aten.").partition(".")[0] for each in drawing_operators()} <= {
+    assert {str(each).removeprefix("aten.").partition(".")[0] for each in drawing_operators().values()} <= {
         each.partition(".")[0] for each in DRAWS
     }
 

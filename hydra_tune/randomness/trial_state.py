@@ -8,13 +8,12 @@ long as nobody else comes to hold it.
     thread of trial 2                      | hold | draws ... |
     the generator has     state of 1         state of 2              state of 1
 
-Forked loader workers drop all of it and seed as in plain PyTorch. Python's `random` and NumPy's global state are not
-isolated.
+Forked loader workers seed the process's generator, as in plain PyTorch; GPUs can't be used there. Python's `random` and
+NumPy's global state are not isolated.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ class RandomState:
 
     def generator(self, of: torch.Generator) -> torch.Generator:
         """That has the trial's state now: the default one itself, while the trial holds it."""
-        return of if _holder(of) is self else self.stand_in(of)
+        return of if _holders.get(id(of), _process) is self else self.stand_in(of)
 
     def states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._all()]
@@ -99,7 +98,7 @@ def hold(generators: Iterable[torch.Generator], state: RandomState | None) -> No
     for generator in generators:
         if generator is not DEFAULT and _holders.get(id(generator)) is not state:
             with _holding:
-                _holder(generator).stand_in(generator).set_state(generator.get_state())
+                _holders.get(id(generator), _process).stand_in(generator).set_state(generator.get_state())
                 generator.set_state((state or _process).stand_in(generator).get_state())
                 if state is None:
                     del _holders[id(generator)]
@@ -118,10 +117,6 @@ def let_go(state: RandomState) -> None:
     """At the end of an objective: the process has those back that this trial holds."""
     with _holding:
         hold((g for g in gpu_generators() if _holders.get(id(g)) is state), None)
-
-
-def _holder(of: torch.Generator) -> RandomState:
-    return _holders.get(id(of), _process)
 
 
 def _of_thread(of: torch.Generator) -> torch.Generator:
@@ -154,22 +149,5 @@ def own_devices() -> Iterator[None]:
     finally:
         with _holding:
             _num_objectives -= 1
-            if _num_objectives == 0:
-                _put_back()
-
-
-def _put_back() -> None:
-    global _real
-    if _real:
-        torch.cuda.default_generators = _real  # type: ignore[assignment]
-    _real = ()
-
-
-def _drop_in_child() -> None:
-    global _num_objectives
-    _num_objectives = 0
-    _put_back()
-    _holders.clear()
-
-
-os.register_at_fork(after_in_child=_drop_in_child)
+            if _num_objectives == 0 and _real:
+                torch.cuda.default_generators, _real = _real, ()  # type: ignore[assignment]

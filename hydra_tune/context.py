@@ -11,19 +11,17 @@ from functools import partial
 
 import torch
 
-from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.errors import clear_frames
 from hydra_tune.events import Reported
 from hydra_tune.garbage import collect_until
 from hydra_tune.graph import forget_interrupted_backward
+from hydra_tune.interrupts import Stop
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import ThreadSettings
-from hydra_tune.randomness import RandomState, hold_unheld, let_go, make_current
-from hydra_tune.randomness.trial_state import own_devices
+from hydra_tune.randomness import RandomState, hold_unheld, let_go, make_current, own_devices
 from hydra_tune.resumption import Resumption
-from hydra_tune.stop import Stop
 from hydra_tune.trial import Trial
 
 _local = threading.local()
@@ -135,12 +133,10 @@ class TrialContext:
         hold_unheld(self._state)
         if self._context.mode is not None:
             self._context.mode.__enter__()
-        company.join()
         return self._context
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         context = self._context
-        company.part()
         try:
             for trial in context.trials:
                 trial.unwatch()

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -27,8 +28,7 @@ class Copier:
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._name = name
-        self._num_threads = num_threads
+        self._name, self._num_threads = name, num_threads
         self._jobs: _Jobs = deque()  # the first one may be under way; one that was broken off is begun anew
         self._wakes: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -43,15 +43,15 @@ class Copier:
         if not self._jobs or (self._thread is not None and self._thread.is_alive()):
             return
         wakes: SimpleQueue[bool] = SimpleQueue()  # in a forked child, the former one's lock may be another thread's
-        arguments = (self._jobs, wakes, self._num_threads)
-        thread = threading.Thread(target=_work, args=arguments, name=f"copies of {self._name}", daemon=True)
+        work = partial(_work, self._jobs, wakes, self._num_threads)
+        self._thread = threading.Thread(target=work, name=f"copies of {self._name}", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError as error:
-            logger.warning("the thread of %s could not be started (%s); it is tried again", thread.name, error)
+            logger.warning("the thread of %s could not be started (%s); it is tried again", self._thread.name, error)
             return
         weakref.finalize(self, wakes.put, False)
-        self._thread, self._wakes = thread, wakes
+        self._wakes = wakes
         wakes.put(True)
 
 
@@ -59,17 +59,12 @@ def _work(jobs: _Jobs, wakes: SimpleQueue[bool], num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     while wakes.get():
         while jobs:
-            _do_first(jobs)
-
-
-def _do_first(jobs: _Jobs) -> None:
-    """One that fails has told who waits for it; it does not keep the others from being done."""
-    try:
-        jobs[0]()
-    except BaseException:
-        logger.warning("a copy has failed; its task makes it", exc_info=True)
-    finally:
-        jobs.popleft()  # it knows its pool
+            try:
+                jobs[0]()
+            except BaseException:  # it has told who waits for it
+                logger.warning("a copy has failed; its task makes it", exc_info=True)
+            finally:
+                jobs.popleft()  # it knows its pool
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 
 from hydra_tune.config import format_bytes
 from hydra_tune.device import CPU, Arrival, Copies, Device
-from hydra_tune.randomness.proxies import device_proxies
+from hydra_tune.randomness.trial_state import gpu_generators
 
 logger = logging.getLogger("hydra_tune")
 
@@ -36,7 +36,7 @@ class CudaDevice(Device):
         self._pinned: set[int] = set()
         # by offset, until they are retired; a model may be collected before
         self._slots: dict[int | None, torch.Tensor] = {}
-        self._generators = [torch.default_generator, device_proxies.real()[torch_device.index]]
+        self._generators = [torch.default_generator, gpu_generators()[torch_device.index]]
 
     @property
     def measured_peak_bytes(self) -> int:

@@ -12,9 +12,11 @@ from hydra_tune.fork import new_in_child
 _one_collects = new_in_child(threading.RLock())
 _MOST_TRIES = 1_000
 _PAUSE_S = 1e-3
+COLLECT_S, SELDOM_COLLECT_S = 1.0, 60.0  # more than once: autograd's nodes hide what they refer to until they are gone
+WARN_S, SELDOM_WARN_S = 60.0, 3600.0  # without a task that begins in the pool
 
 
-def collect_until(enough: Callable[[], bool], generation: int = 2) -> bool:
+def collect_until(enough: Callable[[], bool]) -> bool:
     """Collect garbage, once, unless there is `enough` already; whether there is then.
 
     CPython's collector is not reentrant: asked while another thread collects, it returns at once and has done nothing.
@@ -24,20 +26,54 @@ def collect_until(enough: Callable[[], bool], generation: int = 2) -> bool:
         for _ in range(_MOST_TRIES):
             if enough():
                 return True
-            before = _collections(generation)
-            gc.collect(generation)
-            if _collections(generation) > before:
-                return enough()
+            before = _num_collections()
+            gc.collect()
+            if _num_collections() > before:
+                break
             time.sleep(_PAUSE_S)
     return enough()
 
 
-def _collections(generation: int) -> int:
+def _num_collections() -> int:
     """How many have come to their end."""
-    number: int = gc.get_stats()[generation]["collections"]
+    number: int = gc.get_stats()[2]["collections"]
     return number
 
 
 def collect_beside() -> None:
     """In a thread of its own: the caller may hold locks, and what ends with the garbage may want them."""
     threading.Thread(target=collect_until, args=(lambda: False,), name="hydra_tune garbage").start()
+
+
+class _Patience:
+    """Over after so many seconds, then after twice as many, up to the longest."""
+
+    def __init__(self, wait_s: float, longest_s: float) -> None:
+        self._wait_s, self._longest_s = wait_s, longest_s
+        self._ends_s = time.monotonic() + wait_s
+
+    def is_over(self) -> bool:
+        """It begins anew then."""
+        now_s = time.monotonic()
+        if now_s < self._ends_s:
+            return False
+        self._wait_s = min(2 * self._wait_s, self._longest_s)
+        self._ends_s = now_s + self._wait_s
+        return True
+
+
+class Wait:
+    """Of a trial: when to look whether what it waits for is garbage, and when to say whom it waits for."""
+
+    def __init__(self) -> None:
+        self._collecting = _Patience(COLLECT_S, SELDOM_COLLECT_S)
+        self._num_tasks = -1
+
+    def shall_collect(self) -> bool:
+        return self._collecting.is_over()
+
+    def shall_warn(self, num_tasks: int) -> bool:
+        """So many have begun so far."""
+        if num_tasks != self._num_tasks:
+            self._num_tasks, self._warning = num_tasks, _Patience(WARN_S, SELDOM_WARN_S)
+        return self._warning.is_over()

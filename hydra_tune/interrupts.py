@@ -1,4 +1,4 @@
-"""Ctrl-C waits until the library has finished what may not be cut in half.
+"""What others ask of a trial, from any thread, and Ctrl-C: both wait for a boundary of the library's own work.
 
 PyTorch goes on after a KeyboardInterrupt, and so does a prepared model. But raised between the pool's answer and the
 line that notes it, it would leave the two in disagreement. So a handler of ours looks where the main thread is:
@@ -21,12 +21,13 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TypeVar
 
-_LOOK_AGAIN_S = 0.1
+from hydra_tune.errors import TrialStopped
+
+_LOOK_AGAIN_S, _LOOK_AROUND_S = 0.1, 0.5
 _OURS = frozenset(
     f"hydra_tune.{name}"
     for name in (
-        "company", "context", "engine", "fork", "lease", "meter", "mode", "planner", "pool", "process_state",
-        "residency", "shared_random", "steps", "trial",
+        "context", "engine", "fork", "lease", "meter", "mode", "planner", "pool", "residency", "steps", "trial",
     )
 )  # fmt: skip
 _FOLDERS_OF_OURS = ("hydra_tune.blocks.", "hydra_tune.planning.", "hydra_tune.randomness.")
@@ -50,19 +51,17 @@ class Interrupts:
 
     def install(self) -> None:
         """In place of Python's handler, if this is the main thread: no other may."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, _: int, frame: FrameType | None) -> None:
         """Called in the main thread."""
         is_second = self.pending and not self._looks_again
         self._looks_again = False
-        if is_second or not _is_ours(frame):
-            self.pending = False
+        self.pending = not is_second and _is_ours(frame)
+        if not self.pending:
             raise KeyboardInterrupt
-        self.pending = True
         _thread.start_new_thread(self._look_again, ())  # threading's own takes locks that this frame may have
 
     def _look_again(self) -> None:
@@ -91,3 +90,52 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 
 interrupts = Interrupts()
+
+
+class Stop:
+    """Of one trial: called with a reason, it has the trial's thread raise `TrialStopped` where it next checks."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._goes_on = threading.Event()  # else it is to pause
+        self._goes_on.set()
+        self._asked: list[Callable[[], None]] = []
+
+    def __call__(self, reason: str) -> None:
+        self.reason = reason
+        self.go_on()
+
+    def pause(self) -> None:
+        """Hold the trial where it next is between two steps, until `go_on`."""
+        self._goes_on.clear()
+        if self.reason:  # looked at last: another thread may say it meanwhile
+            self.go_on()
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._goes_on.is_set()
+
+    def between_steps(self, call: Callable[[], None]) -> None:
+        """Have the trial's thread call this where it next is between two steps."""
+        self._asked.append(call)
+
+    @property
+    def is_quiet(self) -> bool:
+        """There is nothing for `check_between_steps` to do."""
+        return not (self.reason or self._asked or self.is_paused)
+
+    def check(self) -> None:
+        """Raises `TrialStopped` if the trial is to end."""
+        if self.reason:
+            raise TrialStopped(self.reason)
+
+    def check_between_steps(self) -> None:
+        """As `check`; what was asked is done, and the trial waits while it is paused."""
+        while self._asked:
+            self._asked.pop(0)()
+        while self.is_paused and not self._goes_on.wait(_LOOK_AROUND_S):
+            interrupts.check()
+        self.check()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hydra_tune.randomness import state_kept
-from hydra_tune.shared_random import SharedDraws
+from hydra_tune.shared_random import watching_draws
 from hydra_tune.thread_mode import ThreadMode
 from hydra_tune.tree import tensors_in
 
@@ -175,11 +175,12 @@ def _measured(make: type[torch.optim.Optimizer], kind: _Kind, options: dict[str,
     """
     if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
         raise RuntimeError("hooks of all optimizers would be called")
-    with SharedDraws() as shared, state_kept(), torch.no_grad():
-        try:
-            few, many = (_measured_together(make, kind, copy.deepcopy(options), number) for number in (_FEW, _MANY))
-        finally:
-            shared.take_back()
+
+    def measure(number: int) -> tuple[int, int]:
+        return _measured_together(make, kind, copy.deepcopy(options), number)
+
+    with state_kept(), torch.no_grad():
+        (few, many), _ = watching_draws(lambda: (measure(_FEW), measure(_MANY)))
     at_once = many[1] > few[1] * (_FEW + _MANY) / (2 * _FEW)
     scratch_bytes = 0 if kind.fused else math.ceil(many[1] / _MANY if at_once else few[1] / _FEW)
     return _Step(math.ceil(few[0] / _FEW), scratch_bytes, at_once)

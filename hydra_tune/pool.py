@@ -31,17 +31,15 @@ from hydra_tune.devices import host_bytes_for, open_devices
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, TrialStopped
 from hydra_tune.fingerprint import PlanKey
 from hydra_tune.fork import gate, new_in_child
-from hydra_tune.garbage import collect_beside
-from hydra_tune.interrupts import interrupts
+from hydra_tune.garbage import Wait, collect_beside
+from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.lease import LOOK_S, Lease
-from hydra_tune.patience import Wait
 from hydra_tune.planning.kind import Kind, StepMeasure
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.randomness import RandomState
 from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
-from hydra_tune.stop import Stop
 from hydra_tune.trace import BETWEEN, During, TaskClock, Trace
 from hydra_tune.workload import TrialWork
 
@@ -267,7 +265,6 @@ class ShardPool:
             self._granted[number] = deque()
             self._leases[number] = Lease(number, self._trace.now_s)
             self._wake[number] = threading.Condition(self._lock)
-            stop.reaches(self)
             try:
                 home = self._await_place(e.TrialAdded(number, total_steps, host_bytes, self.travels), name, stop)
                 trial = self._trials[number] = make(number, self._devices[home])

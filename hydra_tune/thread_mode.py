@@ -11,8 +11,7 @@ class ThreadMode(TorchDispatchMode):
     """Enters and leaves the thread's stack, and that is all: PyTorch's own modes note for the process, too, that one is
     active, and put back what each has found; where threads come and go, that stays wrong."""
 
-    def __init__(self) -> None:
-        """PyTorch's keeps what it has found."""
+    def __init__(self) -> None: ...
 
     def __enter__(self) -> Any:
         _push_mode(self)

@@ -40,7 +40,6 @@ from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.blocks.travelling import TravellingCall
 from hydra_tune.callers import Callers
-from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.engine import Backward, here, install
@@ -51,7 +50,7 @@ from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
-from hydra_tune.interrupts import interrupts
+from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, let_go, unwatch, watch
 from hydra_tune.planner import Planner
@@ -59,15 +58,13 @@ from hydra_tune.planning.around import weights_in
 from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
-from hydra_tune.process_state import autocast_mode, remembers_casts
+from hydra_tune.process_state import ProcessState, Surroundings, autocast_mode, remembers_casts
 from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
 from hydra_tune.shard import Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
-from hydra_tune.stop import Stop
-from hydra_tune.surroundings import Surroundings
 from hydra_tune.tree import flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
@@ -142,6 +139,7 @@ class Trial:
         self._thread = 0  # of that forward
         self.casts = SharedCasts()
         self._visiting = False  # a block's forward is under way, or its repetition
+        self._choices = ProcessState.now().choices  # of kernels, in the last backward; at first, in `prepare`
         self._backwards: list[Backward] = []  # that have come to this trial, the innermost last
         self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
         self._open_copy: DeviceCopy | None = None
@@ -167,11 +165,6 @@ class Trial:
             if self._task_device.is_virtual
             else [g for g in self._task_device.generators() if g.device.type != "cpu"]
         )
-
-    @property
-    def is_alone(self) -> bool:
-        """No other objective runs in this process, nor has another thread a model in this pool."""
-        return company.count <= self.of_runner and not self.pool.is_shared
 
     @property
     def is_here(self) -> bool:
@@ -714,7 +707,7 @@ class Trial:
             return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
         surroundings = Surroundings(block.module_states)
         at_once = self._pass is None  # a checkpoint's repetition, whose own backward follows
-        if block.keeps or at_once or surroundings.are_rebuilt or is_watched():
+        if block.keeps or at_once or surroundings.are_rebuilt or surroundings.choices != self._choices or is_watched():
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
         travels = not (block.at_home or block.clones) and self.pool.travels and self._may_travel(block, given)
         kind = TravellingCall if travels else RepeatedCall
@@ -930,6 +923,7 @@ class Trial:
             self._refuse_other_threads()
         backward.passes[self] = {forward_pass}
         self._backwards.append(backward)
+        self._choices = ProcessState.now().choices
         if not self.steps.under_way:
             if self.plan is None:
                 self.planner.settle_last()

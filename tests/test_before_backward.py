@@ -262,6 +262,8 @@ class UnfreezesBeforeBackward(Script):
 
 
 class OtherKernels(Script):
+    """Around forwards alone, so that repetitions would have others: activations are kept."""
+
     class Layer(Layer):
         def forward(self, x):
             q, k, v = (x.view(1, 2, -1, WIDTH // 2) * n for n in (1, 2, 3))

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -10,9 +9,8 @@ import torch
 from optuna.trial import TrialState
 
 import hydra_tune
-from hydra_tune import stop as stop_module
+from hydra_tune.interrupts import Stop
 from hydra_tune.optim import training_bytes
-from hydra_tune.stop import Stop
 from scripts import BUDGETS, WIDTH, Net
 from waiting import WAIT_S, wait_until
 
@@ -77,13 +75,9 @@ def test_a_paused_trial_rests_while_others_go_on(tmp_path):
 
 def test_a_pause_that_is_asked_for_while_the_trial_is_stopped_holds_nobody(monkeypatch):
     """By two threads: `optimize` never came back."""
-    stop, event = Stop(), threading.Event()
-
-    def stopped_meanwhile():
-        stop("enough")
-        return event
-
-    monkeypatch.setattr(stop_module, "threading", SimpleNamespace(Event=stopped_meanwhile))
+    stop = Stop()
+    clear = stop._goes_on.clear
+    monkeypatch.setattr(stop._goes_on, "clear", lambda: (stop("enough"), clear()))
     stop.pause()
     assert not stop.is_paused
 

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 
 import optuna
 import pytest
@@ -213,14 +212,13 @@ def test_a_fork_that_is_interrupted_while_it_waits_for_a_pools_lock_leaves_none_
         gate.guard(lock)
 
     class Interrupting:
-        def acquire(self):
+        def __enter__(self):
             raise KeyboardInterrupt
 
-        def release(self):
+        def __exit__(self, *_):
             raise RuntimeError("cannot release un-acquired lock")
 
-    interrupting = Interrupting()
-    gate._others.insert(1, weakref.ref(interrupting))
+    gate._guarded.insert(1, Interrupting())
     with pytest.raises(KeyboardInterrupt):
         gate.close()
     gate.open()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune import pool as pool_module
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.context import current_context
@@ -18,7 +19,7 @@ from hydra_tune.copier import Copier
 from hydra_tune.device import Device
 from hydra_tune.events import Promote
 from hydra_tune.host_weights import HostWeights
-from hydra_tune.stop import Stop
+from hydra_tune.interrupts import Stop
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, step
 from waiting import wait_until
 
@@ -231,6 +232,7 @@ def test_a_trial_is_stopped_while_it_waits_for_a_shard_that_is_on_its_way(monkey
         held.go_on.set()
 
     monkeypatch.setattr(current_context(), "stop", Stop())
+    monkeypatch.setattr(pool_module, "_LOOK_AROUND_S", 0.01)
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         model = Net()
         settle(model, pool)

@@ -9,7 +9,7 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune.context import TrialContext
-from hydra_tune.randomness import install
+from hydra_tune.randomness.operators import install
 
 WIDTH, BATCH = 16, 2
 MOST_CALLS_A_BLOCK = 300  # of Python functions, forward and backward; PyTorch's own checkpoint makes 185

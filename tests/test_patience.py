@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import patience, pool
+from hydra_tune import garbage, pool
 from waiting import WAIT_S, wait_until
 
 
@@ -30,7 +30,7 @@ def train(shared, width=96):
     ids=["device", "host memory"],
 )
 def test_who_waits_for_what_is_kept_says_for_whom(limits, words, monkeypatch, caplog):
-    monkeypatch.setattr(patience, "WARN_S", 0.05)
+    monkeypatch.setattr(garbage, "WARN_S", 0.05)
     monkeypatch.setattr(pool, "_LOOK_AROUND_S", 0.02)
     with hydra_tune.ShardPool(["cpu"], **limits) as shared:
         kept = train(shared)
@@ -50,7 +50,7 @@ class Slow(nn.Linear):
 
 
 def test_whoever_waits_for_a_pilot_is_left_in_peace(monkeypatch, caplog):
-    monkeypatch.setattr(patience, "WARN_S", 0.05)
+    monkeypatch.setattr(garbage, "WARN_S", 0.05)
     monkeypatch.setattr(pool, "_LOOK_AROUND_S", 0.02)
 
     def pilot(shared):
@@ -72,7 +72,7 @@ def seconds(monkeypatch, until, asks):
     """At which it says yes."""
     now_s = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    wait, found = patience.Wait(), []
+    wait, found = garbage.Wait(), []
     for second in range(1, until):
         now_s[0] = float(second)
         if asks(wait, second):
@@ -81,7 +81,7 @@ def seconds(monkeypatch, until, asks):
 
 
 def test_whoever_waits_while_tasks_begin_is_left_in_peace(monkeypatch):
-    warned = seconds(monkeypatch, 600, lambda wait, second: wait.shall_warn(tasks=min(second, 300)))
+    warned = seconds(monkeypatch, 600, lambda wait, second: wait.shall_warn(min(second, 300)))
     assert warned == [360, 480], "after a minute without a task, then after two more"
 
 

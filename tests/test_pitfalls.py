@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import context, surroundings, trial
+from hydra_tune import context, process_state, trial
 from hydra_tune.blocks import call
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.shared_casts import SharedCasts
@@ -222,7 +222,7 @@ PITFALLS = {
     ),
     "7 autocast in recompute": (
         lambda: Model(*(Layer() for _ in range(4))),
-        [(surroundings.Surroundings, "restored", always(lambda *_, **__: nullcontext()))],
+        [(process_state.Surroundings, "restored", always(lambda *_, **__: nullcontext()))],
     ),
     "7 a weight is cast once": (
         lambda: Recurrent(Layer(), Layer()),
@@ -241,7 +241,7 @@ PITFALLS = {
     "16 groups and schedules": (plain_layers, [(trial.Trial, "bind", one_group)]),
     "29 default device in backward": (
         lambda: OnDefaultDevice(*(Makes() for _ in range(4))),
-        [(surroundings.Surroundings, "restored", always(lambda *_, **__: nullcontext()))],
+        [(process_state.Surroundings, "restored", always(lambda *_, **__: nullcontext()))],
     ),
 }
 

@@ -1,6 +1,8 @@
 """What PyTorch keeps for the whole process, where trials run side by side in it."""
 
+import re
 import threading
+from contextlib import contextmanager
 from unittest import mock
 
 import optuna
@@ -10,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 import hydra_tune
-from hydra_tune.process_state import ProcessState
 from scripts import BUDGETS, WIDTH, Layer, Net
 
 
@@ -118,7 +119,6 @@ def test_a_repetition_under_autocast_clears_no_other_threads_casts():
         hydra_tune.release(model)
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this torch has no precision by operator")
 def test_a_precision_that_was_set_by_operator_is_left_as_it_is():
     """PyTorch then refuses to say it for all."""
     torch.backends.cudnn.conv.fp32_precision = "ieee"
@@ -132,31 +132,42 @@ def test_a_precision_that_was_set_by_operator_is_left_as_it_is():
         torch.backends.cudnn.conv.fp32_precision = "none"
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_get_sdp_priority_order"), reason="this torch has no priorities")
-def test_the_priorities_of_attention_kernels_are_among_what_a_repetition_restores():
-    """A forward in `sdpa_kernel(..., set_priority=True)` was repeated with the priorities of its backward."""
-    seen, plain = [], torch._C._get_sdp_priority_order()
+def priorities():
+    """All are allowed, as ever."""
+    kinds = "MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"
+    return sdpa_kernel([getattr(SDPBackend, kind) for kind in kinds], set_priority=True)
 
-    class NotesPriorities(Layer):
-        def forward(self, x):
-            seen.append(torch._C._get_sdp_priority_order())
-            return super().forward(x)
 
-    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        then, chosen = ProcessState.now(), torch._C._get_sdp_priority_order()
-    now = ProcessState.now()
-    assert chosen != plain and now != then
-    with then.entered(now):
-        assert ProcessState.now() == then and torch._C._get_sdp_priority_order() == chosen
-    assert ProcessState.now() == now and torch._C._get_sdp_priority_order() == plain
+@contextmanager
+def precision():
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "name"),
+    [
+        pytest.param(lambda: sdpa_kernel(SDPBackend.MATH), "backends.cuda.flash_sdp", id="attention"),
+        pytest.param(priorities, "nn.attention.sdpa_kernel's priorities", id="priorities"),
+        pytest.param(precision, "backends.mkldnn.matmul.fp32_precision", id="precision"),
+    ],
+)
+def test_kernels_that_are_chosen_for_a_forward_alone_from_now_on_are_refused_once(chosen, name):
+    """They are chosen for all threads: a repetition would choose them for its neighbours, too."""
     with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
-        model = hydra_tune.prepare(Net(NotesPriorities), pool=pool)
-        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            loss = model(torch.randn(4, WIDTH)).sum()
-        before = len(seen)
+        model = hydra_tune.prepare(Net(), pool=pool)
+        with chosen():
+            model(torch.randn(4, WIDTH, dtype=next(model.parameters()).dtype)).sum().backward()
+            loss = model(torch.randn(4, WIDTH, dtype=next(model.parameters()).dtype)).sum()
+        with pytest.raises(RuntimeError, match=f"torch.{re.escape(name)} was .* in the forward of block"):
+            loss.backward()
+        with chosen():
+            loss = model(torch.randn(4, WIDTH, dtype=next(model.parameters()).dtype)).sum()
         loss.backward()
         hydra_tune.release(model)
-    assert seen[before:] == [chosen] * 6 and torch._C._get_sdp_priority_order() == plain
 
 
 def test_another_trials_cache_of_parametrizations_is_no_reason_to_refuse_a_model_without():

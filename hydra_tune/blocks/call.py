@@ -32,10 +32,9 @@ from hydra_tune.errors import PrepareError
 from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.mode import TrialMode
-from hydra_tune.process_state import casts_to, remembers_casts
+from hydra_tune.process_state import Surroundings, casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
 from hydra_tune.shard import Direction
-from hydra_tune.surroundings import Surroundings
 from hydra_tune.tree import Structure, map_tensors, tensors_in, unflatten
 
 ResultT = TypeVar("ResultT")
@@ -53,9 +52,6 @@ class Executor(Protocol):
 
     def gpu_generators(self) -> Sequence[torch.Generator]:
         """Those of its device, if that has some of its own."""
-
-    @property
-    def is_alone(self) -> bool: ...
 
     def begin_visit(self, block: Block, direction: Direction, *, travels: bool = False) -> DeviceCopy:
         """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`. With
@@ -502,7 +498,7 @@ class RepeatedCall(Call):
             self._enter(copy)
             self._next = 0
             drawing = drawing_again(self._draws, trial.gpu_generators())
-            with self._surroundings.restored(block.name, alone=trial.is_alone), drawing:
+            with self._surroundings.restored(block.name), drawing:
                 self._run_again(copy)
         finally:
             del self._copy

@@ -36,7 +36,7 @@ from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.around import Around, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
-from hydra_tune.shared_random import SharedDraws
+from hydra_tune.shared_random import watching_draws
 from hydra_tune.transfer import copied_bytes
 from hydra_tune.tree import containers_in, flatten, flatten_call, is_fixed, tensors_in, unflatten
 
@@ -108,6 +108,12 @@ class Measurement:
             torch.OutOfMemoryError: it has no room.
             WritesInputError: it needs clones.
         """
+        measure, draws = watching_draws(lambda: self._run(args, kwargs, clones=clones))
+        if draws:  # of all reasons the one that says most
+            return replace(measure, keeps=f"{self._block.name} draws from Python's or NumPy's random numbers")
+        return measure
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any], *, clones: bool) -> BlockMeasure:
         self._clones = clones
         block, records = self._block, DrawRecord()
         leaves, structure = flatten_call(args, kwargs)
@@ -125,7 +131,6 @@ class Measurement:
         with (
             self._around,
             state_kept(self._device.generators()),
-            SharedDraws() as shared,
             torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
         ):
             try:
@@ -143,9 +148,6 @@ class Measurement:
                 raise
             except Exception as error:  # as its own forward will, before anybody repeats it
                 measure = _after(error, block.name)
-            finally:
-                drew = shared.are_some
-                shared.take_back()
         with self._meter.paused():
             now = list(map(digest, own))
             if now != weights:
@@ -153,8 +155,6 @@ class Measurement:
                 written = [i for i, (a, b) in enumerate(zip(weights, now, strict=True)) if a != b and a == a]
                 if written:
                     return BlockMeasure(holds=tuple(written))
-        if drew:  # of all reasons the one that says most
-            measure = replace(measure, keeps=f"{block.name} draws from Python's or NumPy's random numbers")
         changing = next((type(x).__name__ for x in objects if not _stays_as_it_is(x)), None)
         if changing and not measure.keeps:
             measure = replace(measure, keeps=f"{block.name} is given an object, a {changing}, that others may change")
@@ -312,7 +312,7 @@ class Measurement:
                 torch.set_autocast_cache_enabled(caches)
             saved = self._meter.trial_bytes - start
             again = tensors_in(outputs)
-            if not (keeps or records.state is not None) and not _are_same(first, again):
+            if not (keeps or records.states) and not _are_same(first, again):
                 keeps = f"{block.name} makes other values when it is repeated"
             wanted = [x for x in again if x.requires_grad]
             del outputs, again, arguments

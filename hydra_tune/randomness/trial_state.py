@@ -1,30 +1,28 @@
 """Gives each trial its own random state, though PyTorch's generators are shared by the process.
 
-On the CPU a trial's thread has a generator of its own, which operators are given (kernels.py). A GPU's operators always
-draw from the device's default generator. There a trial holds that generator: it has the trial's state for as long as
-nobody else comes to hold it.
+On the CPU a trial's thread has a generator of its own, which operators are given (operators.py). A GPU's operators
+always draw from the device's default generator. There a trial holds that generator: it has the trial's state for as
+long as nobody else comes to hold it.
 
     thread of trial 1   | hold | draws ... |                       | hold | draws ...
     thread of trial 2                      | hold | draws ... |
     the generator has     state of 1         state of 2              state of 1
 
-Forked loader workers drop all of it and seed as in plain PyTorch. Python's `random` and NumPy's global state are not
-isolated.
+Forked loader workers seed the process's generator, as in plain PyTorch; GPUs can't be used there. Python's `random` and
+NumPy's global state are not isolated.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from hydra_tune.fork import new_in_child
-from hydra_tune.randomness.kernels import install
-from hydra_tune.randomness.proxies import device_proxies
-from hydra_tune.randomness.sources import DEFAULT, Own, generator_now, thread
+from hydra_tune.randomness.operators import DEFAULT, install, thread
 
 
 class RandomState:
@@ -44,7 +42,7 @@ class RandomState:
 
     def generator(self, of: torch.Generator) -> torch.Generator:
         """That has the trial's state now: the default one itself, while the trial holds it."""
-        return of if _holders.get(id(of)) is self else self.stand_in(of)
+        return of if _holders.get(id(of), _process) is self else self.stand_in(of)
 
     def states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._all()]
@@ -55,54 +53,39 @@ class RandomState:
             generator.set_state(state)
 
     def _all(self) -> list[torch.Generator]:
-        return [*self.users, *map(self.generator, _default_generators())]
-
-
-class _ThreadsTrial(threading.local):
-    state: RandomState | None = None
-
-
-_current = _ThreadsTrial()
+        return [*self.users, self.stand_in(DEFAULT), *map(self.generator, gpu_generators())]
 
 
 def make_current(state: RandomState | None) -> RandomState | None:
     """The calling thread's from here on; None for the process's own. What it was before."""
-    before = _current.state
-    if state is not None:
-        install()
-    _current.state = state
-    thread.source = None if state is None else Own(state.stand_in(DEFAULT))
+    install()
+    before, thread.trial_state = thread.trial_state, state
+    thread.generator = DEFAULT if state is None else state.stand_in(DEFAULT)
     return before
 
 
-def current_state() -> RandomState | None:
-    """The calling thread's own, if it has one."""
-    return _current.state
+def generator_states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """The states of these default generators of GPUs, as the calling thread sees them."""
+    return [_of_thread(generator).get_state() for generator in generators]
 
 
-def has_own_state() -> bool:
-    """Whether the calling thread draws from a generator that no other thread draws from."""
-    source = thread.source
-    return source is not None and not source.shares
-
-
-def _default_generators() -> list[torch.Generator]:
-    return [DEFAULT, *device_proxies.real()]
-
-
-def _standing_for(of: torch.Generator) -> torch.Generator:
-    """What the calling thread is to read or set in place of this default generator."""
-    if of is DEFAULT:
-        return generator_now()
-    state = _current.state
-    return of if state is None else state.generator(of)
+def set_generator_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        _of_thread(generator).set_state(state)
 
 
 # ---- generators of GPUs, which one trial at a time holds -----------------------------------------------
 
+_process = RandomState(0)  # of generators that no trial holds; its stand-ins are there for the states meanwhile
 _holding = new_in_child(threading.RLock())
-_holders: dict[int, RandomState] = {}  # by the id of the default generator
-_set_aside: dict[int, torch.Tensor] = {}  # the process's own states meanwhile
+_holders: dict[int, RandomState] = {}  # trials, by the id of the default generator
+_num_objectives = 0
+_real: tuple[torch.Generator, ...] = ()  # while others stand in their place
+
+
+def gpu_generators() -> tuple[torch.Generator, ...]:
+    """PyTorch's own; none before it has begun to use GPUs."""
+    return _real or (torch.cuda.default_generators if torch.cuda.is_initialized() else ())
 
 
 def hold(generators: Iterable[torch.Generator], state: RandomState | None) -> None:
@@ -115,64 +98,56 @@ def hold(generators: Iterable[torch.Generator], state: RandomState | None) -> No
     for generator in generators:
         if generator is not DEFAULT and _holders.get(id(generator)) is not state:
             with _holding:
-                _hand_over(generator, state)
+                _holders.get(id(generator), _process).stand_in(generator).set_state(generator.get_state())
+                generator.set_state((state or _process).stand_in(generator).get_state())
+                if state is None:
+                    del _holders[id(generator)]
+                else:
+                    _holders[id(generator)] = state
 
 
 def hold_unheld(state: RandomState) -> None:
     """At the beginning of an objective, before it has any lease: those of GPUs that no other trial holds. So a trial
     that runs alone draws from its own state throughout."""
     with _holding:
-        hold((g for g in device_proxies.real() if id(g) not in _holders), state)
+        hold((g for g in gpu_generators() if id(g) not in _holders), state)
 
 
 def let_go(state: RandomState) -> None:
     """At the end of an objective: the process has those back that this trial holds."""
     with _holding:
-        hold((g for g in device_proxies.real() if _holders.get(id(g)) is state), None)
+        hold((g for g in gpu_generators() if _holders.get(id(g)) is state), None)
 
 
-def _hand_over(generator: torch.Generator, state: RandomState | None) -> None:
-    key, now = id(generator), generator.get_state()
-    before = _holders.pop(key, None)
-    if before is None:
-        _set_aside[key] = now
-    else:
-        before.stand_in(generator).set_state(now)
-    if state is None:
-        generator.set_state(_set_aside.pop(key))
-    else:
-        generator.set_state(state.stand_in(generator).get_state())
-        _holders[key] = state
+def _of_thread(of: torch.Generator) -> torch.Generator:
+    """What the calling thread is to read or set in place of this default generator."""
+    return of if thread.trial_state is None else thread.trial_state.generator(of)
+
+
+class _StandIn:
+    """For a GPU's default generator, in PyTorch's functions that seed, read and set it: no operator takes one."""
+
+    def __init__(self, of: torch.Generator) -> None:
+        self._of = of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_of_thread(self._of), name)
 
 
 @contextmanager
 def own_devices() -> Iterator[None]:
     """While one objective after another, or several, have random states of their own: seeds that they set on GPUs are
     theirs, whoever holds the generators."""
-    device_proxies.join(_standing_for)
+    global _num_objectives, _real
+    with _holding:
+        _num_objectives += 1
+        if torch.cuda.default_generators and not _real:  # GPUs may have come since the last one
+            _real = tuple(torch.cuda.default_generators)
+            torch.cuda.default_generators = tuple(map(_StandIn, _real))  # type: ignore[assignment]
     try:
         yield
     finally:
-        device_proxies.part()
-
-
-def _after_fork_in_child() -> None:
-    _current.__dict__.clear()
-    _holders.clear()
-    _set_aside.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-# ---- states of several generators ----------------------------------------------------------------------
-
-
-def generator_states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-    """The states of these default generators as the calling thread sees them."""
-    return [_standing_for(generator).get_state() for generator in generators]
-
-
-def set_generator_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        _standing_for(generator).set_state(state)
+        with _holding:
+            _num_objectives -= 1
+            if _num_objectives == 0 and _real:
+                torch.cuda.default_generators, _real = _real, ()  # type: ignore[assignment]

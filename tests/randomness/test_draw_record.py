@@ -13,12 +13,12 @@ from hydra_tune.randomness import (
     DrawRecord,
     RandomState,
     drawing_again,
-    has_own_state,
     make_current,
     noting_draws,
     rewind,
     state_kept,
 )
+from hydra_tune.randomness.operators import DEFAULT, thread
 
 
 @pytest.fixture(params=["a script", "a trial"], autouse=True)
@@ -36,7 +36,7 @@ def some():
 def test_nothing_is_noted_where_nothing_is_drawn():
     with noting_draws(DrawRecord()) as record:
         torch.ones(3).add(1).sum()
-    assert record.state is None and not record.drew_anew
+    assert not record.states
 
 
 def test_what_was_drawn_is_drawn_again_and_nothing_else_changes():
@@ -45,14 +45,13 @@ def test_what_was_drawn_is_drawn_again_and_nothing_else_changes():
     with noting_draws(DrawRecord()) as record:
         torch.ones(3)
         first = some()
-    assert torch.equal(record.state, before)
+    assert torch.equal(record.states[0], before)
     torch.rand(7)
     state = torch.get_rng_state()
     for _ in range(2):
         with drawing_again(record):
             assert torch.equal(some(), first)
         assert torch.equal(torch.get_rng_state(), state)
-    assert not record.drew_anew and not record.later
 
 
 def test_records_within_each_other_note_each_its_own_first_draw():
@@ -64,9 +63,9 @@ def test_records_within_each_other_note_each_its_own_first_draw():
             torch.rand(2)
         with noting_draws(last):
             torch.rand(1)
-    assert none.state is None
-    assert torch.equal(outer.state, inner.state)
-    assert not torch.equal(outer.state, last.state)
+    assert not none.states
+    assert torch.equal(outer.states[0], inner.states[0])
+    assert not torch.equal(outer.states[0], last.states[0])
     with drawing_again(outer):
         torch.rand(2)
         expected = torch.rand(1)
@@ -83,7 +82,7 @@ def test_a_record_within_a_repetition_notes_what_that_draws():
         torch.rand(2)
         with noting_draws(DrawRecord()) as within:
             assert torch.equal(torch.rand(3), expected)
-    assert around.state is None, "of the thread's own generator nothing was drawn"
+    assert not around.states, "of the thread's own generator nothing was drawn"
     with drawing_again(within):
         assert torch.equal(torch.rand(3), expected)
 
@@ -93,11 +92,7 @@ def test_a_repetition_that_draws_though_the_first_run_did_not():
         pass
     state = torch.get_rng_state()
     with drawing_again(record):
-        pass
-    assert not record.drew_anew
-    with drawing_again(record):
         torch.rand(1)
-    assert record.drew_anew
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -138,7 +133,7 @@ def test_what_is_kept_is_as_if_it_had_not_been_drawn():
     with noting_draws(DrawRecord()) as record, state_kept():
         first = some()
         torch.manual_seed(0)
-    assert record.state is None
+    assert not record.states
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(some(), first)
 
@@ -150,7 +145,7 @@ def test_code_that_failed_runs_once_more():
     rewind(record)
     with noting_draws(record):
         torch.ones(2)
-    assert record.state is None, "it begins anew"
+    assert not record.states, "it begins anew"
     assert torch.equal(some(), first)
 
 
@@ -184,7 +179,7 @@ def test_others_may_draw_between_two_draws(thread_of):
                 assert all(torch.equal(some(), each) for each in drawn)
             found.append(record)
     if thread_of == "a trial":
-        assert not any(record.later for record in found)
+        assert all(len(record.states) == 1 for record in found)
 
 
 def test_another_draws_in_between_for_certain(thread_of):
@@ -199,7 +194,7 @@ def test_another_draws_in_between_for_certain(thread_of):
         second = torch.multinomial(torch.ones(9), 4)
         other()
         third = torch.rand(2)
-    assert len(record.later) == (2 if thread_of == "a script" else 0)
+    assert len(record.states) == (3 if thread_of == "a script" else 1)
     with drawing_again(record):
         assert torch.equal(torch.rand(2), first)
         assert torch.equal(torch.multinomial(torch.ones(9), 4), second)
@@ -219,7 +214,7 @@ def test_a_forked_child_draws_from_the_process_generator():
             if child == 0:
                 try:
                     same = torch.equal(torch.get_rng_state(), torch.default_generator.get_state())
-                    os.write(write, b"%d%d" % (has_own_state(), same))
+                    os.write(write, b"%d%d" % (thread.generator is not DEFAULT, same))
                 finally:
                     os._exit(0)
         os.waitpid(child, 0)

@@ -8,7 +8,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hydra_tune.randomness import RandomState, hold, hold_unheld, let_go, make_current, trial_state
-from hydra_tune.randomness.proxies import DeviceProxies
 from hydra_tune.randomness.trial_state import generator_states, set_generator_states
 
 
@@ -94,11 +93,11 @@ def devices(monkeypatch):
     """Two that operators draw from, whoever calls them."""
     own = torch.Generator().manual_seed(11), torch.Generator().manual_seed(22)
     monkeypatch.setattr(trial_state, "_holders", {})
-    monkeypatch.setattr(trial_state, "_set_aside", {})
-    monkeypatch.setattr(DeviceProxies, "real", lambda _: own)
+    monkeypatch.setattr(trial_state, "_process", RandomState(0))
+    monkeypatch.setattr(trial_state, "_real", own)
     yield own
     make_current(None)
-    assert not trial_state._holders and not trial_state._set_aside
+    assert not trial_state._holders
 
 
 def numbers(generator):

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hydra_tune import randomness
-from hydra_tune.randomness import RandomState, draws, make_current
-from hydra_tune.randomness.kernels import drawing_operators
+from hydra_tune.randomness import RandomState, make_current
+from hydra_tune.randomness.operators import drawing_operators, draws, install
 
 aten = torch.ops.aten
 GIVEN = torch.linspace(0.1, 0.9, 24).view(4, 6)
@@ -162,7 +161,7 @@ def test_no_operator_that_draws_is_unknown_here():
         base, _, overload = name.removeprefix("aten::").partition(".")
         packet = getattr(aten, base, None) if name.startswith("aten::") else None
         operator = None if packet is None else getattr(packet, overload or "default", None)
-        if operator is None or not draws(operator) or operator in drawing_operators():
+        if operator is None or not draws(operator) or operator in drawing_operators().values():
             continue
         has = operator.has_kernel_for_dispatch_key
         if has("CPU") or has("NestedTensorCPU") or has("CompositeImplicitAutograd"):
@@ -171,7 +170,7 @@ def test_no_operator_that_draws_is_unknown_here():
         *DRAWS_NOTHING, "_scaled_dot_product_attention_math"
     }  # fmt: skip
     assert len(drawing_operators()) == 28
-    assert {str(each).removeprefix("aten.").partition(".")[0] for each in drawing_operators()} <= {
+    assert {str(each).removeprefix("aten.").partition(".")[0] for each in drawing_operators().values()} <= {
         each.partition(".")[0] for each in DRAWS
     }
 
@@ -189,7 +188,7 @@ def test_another_generator_is_the_callers():
 
 
 def test_what_stands_for_the_default_generator_may_be_given():
-    randomness.install()
+    install()
     for make in (lambda: torch.random.default_generator, lambda: torch.manual_seed(7)):
         torch.manual_seed(7)
         expected = torch.rand(3)
@@ -200,7 +199,7 @@ def test_what_stands_for_the_default_generator_may_be_given():
 
 
 def test_a_copy_of_it_is_a_generator_of_ones_own():
-    randomness.install()
+    install()
     torch.manual_seed(7)
     clone = torch.random.default_generator.clone_state()
     expected = torch.rand(3)
@@ -289,7 +288,7 @@ def test_operators_that_do_not_draw_call_nothing_of_ours():
 
 def test_a_large_draw_holds_up_no_other_thread():
     """The interpreter's lock is free meanwhile: other trials go on while one makes its model."""
-    randomness.install()
+    install()
     large, ended, gaps = torch.empty(20_000_000), threading.Event(), []
 
     def work():

@@ -1,0 +1,138 @@
+"""Gives operators that draw on the CPU the generator that the calling thread draws from.
+
+    user code, autograd, autocast, dispatch modes
+        v
+    BackendSelect   for the 28 operators that take a generator and have a CPU kernel: `_drawing`, in Python
+        v
+    CPU             PyTorch's kernels, as they are
+
+All other operators that draw (rand, dropout, attention, recurrent layers, ...) are composed of these 28. No other
+operator is slower. BackendSelect is a dispatch key that every thread has, inside compilers' tracing and below every
+mode; PyTorch itself uses it for operators without tensors only. A kernel put in the place of the CPU's would have to
+call the old one by `SafeKernelFunction.call_boxed`, which keeps the interpreter's lock: other threads would stand still
+for as long as a large model is initialised. `redispatch_boxed` lets go of it.
+
+`torch.manual_seed`, `get_rng_state`, `fork_rng` and their kin are no operators: they call methods of
+`torch.random.default_generator`. What stands there acts on the calling thread's generator.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from hydra_tune.fork import gate, new_in_child
+
+if TYPE_CHECKING:
+    from hydra_tune.randomness.trial_state import RandomState
+
+DEFAULT: torch.Generator = torch.default_generator  # the object itself, whatever stands in its place later
+_BACKEND_SELECT = DispatchKeySet(DispatchKey.BackendSelect)
+
+
+class _Thread(threading.local):
+    """What the calling thread draws from, the trial that this is of, and who is told before each draw."""
+
+    generator = DEFAULT
+    trial_state: RandomState | None = None
+    notes: tuple[Callable[[torch.Generator], object], ...] = ()
+
+
+thread = _Thread()
+os.register_at_fork(after_in_child=lambda: thread.__dict__.clear())  # a loader's worker is no trial
+_default_lock = new_in_child(threading.RLock())  # draws of all threads from the default generator, one after another
+gate.guard(_default_lock)  # a fork waits for the draw under way, which has the generator's own lock, too
+_unlocked = nullcontext()
+_install_lock = new_in_child(threading.Lock())
+_libraries: list[torch.library.Library] = []  # the registrations, for life
+
+
+@functools.cache
+def install() -> None:
+    """Once in a process, before the first thread has a generator of its own; never undone. Forked children inherit
+    it."""
+    with _install_lock:
+        if not _libraries:
+            library = torch.library.Library("aten", "IMPL")
+            for name, operator in drawing_operators().items():
+                library.impl(name, _drawing(operator), "BackendSelect", with_keyset=True)
+            torch.random.default_generator = _stand_in  # type: ignore[attr-defined]
+            _libraries.append(library)
+
+
+def draws(func: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def drawing_operators() -> dict[str, Any]:
+    """Those whose own CPU kernel takes a generator, by name."""
+    found = {}
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
+        namespace, _, name = name.partition("::")
+        base, _, overload = name.partition(".")
+        operator: Any = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)  # some have none
+        if namespace == "aten" and draws(operator) and any(a.name == "generator" for a in operator._schema.arguments):
+            found[name] = operator
+    return found
+
+
+def _about_to_draw() -> torch.Generator:
+    """The calling thread's generator, which is about to be drawn from, read or set."""
+    generator = thread.generator
+    for note in thread.notes:
+        note(generator)
+    return generator
+
+
+def _drawing(operator: Any) -> Callable[..., Any]:
+    place = [argument.name for argument in operator._schema.arguments].index("generator")
+    call = operator._handle.redispatch_boxed
+
+    def drawing(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        keys = keys - _BACKEND_SELECT
+        given = args[place] if len(args) > place else kwargs.get("generator")
+        is_default = given is None or given._cdata in _DEFAULTS
+        if not (is_default and keys.has(DispatchKey.CPU)):  # the caller's, a GPU's, or no numbers at all
+            return call(keys, *args, **kwargs)
+        generator, notes = thread.generator, thread.notes
+        with _default_lock if generator is DEFAULT else _unlocked:
+            _about_to_draw()
+            if len(args) > place:
+                args = (*args[:place], generator, *args[place + 1 :])
+            else:
+                kwargs["generator"] = generator
+            thread.notes = ()  # kernels that this one calls in turn are part of the same draw
+            try:
+                return call(keys, *args, **kwargs)
+            finally:
+                thread.notes = notes
+
+    return drawing
+
+
+class _StandIn(torch.Generator):
+    """For the default generator. May be given to operators, too: they take it for that one."""
+
+
+def _of_thread(name: str) -> Callable[..., Any]:
+    def method(self: torch.Generator, *args: Any) -> Any:
+        with _default_lock:
+            found = getattr(_about_to_draw(), name)(*args)
+        return self if name in ("set_state", "manual_seed") else found
+
+    return method
+
+
+for _method in ("get_state", "set_state", "manual_seed", "seed", "initial_seed", "clone_state", "__reduce__"):
+    setattr(_StandIn, _method, _of_thread(_method))
+_stand_in = _StandIn()
+# Operators see a new wrapper of the same generator.
+_DEFAULTS = frozenset(each._cdata for each in (DEFAULT, _stand_in))  # type: ignore[attr-defined]

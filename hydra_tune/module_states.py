@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from operator import is_
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,9 @@ _STRUCTURE = frozenset((  # not what a module is set to
     "_parameters", "_buffers", "_modules", "_apply", "_flat_weights", "_flat_weight_refs",
 ))  # fmt: skip
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size))
+_PLAIN = frozenset((
+    bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, BuiltinFunctionType,
+))  # fmt: skip
 
 
 class Build(NamedTuple):
@@ -106,7 +109,15 @@ def _is_set(own: State, then: State) -> bool:
 
 def _is_plain(state: State) -> bool:
     others = [value for name, value in state.items() if name not in _OF_EVERY_MODULE]
-    return all(type(x) in _PLAIN or (type(x) is tuple and _PLAIN.issuperset(map(type, x))) for x in others)
+    return all(map(_keeps_nothing, others))
+
+
+def _keeps_nothing(value: Any) -> bool:
+    """Alive; a function does by what it closes over, and by its attributes."""
+    kind = type(value)
+    if kind is FunctionType:
+        return value.__closure__ is None and not value.__dict__
+    return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
 
 
 def _is_activation(value: Any) -> bool:

@@ -45,7 +45,7 @@ _latest: ProcessState | None = None
 
 
 class ProcessState(NamedTuple):
-    """`autocast` is a pair for each kind of device."""
+    """`autocast` is a pair for each kind of device; nothing where it is off for all."""
 
     autocast: tuple[tuple[bool, torch.dtype], ...]
     device: torch.device
@@ -55,7 +55,8 @@ class ProcessState(NamedTuple):
     def now(cls) -> ProcessState:
         global _latest
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU  # a mode may have set one
-        state = cls(tuple(map(autocast_state, _KINDS)), device, tuple(map(_CALL, _READS)))
+        autocast = tuple(map(autocast_state, _KINDS)) if torch._C._is_any_autocast_enabled() else ()
+        state = cls(autocast, device, tuple(map(_CALL, _READS)))
         latest = _latest  # of any thread
         if state == latest:  # one for all who keep it: each is ten objects to the garbage collector
             return latest
@@ -82,13 +83,14 @@ class ProcessState(NamedTuple):
                     f"forward, but torch.{name} was {value} in the forward of block {block} and is {other} now: this "
                     "trial or another one has set it. Set it once, before the first step or the search."
                 )
+        before = tuple(map(autocast_state, _KINDS))
         torch.autocast_increment_nesting()
         try:
-            _set_autocast(self.autocast)
+            _set_autocast(self.autocast or tuple((False, dtype) for _, dtype in before))
             with nullcontext() if self.device == now.device else self.device:
                 yield
         finally:
-            _set_autocast(now.autocast)
+            _set_autocast(before)
             torch.autocast_decrement_nesting()
 
 

@@ -40,9 +40,9 @@ class Settings:
     """Sizes of the job. `report_every` is in steps; validation reads `validation_batches` batches."""
 
     trials: int = 8
-    steps: int = 50
+    steps: int = 32
     batch: int = 2
-    report_every: int = 25
+    report_every: int = 16
     validation_batches: int = 12
     seed: int = 0
 

@@ -85,14 +85,6 @@ class CudaDevice(Device):
         self._h2d.wait_stream(self._compute())  # tasks before this one may still read what was there
         self.promote(copies)
 
-    def receive(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """PyTorch copies between GPUs in the current stream of the one that sends, and has this and that of the other
-        wait for each other before and after. Other trials' tasks would wait with them; so the host does, before."""
-        others = {t.device for t in tensors if t.is_cuda} - {self.torch_device}
-        for device in (*others, self.torch_device) if others else ():
-            _marked(torch.cuda.current_stream(device)).synchronize()
-        return super().receive(tensors)
-
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         hosts, arrival = self.spill(tensors, like)
         arrival.wait()

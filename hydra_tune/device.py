@@ -20,7 +20,6 @@ import torch
 
 from hydra_tune.config import checks_enabled
 from hydra_tune.meter import Meter
-from hydra_tune.transfer import copies_on
 
 _CPU = torch.device("cpu")
 POISON = 0xFF  # NaN in every float format, -1 in every signed integer
@@ -41,7 +40,6 @@ class Device(ABC):
 
     foreach_by_default = False  # does torch.optim choose `foreach` here by itself?
     slots_stay = False  # is a slot at the same offset the same memory?
-    takes_travellers = False  # may tasks of trials that are at home elsewhere run here? Virtual devices' alone
     homes_move = False  # may a trial have its home elsewhere from one step to the next?
     model: Hashable = None  # devices of one compute the same numbers
     link_bytes_per_s = inf
@@ -86,10 +84,6 @@ class Device(ABC):
     def refresh(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """As `promote`, into slots that are in use."""
         self.promote(copies)
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of another device's tensors, in all else as they are."""
-        return copies_on(self.torch_device, tensors)
 
     @abstractmethod
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -137,7 +131,6 @@ class CpuDevice(Device):
     """A virtual device in host memory. Freed slots are poisoned under ``HYDRA_TUNE_CHECKS=1``."""
 
     slots_stay = True
-    takes_travellers = True
     homes_move = True
     model = "cpu"
     link_bytes_per_s = 5e9  # as one core copies; decides only which ways are worth it

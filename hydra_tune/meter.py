@@ -13,8 +13,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -170,11 +169,6 @@ class Meter:
             if num_bytes is not None:
                 self._limits[trial] = num_bytes
 
-    def known(self) -> list[int]:
-        """Keys of the storages that are counted."""
-        with _lock:
-            return list(self._storages)
-
     def start_window(self, trial: int) -> int:
         """Start to note the trial's highest bytes from here on; its bytes now."""
         with _lock:
@@ -235,7 +229,6 @@ class TrialMeter:
         self._is_outside = True  # of visits to shards
         self._starts_later = False
         self._first: weakref.ref[FirstStep] | None = None  # a mode on the thread's stack keeps this meter
-        self._uses: Uses | None = None  # noted, of what is on the device
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
     @property
@@ -265,8 +258,6 @@ class TrialMeter:
         found = [(t, meters) for t in inputs if (meters := _known(t))]
         if not found:
             return self.here if self.inside and not inputs else None
-        if self._uses is not None:
-            self._uses.note(inputs)
         if packet is _COPY_TO:
             return self.here
         sets = [meters for t, meters in found if t.dim() and t.numel()] or [found[0][1]]
@@ -283,17 +274,6 @@ class TrialMeter:
                 ".tolist()), or copy a tensor into the trial that uses it (.to(device, copy=True))."
             )
         return self.here
-
-    @contextmanager
-    def noting_uses(self, *given: torch.Tensor) -> Iterator[list[int]]:
-        """What operators inside use of the device, beside these and what they make: known at the end."""
-        found: list[int] = []
-        self._uses = uses = Uses(self.meter.known(), given)
-        try:
-            yield found
-        finally:
-            self._uses = None
-            found += uses.found
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
@@ -387,19 +367,6 @@ class TrialMeter:
     def disown(self, tensor: torch.Tensor) -> None:
         """Count a tensor no longer that left the device without a copy."""
         self.meter.remove(tensor)
-
-
-class Uses:
-    """By operators, of storages that were `known` before; all but those of the `given` tensors."""
-
-    def __init__(self, known: Iterable[int], given: Iterable[torch.Tensor]) -> None:
-        self._known = set(known) - {storage._cdata for tensor in given for storage in storages_of(tensor)}
-        self.found: set[int] = set()
-
-    def note(self, inputs: Iterable[torch.Tensor]) -> None:
-        """A number may be used anywhere."""
-        used = {storage._cdata for t in inputs if t.dim() and t.numel() for storage in storages_of(t)}
-        self.found |= used & self._known
 
 
 class Paused:

@@ -130,9 +130,7 @@ class ShardPool:
         ledgers = [device.ledger for device in self._machine.devices]
         self.devices = tuple(PoolDevice(*pair, self.end_abandoned) for pair in zip(self._devices, ledgers, strict=True))
         alike = len({device.model for device in self._devices}) == 1
-        self.travels = len(self._devices) > 1 and alike and all(device.takes_travellers for device in self._devices)
-        self._homes_stay = not (alike and all(device.homes_move for device in self._devices))
-        self._moves = self.travels or not self._homes_stay  # its trials' tasks, or their homes
+        self._homes_move = alike and all(device.homes_move for device in self._devices)
         self._lock = threading.RLock()
         gate.guard(self._lock)
         self._trials: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()  # a model owns its trial
@@ -309,7 +307,7 @@ class ShardPool:
             stop = stop or Stop()
             stop.reaches(self)
             try:
-                added = e.TrialAdded(number, total_steps, host_bytes, self._moves, self._homes_stay)
+                added = e.TrialAdded(number, total_steps, host_bytes, self._homes_move, not self._homes_move)
                 home = self._await_place(added, name, stop)
                 trial = self._trials[number] = make(number, self._devices[home])
             except BaseException:

@@ -169,15 +169,6 @@ class Residency:
             if p.grad is not None:
                 self.meter.disown(p.grad)
 
-    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies there of another virtual device's tensors, without their graph."""
-        counting = self.meter.counting
-        with self.meter.paused():
-            copies = device.receive(tensors)
-        if counting:
-            device.meter.add(self.meter.trial, copies)
-        return copies
-
     def await_gradients(self) -> None:
         """Those of the last backward that have not reached the host yet."""
         if self._arrival is not None:

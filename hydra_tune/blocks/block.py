@@ -56,7 +56,6 @@ class Block:
     held    its parameters that live on the device for the trial's life, as all buffers do
     keeps   why its activations are kept from forward to backward; empty where the forward is repeated
     clones  its inputs are changed in place, by itself or by what comes after it
-    at_home it is visited nowhere else than on its trial's home
     """
 
     name: str
@@ -64,7 +63,6 @@ class Block:
     held: Sequence[nn.Parameter] = ()
     keeps: str = ""
     clones: bool = False
-    at_home: bool = True
     writes_buffers: bool = True  # its forward does, for all that is known
     casts: frozenset[tuple[int, torch.dtype]] = frozenset()  # `slot_parameters` that it uses only as autocast's
     saved_counts: frozenset[int] = frozenset()  # tensors that calls save for the backward, as far as measured
@@ -100,11 +98,6 @@ class Block:
     def weight_bytes(self) -> int:
         """Bytes of its slot: the promoted parameters, each once."""
         return sum(map(storage_bytes, self.slot_parameters))
-
-    @property
-    def names_device(self) -> bool:
-        """Whether an attribute of its modules says where to make tensors, by a device's number."""
-        return any(_is_numbered_device(value) for module in self.modules for value in vars(module).values())
 
     @interruptible
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -191,9 +184,3 @@ class Block:
         if now:
             for (d, name), value in zip(self._buffers, now, strict=True):
                 d[name] = value
-
-
-def _is_numbered_device(value: object) -> bool:
-    if isinstance(value, torch.device):
-        return value.index is not None
-    return isinstance(value, str) and value.startswith("cuda:")

@@ -10,7 +10,7 @@ import logging
 import weakref
 from typing import Protocol
 
-from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.graph import ForwardPass
 from hydra_tune.lease import Lease
 from hydra_tune.planner import Planner
 from hydra_tune.pool import Client, ShardPool

@@ -38,15 +38,15 @@ from hydra_tune.blocks.call import (
 )
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.shared_casts import SharedCasts
-from hydra_tune.callers import Callers, calls_backward
+from hydra_tune.callers import Callers
 from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.events import TaskReady
 from hydra_tune.fork import gate
-from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
+from hydra_tune.graph import ForwardPass, calls_backward
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.interrupts import interrupts

@@ -28,7 +28,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.promote import promote
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.errors import PrepareError
-from hydra_tune.forward_pass import ForwardPass
+from hydra_tune.graph import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.mode import TrialMode
 from hydra_tune.process_state import casts_to, remembers_casts

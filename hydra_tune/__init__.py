@@ -65,8 +65,8 @@ _HOME = {
     "resume_step": "hydra_tune.preparation",
     "simulate": "hydra_tune.simulation",
     "trainable": "hydra_tune.integrations.ray_trainable",
+    "tune": "hydra_tune.integrations.ray_tune",
 }
-_MODULES = {"tune": "hydra_tune.integrations.ray_tune"}
 
 _checkout = Path(__file__).parent.parent
 if (_checkout / "integrations" / "optuna_runner.py").exists() and (_checkout / "setup.cfg").exists():
@@ -76,11 +76,8 @@ if (_checkout / "integrations" / "optuna_runner.py").exists() and (_checkout / "
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _MODULES:
-        value: Any = import_module(_MODULES[name])
-    else:
-        value = getattr(import_module(_HOME.get(name, "hydra_tune.errors")), name)
-    globals()[name] = value
+    home = import_module(_HOME.get(name, "hydra_tune.errors"))
+    globals()[name] = value = home if name == "tune" else getattr(home, name)
     return value
 
 

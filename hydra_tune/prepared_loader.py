@@ -12,15 +12,12 @@ from torch import nn
 from hydra_tune.errors import PrepareError
 from hydra_tune.fork import gate
 from hydra_tune.loader_progress import LoaderProgress
-from hydra_tune.resumption import Resumption
 from hydra_tune.trial import Trial
 
 
 class PreparedLoader:
     """Stands for the loader in everything; its batches arrive on the trial's device, while there is a trial: the loader
-    does not keep it. A copy is one of the plain loader.
-
-    Attributes are read from the loader and set on it. Special methods Python looks up on the class; `standing_for`
+    does not keep it. A copy is one of the plain loader. Special methods Python looks up on the class; `standing_for`
     makes one with those that the loader has.
     """
 
@@ -83,22 +80,22 @@ def _with_methods(names: tuple[str, ...]) -> type[PreparedLoader]:
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: PreparedLoader, *args: Any, **kwargs: Any) -> Any:
-        loader, trial, progress = self._prepared_loader, _living(self), self._prepared_progress
-        if trial is None:
-            return getattr(type(loader), name)(loader, *args, **kwargs)
-        if name == "__next__":
-            _between_tasks(trial)
-        if name == "__next__" and progress is not None and trial.resumption is not None:
-            result = _next_noted(loader, trial, trial.resumption, progress)
+        loader, trial = self._prepared_loader, _living(self)
+        if name == "__next__" and trial is not None:
+            result = _next_of(self, trial)
         else:
             result = getattr(type(loader), name)(loader, *args, **kwargs)
-        return trial.residency.to_device(result) if name in _GIVE_BATCHES else result
+        return result if trial is None or name not in _GIVE_BATCHES else trial.residency.to_device(result)
 
     return method
 
 
-def _next_noted(loader: Any, trial: Trial, resumption: Resumption, progress: LoaderProgress) -> Any:
+def _next_of(prepared: PreparedLoader, trial: Trial) -> Any:
     """The next batch; once it is there, what came before it may be written."""
+    _between_tasks(trial)
+    loader, progress, resumption = prepared._prepared_loader, prepared._prepared_progress, trial.resumption
+    if progress is None or resumption is None:
+        return next(loader)
     states = resumption.before_batch(progress)
     try:
         batch = next(loader)
@@ -123,28 +120,16 @@ def refuse_what_is_no_loader(loaders: Sequence[Any]) -> None:
         PrepareError: one of them gives no batches.
     """
     for place, given in enumerate(loaders, 3):
-        way_out = _way_out_of(given)
-        if way_out:
+        gives_batches = callable(given) or any(hasattr(type(given), name) for name in ("__iter__", *_GIVE_BATCHES))
+        is_schedule_or_scaler = hasattr(given, "state_dict") and (
+            hasattr(given, "get_last_lr") or hasattr(given, "unscale_")
+        )
+        if not gives_batches or is_schedule_or_scaler or isinstance(given, (torch.optim.Optimizer, nn.Module)):
             raise PrepareError(
                 f"what follows the optimizer are loaders, iterables of batches, but argument {place} is a "
-                f"{type(given).__name__}. {way_out}"
+                f"{type(given).__name__}. Leave it out, and use it as it is: prepare takes one model a call, and one "
+                "of its optimizers. Write extra_state=[it] for checkpoints to hold a schedule or a scaler."
             )
-
-
-def _way_out_of(given: Any) -> str:
-    """For what is no loader; empty for what may be one."""
-    if isinstance(given, torch.optim.Optimizer):
-        return "Call prepare(model, optimizer) once with one of them; further optimizers are stepped as they are."
-    if isinstance(given, nn.Module):
-        return "Give prepare one model a call; call a loss as it is."
-    if callable(getattr(given, "state_dict", None)) and any(hasattr(given, each) for each in _OF_SCHEDULES_AND_SCALERS):
-        return "Use it as it is; write prepare(..., extra_state=[it]) for checkpoints to hold it."
-    if not (callable(given) or any(hasattr(type(given), each) for each in ("__iter__", *_GIVE_BATCHES))):
-        return "Leave it out, and use it as it is."
-    return ""
-
-
-_OF_SCHEDULES_AND_SCALERS = ("get_last_lr", "unscale_")
 
 
 def _living(loader: PreparedLoader) -> Trial | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hydra_tune.errors import UncuttableError
+from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.interrupts import interruptible
 from hydra_tune.module_states import ModuleStates
@@ -119,7 +119,7 @@ class Block:
             parameters = module._parameters
             if parameters.get(name) is not own[i]:
                 self.take_back(weights)
-                raise UncuttableError(
+                raise PrepareError(
                     f"a prepared model keeps its Parameter objects, but one of {self.name} was replaced since, "
                     "perhaps by torch.func.functional_call. Call hydra_tune.release(model), replace it, and "
                     "prepare the model again."

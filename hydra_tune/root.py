@@ -17,13 +17,11 @@ from hydra_tune.fingerprint import slots_of
 from hydra_tune.host_buffer import is_dense
 from hydra_tune.interrupts import interrupts
 from hydra_tune.own_forward import StandIn
-from hydra_tune.unchanged import Unchanged
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
-_MOST_CALLS = 64  # that differ, of one model
 _MOST_ITEMS = 1_000  # of a container; larger ones are data
 _DEEPEST = 4
 
@@ -43,19 +41,6 @@ class RootForward(StandIn):
         super().__init__(model)
         self.trial = trial
         update_wrapper(self, self.original, updated=())
-        self._unchanged: Unchanged | None = None  # here, lest a trial that outlives its model keeps that
-        self._kinds: dict[Any, Any] = {}
-
-    def kind_of(self, call: Any, find: Callable[[], Any]) -> Any:
-        """What `find` has found for such a call, while the model is as it was then."""
-        if self._unchanged is not None and call in self._kinds and self._unchanged.holds():
-            return self._kinds[call]
-        kind = find()
-        if self._unchanged is None or not self._unchanged.holds() or len(self._kinds) > _MOST_CALLS:
-            self._unchanged, self._kinds = Unchanged.since_now(self.module), {}
-        if call is not None:
-            self._kinds[call] = kind
-        return kind
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__code__", "__globals__"):

@@ -433,8 +433,7 @@ class Trial:
             self._roots = [each for each in self._roots if each.model() is not None]
             planner.leave_plan()
             planner.start()
-        number, call = self.models.index(root.module), _call_key(root, args, kwargs)
-        kind = root.kind_of(call, lambda: planner.kind_of(number, args, kwargs))
+        kind = planner.kind_of(self.models.index(root.module), args, kwargs)
         if planner.first is not None and self.steps.outlasts_first:
             self.steps.leave()
             self._end_first_step()

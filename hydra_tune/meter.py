@@ -216,11 +216,10 @@ class Meter:
 
 
 class TrialMeter:
-    """One trial's view of the meter of its home: where it stands, and whether operators are counted. `here` is the
-    meter of the device that the trial's visit is on."""
+    """One trial's view of the meter of its home: where it stands, and whether operators are counted."""
 
     def __init__(self, meter: Meter, trial: int, *, always: bool) -> None:
-        self.meter = self.here = meter
+        self.meter = meter
         self.trial = trial
         self.always = always  # the checks of HYDRA_TUNE_CHECKS
         self.counting = always
@@ -257,13 +256,13 @@ class TrialMeter:
             return None
         found = [(t, meters) for t in inputs if (meters := _known(t))]
         if not found:
-            return self.here if self.inside and not inputs else None
+            return self.meter if self.inside and not inputs else None
         if packet is _COPY_TO:
-            return self.here
+            return self.meter
         sets = [meters for t, meters in found if t.dim() and t.numel()] or [found[0][1]]
         common = [meter for meter in sets[0] if all(meter in meters for meters in sets)]
         if common:
-            return self.here if self.here in common else common[0]
+            return self.meter if self.meter in common else common[0]
         if self.always:
             first = sets[0][0]
             second = next(meters for meters in sets if first not in meters)[0]
@@ -273,7 +272,7 @@ class TrialMeter:
                 f"{second.name}{where}! (in {operator}, of trial {self.trial}) Give other trials numbers (.item(), "
                 ".tolist()), or copy a tensor into the trial that uses it (.to(device, copy=True))."
             )
-        return self.here
+        return self.meter
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
@@ -362,7 +361,7 @@ class TrialMeter:
     def move(self, to: Meter) -> None:
         """The trial's home is another one, and so is that of all it has."""
         self.meter.hand_over(self.trial, to)
-        self.meter = self.here = to
+        self.meter = to
 
     def disown(self, tensor: torch.Tensor) -> None:
         """Count a tensor no longer that left the device without a copy."""

@@ -105,7 +105,7 @@ class BlockProfile:
 @dataclass(frozen=True)
 class Shard:
     """Consecutive blocks with one slot. Work is the largest of its blocks', which run one after another; the
-    boundary is the largest of what one of them takes or gives. `at_home` says that it can be nowhere else."""
+    boundary is the largest of what one of them gives. `at_home` says that it can be nowhere else."""
 
     blocks: tuple[int, ...]
     slot_bytes: int

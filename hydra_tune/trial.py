@@ -739,7 +739,6 @@ class Trial:
         copy = self._at(block, direction)
         gate.enter()
         self._visiting = True
-        self.meter.here = copy.device.meter
         self.meter.inside += 1
         if direction is Direction.FORWARD:
             self.meter.outside_ends()
@@ -747,7 +746,6 @@ class Trial:
 
     def end_visit(self, copy: DeviceCopy, direction: Direction) -> None:
         self._visiting = False
-        self.meter.here = self.meter.meter if self._open_copy is None else self._open_copy.device.meter
         self.meter.inside -= 1
         copy.used = copy.device.mark()
         if direction is Direction.FORWARD:
@@ -780,7 +778,6 @@ class Trial:
         self._close_backward()
         self.meter.outside_ends()
         self._open_copy = self._at(call.block, Direction.BACKWARD)
-        self.meter.here = self._open_copy.device.meter
         self._open = weakref.ref(call)
         self._touched.append(self._open)
 
@@ -789,7 +786,6 @@ class Trial:
         if self._open_copy is not None:
             self._open_copy.used = self._open_copy.device.mark()
             self.meter.outside_starts_later()
-            self.meter.here = self.meter.meter
         self._open = self._open_copy = None
 
     def send_home(

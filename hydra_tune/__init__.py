@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hydra_tune.calibration import calibrate
-    from hydra_tune.errors import (
-        BudgetError,
-        ConfigError,
-        HydraTuneError,
-        PoolClosedError,
-        PrepareError,
-        TrialStopped,
-    )
+    from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, PoolClosedError, PrepareError, TrialStopped
     from hydra_tune.integrations import ray_tune as tune
     from hydra_tune.integrations.executor import HydraExecutor
     from hydra_tune.integrations.memory_constraint import memory_constraint

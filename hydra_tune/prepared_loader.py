@@ -21,15 +21,11 @@ class PreparedLoader:
     makes one with those that the loader has.
     """
 
-    __slots__ = ("__weakref__", "_prepared_loader", "_prepared_progress", "_prepared_trial")
-    _prepared_loader: Any
-    _prepared_progress: LoaderProgress | None
-    _prepared_trial: Callable[[], Trial | None]
+    __slots__ = ("__weakref__", "_prepared")
+    _prepared: tuple[Any, Callable[[], Trial | None], LoaderProgress | None]
 
     def __init__(self, loader: Any, trial: Callable[[], Trial | None], progress: LoaderProgress | None) -> None:
-        object.__setattr__(self, "_prepared_loader", loader)
-        object.__setattr__(self, "_prepared_progress", progress)
-        object.__setattr__(self, "_prepared_trial", trial)
+        object.__setattr__(self, "_prepared", (loader, trial, progress))
 
     @classmethod
     def standing_for(
@@ -41,29 +37,29 @@ class PreparedLoader:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self._prepared_loader)
+        return type(self._prepared[0])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._prepared_loader, name)
+        return getattr(self._prepared[0], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._prepared_loader, name, value)
+        setattr(self._prepared[0], name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._prepared_loader, name)
+        delattr(self._prepared[0], name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._prepared_loader.__reduce_ex__(protocol)
+        return self._prepared[0].__reduce_ex__(protocol)
 
     def __iter__(self) -> PreparedLoader:
-        trial, progress = _living(self), self._prepared_progress
+        (loader, reference, progress), trial = self._prepared, _living(self)
         if trial is not None:
             _between_tasks(trial)
             if progress is not None and trial.resumption is not None:
                 trial.resumption.before_iteration(progress)
         with gate.one_at_a_time:  # now, not at the first batch: it may draw a seed
-            batches = iter(self._prepared_loader) if progress is None else progress.iterate()
-        iteration = PreparedLoader.standing_for(batches, self._prepared_trial, progress)
+            batches = iter(loader) if progress is None else progress.iterate()
+        iteration = PreparedLoader.standing_for(batches, reference, progress)
         if progress is not None:
             progress.follow(iteration)
         return iteration
@@ -80,7 +76,7 @@ def _with_methods(names: tuple[str, ...]) -> type[PreparedLoader]:
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: PreparedLoader, *args: Any, **kwargs: Any) -> Any:
-        loader, trial = self._prepared_loader, _living(self)
+        loader, trial = self._prepared[0], _living(self)
         if name == "__next__" and trial is not None:
             result = _next_of(self, trial)
         else:
@@ -93,7 +89,7 @@ def _method(name: str) -> Callable[..., Any]:
 def _next_of(prepared: PreparedLoader, trial: Trial) -> Any:
     """The next batch; once it is there, what came before it may be written."""
     _between_tasks(trial)
-    loader, progress, resumption = prepared._prepared_loader, prepared._prepared_progress, trial.resumption
+    (loader, _, progress), resumption = prepared._prepared, trial.resumption
     if progress is None or resumption is None:
         return next(loader)
     states = resumption.before_batch(progress)
@@ -110,7 +106,7 @@ def _next_of(prepared: PreparedLoader, trial: Trial) -> Any:
 
 def plain_loader(loader: Any) -> Any:
     """What was given to an earlier `prepare`, if it was."""
-    return loader._prepared_loader if isinstance(loader, PreparedLoader) else loader
+    return loader._prepared[0] if isinstance(loader, PreparedLoader) else loader
 
 
 def refuse_what_is_no_loader(loaders: Sequence[Any]) -> None:
@@ -134,7 +130,7 @@ def refuse_what_is_no_loader(loaders: Sequence[Any]) -> None:
 
 def _living(loader: PreparedLoader) -> Trial | None:
     """Its trial; where that has ended, the model is plain and on the host, and so are the batches."""
-    trial = loader._prepared_trial()
+    trial = loader._prepared[1]()
     return None if trial is None or trial.ended else trial
 
 

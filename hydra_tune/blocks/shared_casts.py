@@ -15,7 +15,6 @@ from functools import wraps
 import torch
 
 from hydra_tune.errors import PrepareError
-from hydra_tune.fork import new_in_child
 
 
 class SharedCasts:
@@ -24,7 +23,6 @@ class SharedCasts:
     def __init__(self) -> None:
         self._of: dict[int, tuple[torch.Tensor, int]] = {}  # with the weight's version
         self._barred = set[int]()  # weights that were used without this context's cast
-        _watch_clearings()
 
     def get(self, weight: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """With these `values` of the weight, cast; None where this context has none yet."""
@@ -86,19 +84,13 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_lock = new_in_child(threading.Lock())
+_clear = torch.clear_autocast_cache
 
 
-def _watch_clearings() -> None:
-    """`torch.autocast` looks the function up each time that a thread leaves its outermost context."""
-    with _lock:
-        clear = torch.clear_autocast_cache
-        if not getattr(clear, "clears_shared_casts", False):
+@wraps(_clear)
+def _clear_all() -> None:
+    _here.clear()
+    _clear()
 
-            @wraps(clear)
-            def clear_all() -> None:
-                _here.clear()
-                clear()
 
-            clear_all.clears_shared_casts = True  # type: ignore[attr-defined]
-            torch.clear_autocast_cache = clear_all
+torch.clear_autocast_cache = _clear_all  # `torch.autocast` looks it up when a thread leaves its outermost context

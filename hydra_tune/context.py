@@ -10,7 +10,6 @@ from functools import cache, partial
 
 import torch
 
-from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.errors import clear_frames
 from hydra_tune.garbage import collect_until
@@ -22,7 +21,7 @@ from hydra_tune.randomness import RandomState, hold_unheld, let_go, make_current
 from hydra_tune.randomness.trial_state import own_devices
 from hydra_tune.resumption import Resumption
 from hydra_tune.stop import Stop
-from hydra_tune.trial import Trial
+from hydra_tune.trial import Trial, objectives
 
 _local = threading.local()
 
@@ -127,12 +126,12 @@ class TrialContext:
         stack.callback(let_go, self._state)
         if context.mode is not None:
             stack.enter_context(context.mode)
-        company.join()
+        objectives.add(id(context))
         return context
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         context = self._context
-        company.part()
+        objectives.discard(id(context))
         try:
             for trial in context.trials:
                 trial.unwatch()

@@ -25,7 +25,7 @@ _LOOK_AGAIN_S = 0.1
 _OURS = frozenset(
     f"hydra_tune.{name}"
     for name in (
-        "company", "context", "fork", "lease", "meter", "mode", "planner", "pool", "pool_device", "process_state",
+        "context", "fork", "lease", "meter", "mode", "planner", "pool", "pool_device", "process_state",
         "residency", "shared_random", "steps", "trial",
     )
 )  # fmt: skip

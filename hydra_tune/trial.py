@@ -39,7 +39,6 @@ from hydra_tune.blocks.call import (
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.callers import Callers
-from hydra_tune.company import company
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
@@ -70,6 +69,7 @@ from hydra_tune.tree import flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
 ResultT = TypeVar("ResultT")
+objectives = set[int]()  # under way in this process, by id; beside others, none may set what is the process's
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _TOLD_BY_VALUE = frozenset((bool, int, float, str, type(None)))
 
@@ -162,7 +162,7 @@ class Trial:
     @property
     def is_alone(self) -> bool:
         """No other objective runs in this process, nor has another thread a model in this pool."""
-        return company.count <= self.of_runner and not self.pool.is_shared
+        return len(objectives) <= self.of_runner and not self.pool.is_shared
 
     @property
     def is_here(self) -> bool:

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hydra_tune.calibration import calibrate
-    from hydra_tune.errors import (
-        BudgetError,
-        ConfigError,
-        HydraTuneError,
-        PoolClosedError,
-        PrepareError,
-        TrialStopped,
-    )
+    from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, PoolClosedError, PrepareError, TrialStopped
     from hydra_tune.integrations import ray_tune as tune
     from hydra_tune.integrations.executor import HydraExecutor
     from hydra_tune.integrations.memory_constraint import memory_constraint
@@ -65,8 +58,8 @@ _HOME = {
     "resume_step": "hydra_tune.preparation",
     "simulate": "hydra_tune.simulation",
     "trainable": "hydra_tune.integrations.ray_trainable",
+    "tune": "hydra_tune.integrations.ray_tune",
 }
-_MODULES = {"tune": "hydra_tune.integrations.ray_tune"}
 
 _checkout = Path(__file__).parent.parent
 if (_checkout / "integrations" / "optuna_runner.py").exists() and (_checkout / "setup.cfg").exists():
@@ -76,11 +69,8 @@ if (_checkout / "integrations" / "optuna_runner.py").exists() and (_checkout / "
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _MODULES:
-        value: Any = import_module(_MODULES[name])
-    else:
-        value = getattr(import_module(_HOME.get(name, "hydra_tune.errors")), name)
-    globals()[name] = value
+    home = import_module(_HOME.get(name, "hydra_tune.errors"))
+    globals()[name] = value = home if name == "tune" else getattr(home, name)
     return value
 
 

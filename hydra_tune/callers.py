@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from types import FrameType
 
-import torch
-
+from hydra_tune.engine import calls_backward
 from hydra_tune.errors import PrepareError
 from hydra_tune.fork import new_in_child
 
 _one_asks = new_in_child(threading.Lock())
 _FORWARDS = ("run_root", "run_block")  # of the model's trial
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 class Callers:
@@ -35,47 +32,31 @@ class Callers:
         Raises:
             PrepareError: that is still in a forward of the trial, or in a backward while the trial is in its own.
         """
-        if self._last == threading.get_ident():
+        if self.is_last:
             return
         with self._lock:
-            caller, self._last = self._last, threading.get_ident()
-            if caller == self._last or not _is_called_by(caller, trial, in_backward=in_backward):
+            if not _is_called_by(self._last, trial, in_backward=in_backward):
+                self._last = threading.get_ident()
                 return
-            self._last = caller
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         raise PrepareError(
             f"one thread at a time calls a prepared model, but {threading.current_thread().name} called that of "
-            f"{name} while {names.get(caller)} was in its forward or backward. Let a lock be held around each "
+            f"{name} while {names.get(self._last)} was in its forward or backward. Let a lock be held around each "
             "step and each evaluation, or evaluate a copy.deepcopy(model), which is a plain model."
         )
 
 
-def _calls_backward(frame: FrameType | None) -> bool:
-    """Whether there, or in what has called that, a backward was asked for."""
-    while frame is not None:
-        if frame.f_code is _BACKWARD:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def top_frame(thread: int) -> FrameType | None:
-    """Of a thread that lives. Until Python 3.12, garbage that is collected while the interpreter makes the frames may
-    wait for ever for a lock that it holds then (python/cpython#106883)."""
+def _is_called_by(thread: int, trial: object, *, in_backward: bool) -> bool:
+    """By what is on its stack: a call that has raised is over, though nothing may have told so."""
     with _one_asks:
         collects = gc.isenabled()
         try:
-            gc.disable()
-            return sys._current_frames().get(thread)
+            gc.disable()  # before Python 3.12, garbage collected here may wait for ever (python/cpython#106883)
+            frame = sys._current_frames().get(thread)
         finally:
             if collects:
                 gc.enable()
-
-
-def _is_called_by(thread: int, trial: object, *, in_backward: bool) -> bool:
-    """By what is on its stack: a call that has raised is over, though nothing may have told so."""
-    frame = top_frame(thread)
-    if in_backward and _calls_backward(frame):
+    if in_backward and calls_backward(frame):
         return True
     while frame is not None:
         if frame.f_code.co_name in _FORWARDS and frame.f_locals.get("self") is trial:

@@ -17,7 +17,6 @@ _UNIT_BYTES = {
 MOST_BYTES = 1 << 62  # more than any memory
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 ALIGNMENT_BYTES = 512  # of every tensor in a host buffer or a slot: what CUDA's allocator uses
-CHECKS_VARIABLE = "HYDRA_TUNE_CHECKS"
 
 
 def parse_bytes(text: int | str, name: str = "memory") -> int:
@@ -26,34 +25,19 @@ def parse_bytes(text: int | str, name: str = "memory") -> int:
     Raises:
         ConfigError: not a whole positive number of bytes, or more than any memory has.
     """
-    if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise _not_bytes(text, name)
-    if isinstance(text, int):
-        amount = text
-    else:
-        match = _BYTES.fullmatch(text)
-        if match is None or match[2] not in _UNIT_BYTES:
-            raise _not_bytes(text, name)
-        number = float(match[1]) * _UNIT_BYTES[match[2]]
-        amount = int(min(number, 2.0 * MOST_BYTES))
+    amount = text if isinstance(text, int) and not isinstance(text, bool) else 0
+    if isinstance(text, str) and (match := _BYTES.fullmatch(text)) and match[2] in _UNIT_BYTES:
+        amount = int(min(float(match[1]) * _UNIT_BYTES[match[2]], 2.0 * MOST_BYTES))
     if not 0 < amount <= MOST_BYTES:
-        raise _not_bytes(text, name)
+        raise ConfigError(
+            f"{name} is a positive number of bytes, got {text!r}. "
+            'Write an int, or text with a unit, such as "20GiB" or "512MiB".'
+        )
     return amount
 
 
-def _not_bytes(text: object, name: str) -> ConfigError:
-    return ConfigError(
-        f"{name} is a positive number of bytes, got {text!r}. "
-        'Write an int, or text with a unit, such as "20GiB" or "512MiB".'
-    )
-
-
 def check_folder(path: Path, what: str) -> None:
-    """Before work whose result is to be written there.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+    """Before work whose result is to be written there: a ConfigError, if there is no such folder."""
     if not path.parent.is_dir():
         raise ConfigError(f"{what} is saved in a folder that there is, got {str(path)!r}. Make {str(path.parent)!r}.")
 
@@ -84,4 +68,4 @@ def checks_enabled() -> bool:
 
     Costs some ten microseconds an operator; this project's tests run with it.
     """
-    return os.environ.get(CHECKS_VARIABLE, "") not in ("", "0")
+    return os.environ.get("HYDRA_TUNE_CHECKS", "") not in ("", "0")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from hydra_tune.config import checks_enabled
+from hydra_tune.engine import forget_interrupted_backward
 from hydra_tune.errors import clear_frames
 from hydra_tune.events import Reported
 from hydra_tune.garbage import collect_until
-from hydra_tune.graph import forget_interrupted_backward
 from hydra_tune.interrupts import Stop
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
@@ -61,26 +60,20 @@ class Context:
     def live_trial(self, pool: ShardPool) -> Trial | None:
         """The one of this thread in this pool, beside whose models another one is prepared: they reserve jointly, for
         two trials of one thread could wait for each other for ever."""
-        is_dropped = self._last is not None and self._collect(self._last)
-        live = self._last() if self._last else None  # not before: its blocks may refer to their model
+        last = self._last
+        if last is None:
+            return None
+        its_pool = getattr(last(), "pool", None)  # may be garbage with its trial, whose blocks may refer to their model
+        is_dropped = collect_until(partial(_is_dropped, last))
+        if its_pool is not None:
+            its_pool.end_abandoned()  # what it has counted lives on: a table that a library keeps for all models
+        live = last()
         if live is None or live.ended:
             return None
         if is_dropped:
             live.end()  # its owner has dropped it; a loss or an optimizer that nobody has rebound yet keeps the trial
             return None
         return live if live.pool is pool else None
-
-    @staticmethod
-    def _collect(last: weakref.ref[Trial]) -> bool:
-        """Whether its model is dropped then. Its pool may be garbage, too, and what it has counted lives on: a table
-        that a library keeps for all models."""
-        trial = last()
-        pool = None if trial is None else trial.pool
-        del trial
-        is_dropped = collect_until(partial(_is_dropped, last))
-        if pool is not None:
-            pool.end_abandoned()
-        return is_dropped
 
 
 def _is_dropped(reference: weakref.ref[Trial]) -> bool:
@@ -95,18 +88,9 @@ def current_context() -> Context:
     return context
 
 
-@contextmanager
-def trials_to_come() -> Iterator[None]:
-    """Around one trial after another: what the first sets for the process stays until the last has ended."""
-    with own_devices():
-        yield
-
-
 class TrialContext:
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
     thread's settings, which the next one finds as this one did, and the trial's end."""
-
-    __slots__ = ("_context", "_devices", "_outer", "_outer_state", "_settings", "_state")
 
     def __init__(
         self,
@@ -118,34 +102,30 @@ class TrialContext:
         alone: bool = False,
     ) -> None:
         self._state = pool.random_state(number if seed_number is None else seed_number)
+        self._num_threads = pool.num_threads
         mode = TrialMode(stays=True) if checks_enabled() else None
         self._context = Context(pool, name or f"trial {number}", self._state, mode, alone=alone)
 
     def __enter__(self) -> Context:
-        pool = self._context.pool
-        assert pool is not None
-        self._outer, _local.context = getattr(_local, "context", None), self._context
-        self._settings = ThreadSettings()
-        torch.set_num_threads(pool.num_threads)
-        self._devices = own_devices()
-        self._devices.__enter__()
-        self._outer_state = make_current(self._state)
+        context = self._context
+        self._outer, _local.context = getattr(_local, "context", None), context
+        self._set = stack = ExitStack()
+        stack.callback(ThreadSettings().restore)
+        torch.set_num_threads(self._num_threads)
+        stack.enter_context(own_devices())
+        stack.callback(make_current, make_current(self._state))
         hold_unheld(self._state)
-        if self._context.mode is not None:
-            self._context.mode.__enter__()
-        return self._context
+        stack.callback(let_go, self._state)
+        if context.mode is not None:
+            stack.enter_context(context.mode)
+        return context
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         context = self._context
         try:
             for trial in context.trials:
                 trial.unwatch()
-            if context.mode is not None:
-                context.mode.__exit__(kind, error, trace)
-            let_go(self._state)
-            make_current(self._outer_state)
-            self._devices.__exit__(None, None, None)
-            self._settings.restore()
+            self._set.close()
             if error is not None:
                 clear_frames(error)
         finally:

@@ -42,8 +42,8 @@ class Arrival:
 class Device:
     """One device with an enforced budget. Slots are one-dimensional uint8 tensors."""
 
-    is_virtual = True  # a slot at the same offset is the same memory; trials' tasks and homes may move among such ones
-    link_bytes_per_s = 5e9  # as one core copies; decides only which tasks' ways are worth it
+    is_virtual = True  # a slot at the same offset is the same memory; trials' homes may move among such ones
+    link_bytes_per_s = 5e9  # as one core copies; decides only which ways are worth it
     least_ahead_bytes: int | None = 1 << 20  # of a promotion that pays in a thread of its own: to wake it takes 0.1 ms
     spills_behind = False  # do gradients go to the host while the device goes on?
     ledger: Ledger  # its pool's, of who has reserved what

@@ -9,15 +9,35 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
 
-from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.interrupts import interruptible, interrupts
 
 _PyTorchs = type(Variable._execution_engine)
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """Lives as long as the graph of one forward of the root module; done once that graph was used up.
+
+    `ended_by` is what a block raised to end it: a model may catch all exceptions, and would go on without the block.
+    `calls` counts the calls of each block, by its name. A forward `has_trained` that has run a backward itself.
+    """
+
+    trains: bool = False
+    has_trained: bool = False
+    done: bool = False
+    ended_by: Exception | None = None
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def count(self, block: str) -> None:
+        self.calls[block] = self.calls.get(block, 0) + 1
 
 
 class Trains(Protocol):
@@ -88,3 +108,18 @@ def install() -> None:
     """Once in a process; never undone."""
     if not isinstance(Variable._execution_engine, Engine):
         Variable._execution_engine = Engine()
+
+
+def calls_backward(frame: FrameType | None) -> bool:
+    """Whether there, or in what has called that, a backward was asked for."""
+    while frame is not None:
+        if frame.f_code is _BACKWARD:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def forget_interrupted_backward() -> None:
+    """After an exception in a backward PyTorch may keep the rest of its graph until the thread's next backward."""
+    with torch.enable_grad():
+        torch.ones((), requires_grad=True).backward()

@@ -26,11 +26,6 @@ class ResumeError(PrepareError):
     """A checkpoint is of another model, optimizer or loader than those that go on from it."""
 
 
-class UncuttableError(PrepareError):
-    """A block that cannot be run apart. A pilot opens it into its children, or keeps it with its graph; once
-    training has begun it ends the trial."""
-
-
 class ReturnsWeightsError(PrepareError):
     """A block without gradients returns these `weights`, which are on the device for its visit alone."""
 
@@ -47,9 +42,6 @@ class UntraceableError(PrepareError, AttributeError):
     there is one hears that there is not."""
 
 
-_LEAST_LACK = 0.01  # of what is known to need more, but not how much
-
-
 class BudgetError(HydraTuneError, ValueError):
     """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered. `lack` is how
     much more: what it needs, as far as that was measured, over what there is, less 1; 1.0 where nothing was."""
@@ -58,7 +50,7 @@ class BudgetError(HydraTuneError, ValueError):
 
     def lacking(self, need_bytes: int, budget_bytes: int) -> BudgetError:
         """This error, with its numbers."""
-        self.lack = max(need_bytes / max(1, budget_bytes) - 1.0, _LEAST_LACK)
+        self.lack = max(need_bytes / max(1, budget_bytes) - 1.0, 0.01)  # it lacks some
         return self
 
 

@@ -13,8 +13,7 @@ _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or coll
 def user_hooks(module: nn.Module) -> bool:
     """Whether the user has put a hook on this module."""
     own = vars(module)
-    kinds = [kind for kind in HOOKS_OF_MODULES if own.get(kind)]
-    return bool(kinds) and any(_is_users(hook) for kind in kinds for hook in own[kind].values())
+    return any(_is_users(hook) for kind in HOOKS_OF_MODULES if own.get(kind) for hook in own[kind].values())
 
 
 def keep_only_pytorchs(module: nn.Module) -> None:

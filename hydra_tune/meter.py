@@ -13,8 +13,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -170,11 +169,6 @@ class Meter:
             if num_bytes is not None:
                 self._limits[trial] = num_bytes
 
-    def known(self) -> list[int]:
-        """Keys of the storages that are counted."""
-        with _lock:
-            return list(self._storages)
-
     def start_window(self, trial: int) -> int:
         """Start to note the trial's highest bytes from here on; its bytes now."""
         with _lock:
@@ -222,11 +216,10 @@ class Meter:
 
 
 class TrialMeter:
-    """One trial's view of the meter of its home: where it stands, and whether operators are counted. `here` is the
-    meter of the device that the trial's visit is on."""
+    """One trial's view of the meter of its home: where it stands, and whether operators are counted."""
 
     def __init__(self, meter: Meter, trial: int, *, always: bool) -> None:
-        self.meter = self.here = meter
+        self.meter = meter
         self.trial = trial
         self.always = always  # the checks of HYDRA_TUNE_CHECKS
         self.counting = always
@@ -235,7 +228,6 @@ class TrialMeter:
         self._is_outside = True  # of visits to shards
         self._starts_later = False
         self._first: weakref.ref[FirstStep] | None = None  # a mode on the thread's stack keeps this meter
-        self._uses: Uses | None = None  # noted, of what is on the device
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
     @property
@@ -264,15 +256,13 @@ class TrialMeter:
             return None
         found = [(t, meters) for t in inputs if (meters := _known(t))]
         if not found:
-            return self.here if self.inside and not inputs else None
-        if self._uses is not None:
-            self._uses.note(inputs)
+            return self.meter if self.inside and not inputs else None
         if packet is _COPY_TO:
-            return self.here
+            return self.meter
         sets = [meters for t, meters in found if t.dim() and t.numel()] or [found[0][1]]
         common = [meter for meter in sets[0] if all(meter in meters for meters in sets)]
         if common:
-            return self.here if self.here in common else common[0]
+            return self.meter if self.meter in common else common[0]
         if self.always:
             first = sets[0][0]
             second = next(meters for meters in sets if first not in meters)[0]
@@ -282,18 +272,7 @@ class TrialMeter:
                 f"{second.name}{where}! (in {operator}, of trial {self.trial}) Give other trials numbers (.item(), "
                 ".tolist()), or copy a tensor into the trial that uses it (.to(device, copy=True))."
             )
-        return self.here
-
-    @contextmanager
-    def noting_uses(self, *given: torch.Tensor) -> Iterator[list[int]]:
-        """What operators inside use of the device, beside these and what they make: known at the end."""
-        found: list[int] = []
-        self._uses = uses = Uses(self.meter.known(), given)
-        try:
-            yield found
-        finally:
-            self._uses = None
-            found += uses.found
+        return self.meter
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
@@ -382,24 +361,11 @@ class TrialMeter:
     def move(self, to: Meter) -> None:
         """The trial's home is another one, and so is that of all it has."""
         self.meter.hand_over(self.trial, to)
-        self.meter = self.here = to
+        self.meter = to
 
     def disown(self, tensor: torch.Tensor) -> None:
         """Count a tensor no longer that left the device without a copy."""
         self.meter.remove(tensor)
-
-
-class Uses:
-    """By operators, of storages that were `known` before; all but those of the `given` tensors."""
-
-    def __init__(self, known: Iterable[int], given: Iterable[torch.Tensor]) -> None:
-        self._known = set(known) - {storage._cdata for tensor in given for storage in storages_of(tensor)}
-        self.found: set[int] = set()
-
-    def note(self, inputs: Iterable[torch.Tensor]) -> None:
-        """A number may be used anywhere."""
-        used = {storage._cdata for t in inputs if t.dim() and t.numel() for storage in storages_of(t)}
-        self.found |= used & self._known
 
 
 class Paused:

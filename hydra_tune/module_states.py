@@ -37,8 +37,7 @@ class ModuleStates:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._latest: list[State | None] = [None] * len(modules)
-        self._lengths: list[int] = []
-        self._same: tuple[list[int], list[State]] | None = None  # by identity, while all of it is plain
+        self._same: tuple[list[int], list[int], list[State]] | None = None  # by identity, while all of it is plain
         self._build = self._first_build = self._read_build()
 
     def build_now(self) -> Build:
@@ -67,29 +66,29 @@ class ModuleStates:
 
     def now(self) -> list[State]:
         """Of each module. One that has nothing but plain data is not to be changed; the others are the caller's own."""
-        owns = list(map(vars, self._modules))
-        ids = list(map(id, chain.from_iterable(map(dict.values, owns))))
-        if self._same is not None and self._same[0] == ids and list(map(len, owns)) == self._lengths:
-            return self._same[1]
+        ids, lengths = self._ids_now()
+        if self._same is not None and self._same[0] == ids and self._same[1] == lengths:
+            return self._same[2]
         states = []
         for i, (own, latest) in enumerate(zip(map(vars, self._modules), self._latest, strict=True)):
             if latest is None or not _is_set(own, latest):
                 latest = dict(own)
                 self._latest[i] = latest if _is_plain(latest) else None  # objects shall not live longer for it
             states.append(latest)
-        self._lengths = list(map(len, owns))
-        self._same = None if None in self._latest else (ids, states)
+        self._same = None if None in self._latest else (ids, lengths, states)
         return states
+
+    def _ids_now(self) -> tuple[list[int], list[int]]:
+        owns = list(map(vars, self._modules))
+        return list(map(id, chain.from_iterable(map(dict.values, owns)))), list(map(len, owns))
 
     def are_plain(self, states: Sequence[State]) -> bool:
         """Whether these, just told by `now`, have no objects, nor tensors."""
-        return self._same is not None and states is self._same[1]
+        return self._same is not None and states is self._same[2]
 
     def are(self, states: Sequence[State]) -> bool:
-        if self._same is not None and states is self._same[1]:
-            owns = list(map(vars, self._modules))
-            ids = list(map(id, chain.from_iterable(map(dict.values, owns))))
-            return ids == self._same[0] and list(map(len, owns)) == self._lengths
+        if self._same is not None and states is self._same[2]:
+            return self._ids_now() == self._same[:2]
         return all(map(_is_set, map(vars, self._modules), states))
 
     def set(self, states: Sequence[State]) -> None:

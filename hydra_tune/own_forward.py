@@ -1,6 +1,7 @@
-"""A forward that is set on a module itself, before its class's: what stands in its place while the module is prepared.
+"""What stands in an attribute of a module, `forward` above all, while the module is prepared.
 
-accelerate and trl set one, as does who patches a model by hand: ``model.forward = types.MethodType(wrapped, model)``.
+accelerate and trl set a forward on a module itself, before its class's, as does who patches a model by hand:
+``model.forward = types.MethodType(wrapped, model)``.
 """
 
 from __future__ import annotations
@@ -14,48 +15,55 @@ from hydra_tune.interrupts import interruptible
 
 
 class StandIn:
-    """In the instance attribute `forward` of a prepared module. A copy of the module gets what is `own` there, if
-    anything is, else its class's."""
+    """In this attribute of a prepared module. A copy of the module gets what is `own` there, if anything is, else its
+    class's."""
+
+    attribute = "forward"
 
     def __init__(self, module: nn.Module) -> None:
-        before = vars(module).get("forward")
+        before = vars(module).get(self.attribute)
         self.module = module
-        self.own = own_forward_of(module)
+        self.own = _own(module, self.attribute)
         self._before: Any = before._before if isinstance(before, StandIn) else before
 
     @property
     def original(self) -> Callable[..., Any]:
         """What the module would run in plain PyTorch."""
-        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return forward if self.own is None else self.own
+        of_class: Callable[..., Any] = getattr(type(self.module), self.attribute).__get__(self.module)
+        return of_class if self.own is None else self.own
 
     @interruptible
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return self.original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return (getattr, (self.module, "forward")) if self.own is None else (_itself, (self.own,))
+        return (getattr, (self.module, self.attribute)) if self.own is None else (_itself, (self.own,))
 
     def give_back(self) -> None:
-        """The module is as it was. Who has put a forward around this one since keeps that; it leads here still."""
-        present: Any = vars(self.module).get("forward")
+        """The module is as it was. Who has put something around this one since keeps that; it leads here still."""
+        own = vars(self.module)
+        present: Any = own.get(self.attribute)
         if present is not self and getattr(present, "__func__", None) is not self:
             return
         if self._before is not None:
-            vars(self.module)["forward"] = self._before  # in its place among the attributes
+            own[self.attribute] = self._before  # in its place among the attributes
         else:
-            del vars(self.module)["forward"]
+            del own[self.attribute]
 
 
 def own_forward_of(module: nn.Module) -> Callable[..., Any] | None:
-    """None, if the module runs its class's."""
-    forward: Any = vars(module).get("forward")
-    if isinstance(forward, StandIn):
-        return forward.own
-    if getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module:
+    """One set on the module itself; None, if it runs its class's."""
+    return _own(module, StandIn.attribute)
+
+
+def _own(module: nn.Module, attribute: str) -> Callable[..., Any] | None:
+    own: Any = vars(module).get(attribute)
+    if isinstance(own, StandIn):
+        return own.own
+    if getattr(own, "__func__", None) is getattr(type(module), attribute) and own.__self__ is module:
         return None  # the copy of a prepared module has that
-    return forward  # type: ignore[no-any-return]
+    return own  # type: ignore[no-any-return]
 
 
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
+def _itself(own: Callable[..., Any]) -> Callable[..., Any]:
+    return own

@@ -195,8 +195,7 @@ def _pack_run(
             sum(p.weight_bytes for p in part),
             max(p.forward_work_bytes for p in part),
             max(p.backward_work_bytes for p in part),
-            max(p.carried_bytes for p in part),
-            any(p.at_home for p in part),
+            max(p.boundary_bytes for p in part),
         )
 
 

@@ -316,7 +316,7 @@ class Planner:
         for block in self.blocks:
             if block.name not in known:
                 like = of_kind.get(_kind_of(block), BlockProfile(block.name, block.weight_bytes, measured=False))
-                found.append(replace(like, name=block.name, visits=0, at_home=True))
+                found.append(replace(like, name=block.name, visits=0))
         return found
 
     def _in_order(self, names: Sequence[str]) -> list[Block]:
@@ -380,8 +380,6 @@ class Planner:
         self.plan, self._next_plan = plan, None
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]
-        for block, profile in zip(self.blocks, plan.blocks, strict=True):
-            block.at_home = profile.at_home
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         if plan.resident:
             self.unwrap()

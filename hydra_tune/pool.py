@@ -107,7 +107,7 @@ class ShardPool:
         )
         for device, state in zip(self._devices, self._machine.devices, strict=True):
             device.ledger = state.ledger
-        self.travels = len(self._devices) > 1 and all(device.is_virtual for device in self._devices)  # its trials
+        self._homes_move = len(self._devices) > 1 and all(device.is_virtual for device in self._devices)
         self.spills_behind = any(device.spills_behind for device in self._devices)  # plans are made for any of them
         self._lock = threading.RLock()
         gate.guard(self._lock)
@@ -266,7 +266,7 @@ class ShardPool:
             self._leases[number] = Lease(number, self._trace.now_s)
             self._wake[number] = threading.Condition(self._lock)
             try:
-                home = self._await_place(e.TrialAdded(number, total_steps, host_bytes, self.travels), name, stop)
+                home = self._await_place(e.TrialAdded(number, total_steps, host_bytes, self._homes_move), name, stop)
                 trial = self._trials[number] = make(number, self._devices[home])
             except BaseException:
                 self._summaries.pop(number, None)

@@ -82,7 +82,6 @@ def prepare(
     if num_steps is not None and resumption is not None:
         num_steps = max(1, num_steps - resumption.next_steps_behind)
     _refuse(model, optimizer)
-    refuse_unsupported(model)
     end_orphans(model)
     chosen = pool or context.pool or default_pool()
     chosen.check_usable()
@@ -134,11 +133,13 @@ def release(model: nn.Module) -> None:
     """
     gate.leave()  # where an interruption has left it inside
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    trials = [(trial, module) for module in modules if (trial := trial_of(module)) is not None]
-    for trial, module in trials:
-        trial.release(module)
+    found = end_orphans(model) if modules else False
+    for module in modules:
+        if (trial := trial_of(module)) is not None:
+            trial.release(module)
+            found = True
     interrupts.check()
-    if not trials and not (isinstance(model, nn.Module) and end_orphans(model)):
+    if not found:
         raise PrepareError(f"only a prepared model can be released; this {type(model).__name__} is not prepared.")
 
 
@@ -158,8 +159,7 @@ def resume_step() -> int:
 def _num_steps(total_steps: int | None, epochs: int | None, loaders: Sequence[Any]) -> int | None:
     """None if nobody knows."""
     for name, value in (("total_steps", total_steps), ("epochs", epochs)):
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and (not whole or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} is a whole number of at least 1, or None if it is not known; got {value!r}.")
     if total_steps is not None or epochs is None:
         return total_steps
@@ -176,28 +176,26 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         raise PrepareError(f"the first argument is the model, a torch.nn.Module; got {type(model).__name__}.")
     if trial_of(model) is not None:
         raise PrepareError("this model is prepared already. Use it as it is, or call hydra_tune.release(model) first.")
+    refuse_unsupported(model)
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PrepareError(
             f"the second argument is the model's optimizer or None; got {type(optimizer).__name__}. "
-            "Write prepare(model, None, loader) for a loader without an optimizer; of several optimizers give one, and "
-            "step all of them as usual."
+            "Write prepare(model, None, loader) for a loader without an optimizer."
         )
     try:
         optimizer.state_dict()  # by which its state follows its weights
     except AttributeError as error:
         raise PrepareError(
             f"the state of an optimizer moves with its weights, but the state_dict of {type(optimizer).__name__} fails "
-            f"({error}), as of one that wraps another without calling Optimizer.__init__. Give prepare the inner one, "
-            "and step this one as before."
+            f"({error}). Where it wraps another optimizer, give prepare that one, and step this one as before."
         ) from None
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in stepped for p in model.parameters()):
+    if stepped.isdisjoint(map(id, model.parameters())):
         raise PrepareError(
             "the optimizer steps the model's parameters, but this one holds none of them. Make it from "
-            "model.parameters(), before prepare and after any change of the model; or leave one out that steps others, "
-            "as a prompt that is learned, and step it as usual."
+            "model.parameters(), before prepare and after any change of the model; or leave it out, and step it."
         )
 
 
@@ -207,12 +205,10 @@ _binding = new_in_child(threading.Lock())
 
 def _refuse_shared(model: nn.Module) -> None:
     names = {id(p): name for name, p in model.named_parameters()}
-    for ref in _bound.valuerefs():
-        other = ref()
-        if other is None or trial_of(other) is None:
-            continue
-        for name in [names[id(p)] for p in other.parameters() if id(p) in names][:1]:
+    for other in [ref() for ref in _bound.valuerefs()]:
+        shared = [] if other is None or trial_of(other) is None else [p for p in other.parameters() if id(p) in names]
+        if shared:
             raise PrepareError(
-                f"a weight is in one prepared model, but {name} is in a {type(other).__name__} that is prepared "
-                "already. Call hydra_tune.release on that model first, or give this one a copy."
+                f"a weight is in one prepared model, but {names[id(shared[0])]} is in a {type(other).__name__} that is "
+                "prepared already. Call hydra_tune.release on that model first, or give this one a copy."
             )

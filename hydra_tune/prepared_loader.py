@@ -12,27 +12,20 @@ from torch import nn
 from hydra_tune.errors import PrepareError
 from hydra_tune.fork import gate
 from hydra_tune.loader_progress import LoaderProgress
-from hydra_tune.resumption import Resumption
 from hydra_tune.trial import Trial
 
 
 class PreparedLoader:
     """Stands for the loader in everything; its batches arrive on the trial's device, while there is a trial: the loader
-    does not keep it. A copy is one of the plain loader.
-
-    Attributes are read from the loader and set on it. Special methods Python looks up on the class; `standing_for`
+    does not keep it. A copy is one of the plain loader. Special methods Python looks up on the class; `standing_for`
     makes one with those that the loader has.
     """
 
-    __slots__ = ("__weakref__", "_prepared_loader", "_prepared_progress", "_prepared_trial")
-    _prepared_loader: Any
-    _prepared_progress: LoaderProgress | None
-    _prepared_trial: Callable[[], Trial | None]
+    __slots__ = ("__weakref__", "_prepared")
+    _prepared: tuple[Any, Callable[[], Trial | None], LoaderProgress | None]
 
     def __init__(self, loader: Any, trial: Callable[[], Trial | None], progress: LoaderProgress | None) -> None:
-        object.__setattr__(self, "_prepared_loader", loader)
-        object.__setattr__(self, "_prepared_progress", progress)
-        object.__setattr__(self, "_prepared_trial", trial)
+        object.__setattr__(self, "_prepared", (loader, trial, progress))
 
     @classmethod
     def standing_for(
@@ -44,29 +37,29 @@ class PreparedLoader:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self._prepared_loader)
+        return type(self._prepared[0])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._prepared_loader, name)
+        return getattr(self._prepared[0], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._prepared_loader, name, value)
+        setattr(self._prepared[0], name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._prepared_loader, name)
+        delattr(self._prepared[0], name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._prepared_loader.__reduce_ex__(protocol)
+        return self._prepared[0].__reduce_ex__(protocol)
 
     def __iter__(self) -> PreparedLoader:
-        trial, progress = _living(self), self._prepared_progress
+        (loader, reference, progress), trial = self._prepared, _living(self)
         if trial is not None:
             _between_tasks(trial)
             if progress is not None and trial.resumption is not None:
                 trial.resumption.before_iteration(progress)
         with gate.one_at_a_time:  # now, not at the first batch: it may draw a seed
-            batches = iter(self._prepared_loader) if progress is None else progress.iterate()
-        iteration = PreparedLoader.standing_for(batches, self._prepared_trial, progress)
+            batches = iter(loader) if progress is None else progress.iterate()
+        iteration = PreparedLoader.standing_for(batches, reference, progress)
         if progress is not None:
             progress.follow(iteration)
         return iteration
@@ -83,22 +76,22 @@ def _with_methods(names: tuple[str, ...]) -> type[PreparedLoader]:
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: PreparedLoader, *args: Any, **kwargs: Any) -> Any:
-        loader, trial, progress = self._prepared_loader, _living(self), self._prepared_progress
-        if trial is None:
-            return getattr(type(loader), name)(loader, *args, **kwargs)
-        if name == "__next__":
-            _between_tasks(trial)
-        if name == "__next__" and progress is not None and trial.resumption is not None:
-            result = _next_noted(loader, trial, trial.resumption, progress)
+        loader, trial = self._prepared[0], _living(self)
+        if name == "__next__" and trial is not None:
+            result = _next_of(self, trial)
         else:
             result = getattr(type(loader), name)(loader, *args, **kwargs)
-        return trial.residency.to_device(result) if name in _GIVE_BATCHES else result
+        return result if trial is None or name not in _GIVE_BATCHES else trial.residency.to_device(result)
 
     return method
 
 
-def _next_noted(loader: Any, trial: Trial, resumption: Resumption, progress: LoaderProgress) -> Any:
+def _next_of(prepared: PreparedLoader, trial: Trial) -> Any:
     """The next batch; once it is there, what came before it may be written."""
+    _between_tasks(trial)
+    (loader, _, progress), resumption = prepared._prepared, trial.resumption
+    if progress is None or resumption is None:
+        return next(loader)
     states = resumption.before_batch(progress)
     try:
         batch = next(loader)
@@ -113,7 +106,7 @@ def _next_noted(loader: Any, trial: Trial, resumption: Resumption, progress: Loa
 
 def plain_loader(loader: Any) -> Any:
     """What was given to an earlier `prepare`, if it was."""
-    return loader._prepared_loader if isinstance(loader, PreparedLoader) else loader
+    return loader._prepared[0] if isinstance(loader, PreparedLoader) else loader
 
 
 def refuse_what_is_no_loader(loaders: Sequence[Any]) -> None:
@@ -123,33 +116,21 @@ def refuse_what_is_no_loader(loaders: Sequence[Any]) -> None:
         PrepareError: one of them gives no batches.
     """
     for place, given in enumerate(loaders, 3):
-        way_out = _way_out_of(given)
-        if way_out:
+        gives_batches = callable(given) or any(hasattr(type(given), name) for name in ("__iter__", *_GIVE_BATCHES))
+        is_schedule_or_scaler = hasattr(given, "state_dict") and (
+            hasattr(given, "get_last_lr") or hasattr(given, "unscale_")
+        )
+        if not gives_batches or is_schedule_or_scaler or isinstance(given, (torch.optim.Optimizer, nn.Module)):
             raise PrepareError(
                 f"what follows the optimizer are loaders, iterables of batches, but argument {place} is a "
-                f"{type(given).__name__}. {way_out}"
+                f"{type(given).__name__}. Leave it out, and use it as it is: prepare takes one model a call, and one "
+                "of its optimizers. Write extra_state=[it] for checkpoints to hold a schedule or a scaler."
             )
-
-
-def _way_out_of(given: Any) -> str:
-    """For what is no loader; empty for what may be one."""
-    if isinstance(given, torch.optim.Optimizer):
-        return "Call prepare(model, optimizer) once with one of them; further optimizers are stepped as they are."
-    if isinstance(given, nn.Module):
-        return "Give prepare one model a call; call a loss as it is."
-    if callable(getattr(given, "state_dict", None)) and any(hasattr(given, each) for each in _OF_SCHEDULES_AND_SCALERS):
-        return "Use it as it is; write prepare(..., extra_state=[it]) for checkpoints to hold it."
-    if not (callable(given) or any(hasattr(type(given), each) for each in ("__iter__", *_GIVE_BATCHES))):
-        return "Leave it out, and use it as it is."
-    return ""
-
-
-_OF_SCHEDULES_AND_SCALERS = ("get_last_lr", "unscale_")
 
 
 def _living(loader: PreparedLoader) -> Trial | None:
     """Its trial; where that has ended, the model is plain and on the host, and so are the batches."""
-    trial = loader._prepared_trial()
+    trial = loader._prepared[1]()
     return None if trial is None or trial.ended else trial
 
 

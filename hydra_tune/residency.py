@@ -17,7 +17,6 @@ from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.host_weights import HostWeights
 from hydra_tune.meter import TrialMeter
-from hydra_tune.transfer import copies_on
 from hydra_tune.tree import flatten, tensors_in, unflatten
 
 if TYPE_CHECKING:
@@ -163,15 +162,6 @@ class Residency:
         for p in (p for block in blocks for p in block.slot_parameters):
             if p.grad is not None:
                 self.meter.disown(p.grad)
-
-    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies there of another virtual device's tensors, without their graph."""
-        counting = self.meter.counting
-        with self.meter.paused():
-            copies = copies_on(device.torch_device, tensors)
-        if counting:
-            device.meter.add(self.meter.trial, copies)
-        return copies
 
     def await_gradients(self) -> None:
         """Those of the last backward that have not reached the host yet."""

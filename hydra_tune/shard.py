@@ -77,8 +77,6 @@ class BlockProfile:
 
     `weight_bytes` is the slot it occupies (parameters and buffers, aligned); `saved_bytes` what plain
     autograd keeps of it between forward and backward; the work bytes are scratch beyond slot and inputs.
-    `carried_bytes` is the larger of what it takes and what it gives, copied to another device; `at_home` says that
-    it can be visited nowhere else, for it needs what its trial has there.
     `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called. `keeps`,
     `clones`, `writes_buffers`, `casts` and `saved_counts` as in `Block`.
     """
@@ -89,8 +87,6 @@ class BlockProfile:
     backward_work_bytes: int = 0
     saved_bytes: int = 0
     boundary_bytes: int = 0
-    carried_bytes: int = 0
-    at_home: bool = False
     forward_s: float = 0.0
     backward_s: float = 0.0
     visits: int = 2
@@ -109,7 +105,7 @@ class BlockProfile:
 @dataclass(frozen=True)
 class Shard:
     """Consecutive blocks with one slot. Work is the largest of its blocks', which run one after another; the
-    boundary is the largest of what one of them takes or gives. `at_home` says that it can be nowhere else."""
+    boundary is the largest of what one of them gives. `at_home` says that it can be nowhere else."""
 
     blocks: tuple[int, ...]
     slot_bytes: int

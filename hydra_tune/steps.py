@@ -10,8 +10,8 @@ import logging
 import weakref
 from typing import TYPE_CHECKING
 
+from hydra_tune.engine import ForwardPass
 from hydra_tune.events import StepDone
-from hydra_tune.forward_pass import ForwardPass
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial

@@ -36,17 +36,14 @@ from hydra_tune.blocks.call import (
     refuse_hooks,
 )
 from hydra_tune.blocks.device_copy import DeviceCopy
-from hydra_tune.blocks.move import may_move
 from hydra_tune.blocks.shared_casts import SharedCasts
-from hydra_tune.blocks.travelling import TravellingCall
 from hydra_tune.callers import Callers
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
-from hydra_tune.engine import Backward, here, install
+from hydra_tune.engine import Backward, ForwardPass, here, install
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.events import Alone, Invalidated, Outgrown, OutOfMemory, TaskReady
 from hydra_tune.fork import gate
-from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
@@ -58,7 +55,7 @@ from hydra_tune.planning.around import weights_in
 from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.pool import ShardPool
-from hydra_tune.process_state import ProcessState, Surroundings, autocast_mode, remembers_casts
+from hydra_tune.process_state import ProcessState, Surroundings, autocast_mode
 from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
@@ -129,7 +126,6 @@ class Trial:
         self._uncounting: TrialMode | None = None  # the one before, which may be on the stack still
         # the task that has the lease
         self._task: Task | None = None
-        self._task_device = home  # of that task, or the one before
         self._task_start_s = 0.0
         self.awaits_backward = False  # of the one forward of a simple step
         self._steps_are_simple: bool | None = None  # one forward, one backward; None as long as nobody has seen
@@ -160,11 +156,7 @@ class Trial:
 
     def gpu_generators(self) -> Sequence[torch.Generator]:
         """Those of its device, if that has some of its own."""
-        return (
-            ()
-            if self._task_device.is_virtual
-            else [g for g in self._task_device.generators() if g.device.type != "cpu"]
-        )
+        return () if self.device.is_virtual else [g for g in self.device.generators() if g.device.type != "cpu"]
 
     @property
     def is_here(self) -> bool:
@@ -484,8 +476,7 @@ class Trial:
             self._roots = [each for each in self._roots if each.model() is not None]
             planner.leave_plan()
             planner.start()
-        number, call = self.models.index(root.module), _call_key(root, args, kwargs)
-        kind = root.kind_of(call, lambda: planner.kind_of(number, args, kwargs))
+        kind = planner.kind_of(self.models.index(root.module), args, kwargs)
         if planner.first is not None and self.steps.outlasts_first:
             self.steps.leave()
             self._end_first_step()
@@ -709,9 +700,7 @@ class Trial:
         at_once = self._pass is None  # a checkpoint's repetition, whose own backward follows
         if block.keeps or at_once or surroundings.are_rebuilt or surroundings.choices != self._choices or is_watched():
             return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
-        travels = not (block.at_home or block.clones) and self.pool.travels and self._may_travel(block, given)
-        kind = TravellingCall if travels else RepeatedCall
-        call = kind(block, self, forward_pass, Given(leaves, structure, given, surroundings))
+        call = RepeatedCall(block, self, forward_pass, Given(leaves, structure, given, surroundings))
         if first is not None:
             first.watch(call, given)
         try:
@@ -788,22 +777,11 @@ class Trial:
                 gradient, weight.grad = weight.grad.to(p.device, copy=True), None
                 p.grad = gradient if p.grad is None else p.grad + gradient
 
-    def _may_travel(self, block: Block, given: Sequence[torch.Tensor]) -> bool:
-        """Whether a call of the block may run away from home. The gradients of its weights end its backward."""
-        if self.plan is None or self.plan.resident or (block.casts and remembers_casts()):  # which several calls share
-            return False
-        return any(are_trained(block.slot_parameters)) and all(map(may_move, given))
-
-    def received(self, device: Device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self.residency.received(device, tensors)
-
-    def begin_visit(self, block: Block, direction: Direction, *, travels: bool = False) -> DeviceCopy:
-        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`. With
-        `travels`, perhaps on another one than the trial's home, or where the backward that it is for is."""
-        copy = self._at(block, direction, travels=travels)
+    def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
+        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
+        copy = self._at(block, direction)
         gate.enter()
         self._visiting = True
-        self.meter.here = copy.device.meter
         self.meter.inside += 1
         if direction is Direction.FORWARD:
             self.meter.outside_ends()
@@ -811,14 +789,13 @@ class Trial:
 
     def end_visit(self, copy: DeviceCopy, direction: Direction) -> None:
         self._visiting = False
-        self.meter.here = self.meter.meter if self._open_copy is None else self._open_copy.device.meter
         self.meter.inside -= 1
         copy.used = copy.device.mark()
         if direction is Direction.FORWARD:
             self.meter.outside_starts()
         gate.leave()
 
-    def _at(self, block: Block, direction: Direction, *, travels: bool) -> DeviceCopy:
+    def _at(self, block: Block, direction: Direction) -> DeviceCopy:
         """Be where the block's shard is; its copy there."""
         if self.planner.first is not None:
             copy = self.planner.first.copy_of(block)
@@ -827,24 +804,23 @@ class Trial:
         elif self.plan is not None and self.plan.resident:
             copy = DeviceCopy.of_none(self.device)
         else:
-            copy = self._go_to(self.planner.shard_of(block), direction, travels=travels)
+            copy = self._go_to(self.planner.shard_of(block), direction)
         self.residency.refresh(copy, block)
         return copy
 
     # ---- backward ----
 
-    def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
+    def visit_backward(self, call: Call) -> DeviceCopy:
         if self._open is None or self._open() is not call or self._open_copy is None:
-            self._open_backward(call, travels=travels)
+            self._open_backward(call)
         assert self._open_copy is not None
         return self._open_copy
 
-    def _open_backward(self, call: Call, *, travels: bool) -> None:
+    def _open_backward(self, call: Call) -> None:
         self._enter_backward(call.forward_pass)
         self._close_backward()
         self.meter.outside_ends()
-        self._open_copy = self._at(call.block, Direction.BACKWARD, travels=travels)
-        self.meter.here = self._open_copy.device.meter
+        self._open_copy = self._at(call.block, Direction.BACKWARD)
         self._open = weakref.ref(call)
         self._touched.append(self._open)
 
@@ -853,7 +829,6 @@ class Trial:
         if self._open_copy is not None:
             self._open_copy.used = self._open_copy.device.mark()
             self.meter.outside_starts_later()
-            self.meter.here = self.meter.meter
         self._open = self._open_copy = None
 
     def send_home(
@@ -875,7 +850,7 @@ class Trial:
         if not (self.residency.spilled or self.planner.first is not None):
             sent = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
         elif call.has_casts:  # converted there: exactly, and the device has no room for both
-            sent = self.residency.spill_gradients(self._task_device, parameters, gradients, late=False)
+            sent = self.residency.spill_gradients(self.device, parameters, gradients, late=False)
             with self.meter.paused():
                 sent = [None if g is None else g.to(p.dtype) for g, p in zip(sent, parameters, strict=True)]
         else:
@@ -889,14 +864,14 @@ class Trial:
     ) -> list[torch.Tensor | None]:
         parameters = call.promoted
         alone = (
-            self._task_device.spills_behind
+            self.device.spills_behind
             and isinstance(call, Call)
             and call.forward_pass.calls.get(call.block.name, 0) == 1
             and self.steps.has_one_forward
             and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
         )
         late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
-        sent = self.residency.spill_gradients(self._task_device, parameters, gradients, late=late)
+        sent = self.residency.spill_gradients(self.device, parameters, gradients, late=late)
         if alone:
             self._sent += [
                 _Sent(p, g.data_ptr(), g._version, call.block.name, late)
@@ -1022,7 +997,7 @@ class Trial:
             self._leave_after_error()
             raise BudgetError(
                 f"block {block.name} of {self.name} ran out of memory, again when all that could go from "
-                f"{self._task_device.name} had gone: {error} Its first batch needed less. Raise the pool's memory=, or "
+                f"{self.device.name} had gone: {error} Its first batch needed less. Raise the pool's memory=, or "
                 "lower the batch size."
             ) from None
 
@@ -1042,32 +1017,32 @@ class Trial:
         logger.warning("%s: block %s ran out of memory; all other shards are dropped", self.name, block.name)
         self._close_backward()
         if self._task is not None:
-            self.residency.drop_shard(self._task_device, self._task.shard)
+            self.residency.drop_shard(self.device, self._task.shard)
         self._free_all_idle()
 
     def _free_all_idle(self) -> None:
         self.pool.tell(OutOfMemory(self.id))
         self.residency.await_gradients()  # which are on the device until then
         collect_until(lambda: False)
-        self._task_device.free_cache()
+        self.device.free_cache()
 
     # ---- the lease ----
 
-    def _go_to(self, shard: int, direction: Direction, *, travels: bool = False) -> Any:
+    def _go_to(self, shard: int, direction: Direction) -> Any:
         if self.lease.begin(self.steps.number, direction):
             self._task = self.lease.task
             self.pool.check_open(self)
             return None
         task = Task(self.id, self.steps.number, shard, direction)
-        if self._task != task or not (travels or self._task_device is self.device):
+        if self._task != task:
             self._close_backward()
             ended, self._task = self._task, None
             after = (ended, self._task_start_s) if ended else None
-            self._task_start_s, self._task_device = self.pool.acquire(TaskReady(task, at_home=not travels), after)
-            hold(self._task_device.generators(), self.random_state)
+            self._task_start_s, device = self.pool.acquire(TaskReady(task, at_home=True), after)
+            hold(device.generators(), self.random_state)
             self._task = task
         assert self.plan is not None
-        device = self._task_device
+        device = self.device
         if not self.plan.resident and (device.number, shard) not in self.residency.copies:
             self.promote_shard(device, shard, *self.pool.slot_of(task))  # it needs no slot, or that failed
         return self.residency.copies.get((device.number, shard))
@@ -1111,7 +1086,6 @@ class Trial:
     def move_home(self, device: Device) -> None:
         """Carry out the scheduler's `Move`."""
         self.residency.move_home(device)
-        self._task_device = device
 
     # ---- for planner and first step ----
 

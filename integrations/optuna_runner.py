@@ -12,11 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra_tune.context import Context, trials_to_come
+from hydra_tune.context import Context
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.concurrency import Places, SearchEnded
 from hydra_tune.integrations.search import BY_HAND, Search
 from hydra_tune.pool import ShardPool, default_pool
+from hydra_tune.randomness.trial_state import own_devices
 from hydra_tune.resumption import Interval
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class HydraTrialRunner:
         self._searches.append(search)
         try:
             here = threading.current_thread() is threading.main_thread()
-            with trials_to_come():
+            with own_devices():  # what the first trial sets there stays until the last has ended
                 if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
                     optimize()
                 else:

@@ -19,7 +19,6 @@ from hydra_tune.fork import ForkGate
 from hydra_tune.mode import TrialMode, unwatch
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import remembers_casts
-from hydra_tune.schedule import Machine
 
 
 @pytest.hookimpl(tryfirst=True)  # before proofs are deselected
@@ -123,30 +122,3 @@ def pools(monkeypatch):
     for pool in made:
         check(pool)
     assert not under_lock, under_lock[0]
-
-
-@pytest.fixture
-def restless(monkeypatch):
-    """Each task that may run away from its trial's home does; those that did."""
-    away = []
-    grant_anywhere, acquire = Machine._grant_anywhere, ShardPool.acquire
-
-    def grant_elsewhere(machine, number):
-        waiting = machine.ready.of.get(number)
-        for device in machine.devices if waiting is not None else ():
-            elsewhere = device.index != waiting.home and device.running is None
-            if elsewhere and machine._may_run(device, waiting.task):
-                return machine._start(device, waiting.task)
-        return grant_anywhere(machine, number)
-
-    def noted(pool, ready, after=None):
-        start_s, device = acquire(pool, ready, after)
-        if device is not pool._trials[ready.task.trial].device:
-            away.append(ready.task)
-        return start_s, device
-
-    monkeypatch.setattr(Machine, "_grant_anywhere", grant_elsewhere)
-    monkeypatch.setattr(Machine, "_nobody_waits", lambda *_: False)
-    monkeypatch.setattr(Device, "link_bytes_per_s", float("inf"))
-    monkeypatch.setattr(ShardPool, "acquire", noted)
-    return away

@@ -241,7 +241,7 @@ HOLDING = {"spilled": 400 * 1024, "resident": None}  # the weights of two blocks
 
 
 def among_others(kind, *options):
-    """Two blocks that cast a weight for several uses, which is held for that, and eight whose weights travel."""
+    """Two blocks that cast a weight for several uses, which is held for that, and eight whose weights move."""
     return [*(kind(*options) for _ in range(2)), *(nn.Linear(64, 64) for _ in range(8))]
 
 

@@ -76,34 +76,20 @@ class LacksInEachStep(Lacks):
     steps = (2, 3)
 
 
-def without_buffers(script):
-    """Blocks that may run away from home."""
-
-    class Layer(script.Layer):
-        def set_up(self):
-            self.norm = nn.LayerNorm(WIDTH)
-
-    return type(script.__name__, (script,), {"Layer": Layer})
-
-
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("where", ["script", "objective", "abroad"])
+@pytest.mark.parametrize("where", ["script", "objective"])
 @pytest.mark.parametrize(
     "script",
     [Lacks, LacksInBackward, LacksInEachStep],
     ids=lambda script: script.__name__,
 )
-def test_a_visit_that_runs_out_of_memory_is_repeated_and_changes_no_number(script, where, request):
-    away = request.getfixturevalue("restless") if where == "abroad" else None
-    if where == "abroad":
-        script = without_buffers(script)
+def test_a_visit_that_runs_out_of_memory_is_repeated_and_changes_no_number(script, where):
     plain, lacking = script().run(), script()
-    with hydra_tune.ShardPool(["cpu"] * (2 if where == "abroad" else 1), BUDGET) as pool:
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
         with TrialContext(pool, 0) if where == "objective" else nullcontext():
             prepared = lacking.run(pool)
         assert lacking.raised
-        assert away is None or away
-        assert {device.used_bytes for device in pool.devices} == {0}
+        assert pool.devices[0].used_bytes == 0
     assert len(plain) == len(prepared)
     for i, (a, b) in enumerate(zip(plain, prepared, strict=True)):
         assert a is b is None or (None not in (a, b) and torch.equal(a, b)), i

@@ -210,13 +210,6 @@ def test_a_model_within_another_module_is_released(wrap):
 # ---- a refusal changes nothing ----
 
 
-def generating(model, optimizer, pool):
-    def forward(self, x):
-        yield x
-
-    model.forward = MethodType(forward, model)
-
-
 def compiled(model, optimizer, pool):
     model.layers[1].compile()
 
@@ -243,7 +236,7 @@ def bad_loader(model, optimizer, pool):
     return {"loaders": [None]}
 
 
-@pytest.mark.parametrize("spoil", [generating, compiled, second, closed, unhookable, bad_extra, bad_loader])
+@pytest.mark.parametrize("spoil", [compiled, second, closed, unhookable, bad_extra, bad_loader])
 def test_a_refused_prepare_changes_nothing(spoil):
     """It took the model's own forward away, so that who went on in plain PyTorch trained another model."""
     model, pool = Net(Layer), hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"])

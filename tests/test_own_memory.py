@@ -61,7 +61,7 @@ def expanded(model):
 WRONG = {
     shared: "share theirs", attribute: "share theirs", kept_in_a_list: "layers.0.up.weight and aliases share theirs",
     kept_in_an_object: "layers.0.up.weight and alias share theirs",
-    rows_of_one: r"layers\.\d\.\w+ and layers\.\d\.mean share theirs without being one tensor",
+    rows_of_one: r"layers\.\d\.\w+ and layers\.\d\.\w+ share theirs without being one tensor",
     subclass: "is a Marked", lazy: "is lazy",
     scripted: r"was made by torch\.jit", sparse: r"buffers are dense.*to_dense", expanded: r"\.contiguous",
 }  # fmt: skip

@@ -476,12 +476,12 @@ def test_misuse_is_refused_with_a_way_out(pool):
 
 
 NO_LOADERS = {
-    "an optimizer": (lambda o: torch.optim.SGD(o.param_groups[0]["params"]), r"argument 4 is a SGD.*once.*as they are"),
+    "an optimizer": (lambda o: torch.optim.SGD(o.param_groups[0]["params"]), r"argument 4 is a SGD.*use it as it is"),
     "a schedule": (lambda o: torch.optim.lr_scheduler.StepLR(o, 1), r"argument 4 is a StepLR.*extra_state="),
     "a plateau": (lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o), r"a ReduceLROnPlateau.*extra_state="),
     "a scaler": (lambda _: torch.amp.GradScaler("cpu"), r"a GradScaler.*extra_state="),
     "a model": (lambda _: nn.Sequential(nn.Linear(4, 4)), r"argument 4 is a Sequential.*one model a call"),
-    "a loss": (lambda _: nn.MSELoss(), r"argument 4 is a MSELoss.*call a loss as it is"),
+    "a loss": (lambda _: nn.MSELoss(), r"argument 4 is a MSELoss.*use it as it is"),
     "nothing": (lambda _: None, r"argument 4 is a NoneType.*Leave it out"),
 }
 

@@ -693,28 +693,20 @@ class Slotted(nn.Linear):
     __slots__ = ("calls",)
 
 
+def test_attributes_in_slots_can_not_be_followed(pool):
+    with pytest.raises(hydra_tune.PrepareError, match="0 has calls in __slots__"):
+        hydra_tune.prepare(nn.Sequential(Slotted(4, 4)), pool=pool)
+
+
 class Generating(Net):
     def forward(self, x):
         yield super().forward(x)
 
 
-class Awaiting(Net):
-    async def forward(self, x):
-        return super().forward(x)
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (lambda: nn.Sequential(Slotted(4, 4)), "0 has calls in __slots__"),
-        (Generating, "that of Generating is a generator or a coroutine"),
-        (Awaiting, "that of Awaiting is a generator or a coroutine"),
-    ],
-    ids=["attributes in slots", "a generator", "a coroutine"],
-)
-def test_models_whose_forward_or_attributes_can_not_be_followed(model, words, pool):
-    with pytest.raises(hydra_tune.PrepareError, match=words):
-        hydra_tune.prepare(model(), pool=pool)
+def test_a_forward_that_computes_after_it_has_returned_is_refused(pool):
+    model = hydra_tune.prepare(Generating(), pool=pool)
+    with pytest.raises(hydra_tune.PrepareError, match="called outside of its forward"):
+        next(model(torch.randint(0, 8, (4, 3))))
 
 
 def test_another_method_than_forward_is_refused_with_gradients_and_evaluates_without(pool):

@@ -81,17 +81,15 @@ class TurnsPool(hydra_tune.ShardPool):
         self.turns = Turns(turns_seed)
         self._wake = Wakes(self)
         self.story = []  # all that the scheduler was told, and has said
-        self.away = 0  # tasks that ran away from home
         ticks = itertools.count()
         self._trace.now_s = lambda: float(next(ticks))
         for copier in self._copiers:
             copier.submit = self.turns.jobs.append
 
     def acquire(self, ready, after=None):
-        start_s, device = super().acquire(ready, after)
-        self.away += device is not self._trials[ready.task.trial].device
+        granted = super().acquire(ready, after)
         self.turns.pass_on()
-        return start_s, device
+        return granted
 
     def _handle(self, event, at_s=None):
         super()._handle(event, at_s)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hydra_tune.errors import UncuttableError
+from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.interrupts import interruptible
 from hydra_tune.module_states import ModuleStates
@@ -56,7 +56,6 @@ class Block:
     held    its parameters that live on the device for the trial's life, as all buffers do
     keeps   why its activations are kept from forward to backward; empty where the forward is repeated
     clones  its inputs are changed in place, by itself or by what comes after it
-    at_home it is visited nowhere else than on its trial's home
     """
 
     name: str
@@ -64,7 +63,6 @@ class Block:
     held: Sequence[nn.Parameter] = ()
     keeps: str = ""
     clones: bool = False
-    at_home: bool = True
     writes_buffers: bool = True  # its forward does, for all that is known
     casts: frozenset[tuple[int, torch.dtype]] = frozenset()  # `slot_parameters` that it uses only as autocast's
     saved_counts: frozenset[int] = frozenset()  # tensors that calls save for the backward, as far as measured
@@ -101,11 +99,6 @@ class Block:
         """Bytes of its slot: the promoted parameters, each once."""
         return sum(map(storage_bytes, self.slot_parameters))
 
-    @property
-    def names_device(self) -> bool:
-        """Whether an attribute of its modules says where to make tensors, by a device's number."""
-        return any(_is_numbered_device(value) for module in self.modules for value in vars(module).values())
-
     @interruptible
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The module's own forward, whatever stands in its place; one set on the instance goes before its class's."""
@@ -126,7 +119,7 @@ class Block:
             parameters = module._parameters
             if parameters.get(name) is not own[i]:
                 self.take_back(weights)
-                raise UncuttableError(
+                raise PrepareError(
                     f"a prepared model keeps its Parameter objects, but one of {self.name} was replaced since, "
                     "perhaps by torch.func.functional_call. Call hydra_tune.release(model), replace it, and "
                     "prepare the model again."
@@ -191,9 +184,3 @@ class Block:
         if now:
             for (d, name), value in zip(self._buffers, now, strict=True):
                 d[name] = value
-
-
-def _is_numbered_device(value: object) -> bool:
-    if isinstance(value, torch.device):
-        return value.index is not None
-    return isinstance(value, str) and value.startswith("cuda:")

@@ -27,9 +27,8 @@ from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.promote import promote
 from hydra_tune.blocks.shared_casts import SharedCasts
-from hydra_tune.device import Device
+from hydra_tune.engine import ForwardPass
 from hydra_tune.errors import PrepareError
-from hydra_tune.forward_pass import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.mode import TrialMode
 from hydra_tune.process_state import Surroundings, casts_to, remembers_casts
@@ -53,13 +52,12 @@ class Executor(Protocol):
     def gpu_generators(self) -> Sequence[torch.Generator]:
         """Those of its device, if that has some of its own."""
 
-    def begin_visit(self, block: Block, direction: Direction, *, travels: bool = False) -> DeviceCopy:
-        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`. With
-        `travels`, perhaps on another one than the trial's home, or where the backward that it is for is."""
+    def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
+        """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
 
     def end_visit(self, copy: DeviceCopy, direction: Direction) -> None: ...
 
-    def visit_backward(self, call: Call, *, travels: bool = False) -> DeviceCopy:
+    def visit_backward(self, call: Call) -> DeviceCopy:
         """Have the block's shard on the device, from here until the next visit; its copy there."""
 
     def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT: ...
@@ -126,8 +124,6 @@ class _EnoughError(BaseException):
 class Call:
     """The part that repeating and keeping share. Lives as long as the graph of the call."""
 
-    travels = False  # see `travelling.py`
-
     def __init__(self, block: Block, trial: Executor, forward_pass: ForwardPass) -> None:
         self.block = block
         self.trial = trial
@@ -149,7 +145,7 @@ class Call:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block's forward in the user's graph, in a visit."""
         block, trial = self.block, self.trial
-        copy = trial.begin_visit(block, Direction.FORWARD, travels=self.travels)
+        copy = trial.begin_visit(block, Direction.FORWARD)
         try:
             self._enter(copy)
             self._versions = versions_of(block.slot_parameters)
@@ -157,7 +153,7 @@ class Call:
             block.lend(weights)
             _push_hooks(self._pack, self._unpack)
             try:
-                outputs = self._forward_at(copy.device) if self.travels else block.forward(args, kwargs)
+                outputs = block.forward(args, kwargs)
             finally:
                 _pop_hooks()
                 block.take_back(weights)
@@ -183,17 +179,10 @@ class Call:
                 )
             if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):
                 outputs = map_tensors(_apart_from(copy), outputs)
-            return self._returned_from(copy.device, outputs) if self.travels else outputs
+            return outputs
         finally:
             del self._copy
             trial.end_visit(copy, Direction.FORWARD)
-
-    def _forward_at(self, device: Device) -> Any:
-        """Of a call that travels, on what it was given."""
-        raise NotImplementedError
-
-    def _returned_from(self, device: Device, outputs: Any) -> Any:
-        raise NotImplementedError
 
     def _enter(self, copy: DeviceCopy) -> None:
         self._copy, self._start = copy, copy.start
@@ -391,7 +380,7 @@ class RepeatedCall(Call):
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
-        self._inputs = [] if self.travels else list(map(_memory_of, self._given))
+        self._inputs = list(map(_memory_of, self._given))
         self._input_versions = self._given_versions
         if block.clones:
             self.keep_clones()
@@ -493,7 +482,7 @@ class RepeatedCall(Call):
                 "tensor."
             )
         trial.visit_backward(self)
-        copy = trial.begin_visit(block, Direction.BACKWARD, travels=self.travels)
+        copy = trial.begin_visit(block, Direction.BACKWARD)
         try:
             self._enter(copy)
             self._next = 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,25 +10,12 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.interrupts import interrupts
 from hydra_tune.own_forward import StandIn
 
-
-class Executor(Protocol):
-    """What a block needs of the trial that it runs for."""
-
-    @property
-    def has_model(self) -> bool: ...
-
-    @property
-    def in_visit(self) -> bool: ...
-
-    def run_block(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
-
-    def end(self) -> None: ...
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
 
 
 class BlockForward(StandIn):
-    """Stands in a prepared block's instance attribute `forward`."""
-
-    def __init__(self, block: Block, trial: Executor) -> None:
+    def __init__(self, block: Block, trial: Trial) -> None:
         super().__init__(block.module)
         self.block = block
         self.trial = trial
@@ -50,10 +36,8 @@ class BlockForward(StandIn):
 
 def end_orphans(model: nn.Module) -> bool:
     """End the trials whose own model was collected, while this part of it lives on; whether there were any."""
-    found = False
-    for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, BlockForward) and not forward.trial.has_model:
-            forward.trial.end()
-            found = True
-    return found
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    trials = [f.trial for f in forwards if isinstance(f, BlockForward) and not f.trial.has_model]
+    for trial in trials:
+        trial.end()
+    return bool(trials)

@@ -9,21 +9,14 @@ sums them, in which order and with which hooks, is PyTorch's engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hydra_tune.interrupts import interrupts
 
-
-class Call(Protocol):
-    """What the node needs of the call of a block that it stands for."""
-
-    def sent_home(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Copies in host memory, laid out as the weights there."""
-
-    def used_up(self) -> Call | None:
-        """What sends home the gradients of other graphs that have a cast of this one's; None without casts."""
+if TYPE_CHECKING:
+    from hydra_tune.blocks.call import Call, UsedUpCall
 
 
 class Promote(torch.autograd.Function):
@@ -39,7 +32,7 @@ class Promote(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: Call | None = ctx.call
+        call: Call | UsedUpCall | None = ctx.call
         if call is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: what a block keeps for its backward is gone. "

@@ -15,7 +15,6 @@ from functools import wraps
 import torch
 
 from hydra_tune.errors import PrepareError
-from hydra_tune.fork import new_in_child
 
 
 class SharedCasts:
@@ -24,7 +23,6 @@ class SharedCasts:
     def __init__(self) -> None:
         self._of: dict[int, tuple[torch.Tensor, int]] = {}  # with the weight's version
         self._barred = set[int]()  # weights that were used without this context's cast
-        _watch_clearings()
 
     def get(self, weight: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """With these `values` of the weight, cast; None where this context has none yet."""
@@ -43,15 +41,12 @@ class SharedCasts:
     def bar(self, weights: Iterable[torch.Tensor]) -> None:
         """They are used without it from here on."""
         self._barred.update(map(id, weights))
-        self._note()
+        _here.note(self)
 
     def put(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         if not self._of:
-            self._note()
+            _here.note(self)
         self._of[id(weight)] = cast, weight._version
-
-    def _note(self) -> None:
-        _here.others = [*(r for r in _here.others if r() not in (None, self)), weakref.ref(self)]
 
     def free(self, weight: torch.Tensor) -> None:
         """Its memory, until the next call."""
@@ -76,28 +71,26 @@ class _Here(threading.local):
     """What is to be cleared with the thread's autocast context."""
 
     def __init__(self) -> None:
-        self.others: list[weakref.ref[SharedCasts]] = []
+        self._noted: list[weakref.ref[SharedCasts]] = []
+
+    def note(self, casts: SharedCasts) -> None:
+        self._noted = [*(r for r in self._noted if r() not in (None, casts)), weakref.ref(casts)]
+
+    def clear(self) -> None:
+        noted, self._noted = self._noted, []
+        for casts in [reference() for reference in noted]:
+            if casts is not None:
+                casts.clear()
 
 
 _here = _Here()
-_lock = new_in_child(threading.Lock())
+_clear = torch.clear_autocast_cache
 
 
-def _watch_clearings() -> None:
-    """`torch.autocast` looks the function up each time that a thread leaves its outermost context."""
-    with _lock:
-        clear = torch.clear_autocast_cache
-        if getattr(clear, "clears_shared_casts", False):
-            return
+@wraps(_clear)
+def _clear_all() -> None:
+    _here.clear()
+    _clear()
 
-        @wraps(clear)
-        def clear_all() -> None:
-            others, _here.others = _here.others, []
-            for reference in others:
-                casts = reference()
-                if casts is not None:
-                    casts.clear()
-            clear()
 
-        clear_all.clears_shared_casts = True  # type: ignore[attr-defined]
-        torch.clear_autocast_cache = clear_all
+torch.clear_autocast_cache = _clear_all  # `torch.autocast` looks it up when a thread leaves its outermost context

@@ -210,7 +210,7 @@ class FirstStep:
                     call.keep_clones()
                     call.block.clones = True
                     name = call.block.name
-                    self.profiles[name] = replace(self.profiles[name], clones=True, at_home=True)
+                    self.profiles[name] = replace(self.profiles[name], clones=True)
 
     def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
@@ -262,7 +262,7 @@ class FirstStep:
             backward_work += max(map(storage_bytes, block.slot_parameters), default=0)
         profile = BlockProfile(
             block.name, block.weight_bytes, forward_work, backward_work,
-            measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
+            measure.saved_bytes, measure.boundary_bytes,
             measure.forward_s, measure.backward_s, visits=1 + measure.promotes_again,
             keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=block.casts,
             saved_counts=block.saved_counts,

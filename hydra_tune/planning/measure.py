@@ -37,7 +37,6 @@ from hydra_tune.planning.around import Around, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shared_random import watching_draws
-from hydra_tune.transfer import copied_bytes
 from hydra_tune.tree import containers_in, flatten, flatten_call, is_fixed, tensors_in, unflatten
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -56,8 +55,6 @@ class BlockMeasure:
     holds     weights that it changes in its forward or returns, by their numbers in the block: these stay on the device
     keeps     why its activations are kept; empty if its forward may be repeated
     clones    it changes an input in place
-    carried   bytes of its inputs, or of its outputs if these are more, as copies on another device
-    at_home   it needs what its trial has at home
     casts     weights that it uses only through autocast's copy, by their numbers in the block, and that one's dtype
     is_of_its_own  it tells nothing of the next call: the forward raised
     """
@@ -66,8 +63,6 @@ class BlockMeasure:
     backward_work_bytes: int = 0
     saved_bytes: int = 0
     boundary_bytes: int = 0
-    carried_bytes: int = 0
-    at_home: bool = True
     forward_s: float = 0.0
     backward_s: float = 0.0
     whole: str = ""
@@ -227,8 +222,7 @@ class Measurement:
         marks = list(map(_marks_on, given))
         weights = versions_of(self._leaves)
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
-        uses = self._meter.noting_uses(*tensors, self._at.slot)
-        with self._measured() as used, _without_checkpoints(block), uses as outside:
+        with self._measured() as used, _without_checkpoints(block):
             caches = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             num_saved, promotes_again = [0], [False]
@@ -251,8 +245,6 @@ class Measurement:
         made = tensors_in(outputs)
         boundary = sum(map(storage_bytes, made))
         forward_work = max(0, forward_work - boundary)  # what it makes and leaves is the step's from then on
-        carried = max(copied_bytes(tensors), copied_bytes(made))
-        at_home = bool(outside or self._clones) or self._is_at_home(twin, tensors, outputs)
         del tensors
         own = versions_of(self._leaves)[: len(block.slot_parameters)]
         if own != weights[: len(own)]:
@@ -327,7 +319,7 @@ class Measurement:
         writes_buffers |= versions_of([b for b in found if b is not None]) != counts  # in its backward
         backward_work, backward_s = used
         return BlockMeasure(
-            forward_work, backward_work, saved, boundary, carried, at_home, forward_s, backward_s,
+            forward_work, backward_work, saved, boundary, forward_s, backward_s,
             keeps=keeps, clones=self._clones, writes_buffers=writes_buffers, casts=casts,
             num_saved=num_saved[0],
             promotes_again=promotes_again[0],
@@ -348,22 +340,6 @@ class Measurement:
         if not all(isinstance(x, torch.Tensor) or _stays_as_it_is(x) for x in leaves):
             return f"{name} returns an object"
         return ""
-
-    def _is_at_home(self, twin: nn.Module, given: Sequence[torch.Tensor], outputs: Any) -> bool:
-        """It has tensors of its own beside its weights, gives a view of what it is given, or says where to make any; or
-        a library collects what its parts make, in their hooks or by other forwards of theirs."""
-        block, places = self._block, {s._cdata for x in given for s in storages_of(x)}
-        if (
-            block.held
-            or any(b is not None for _, _, b in _buffers_of(twin))
-            or any(map(_tensors_of, twin.modules()))
-            or block.names_device
-        ):
-            return True
-        parts = [module for module in block.modules if module is not block.module]
-        if any("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks for part in parts):
-            return True
-        return any(s._cdata in places for x in tensors_in(outputs) for s in storages_of(x))
 
     def _casts(self, outputs: Sequence[torch.Tensor]) -> frozenset[tuple[int, torch.dtype]]:
         """Of the weights that are promoted, those whose every use is a cast to autocast's dtype. Held are those whose

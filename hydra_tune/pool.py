@@ -393,10 +393,10 @@ class ShardPool:
         keys = ("device", "steps", "resident", "weight_bytes")
         return {**{key: summary[key] for key in keys}, "shards": len(summary["shards"]), **totals}
 
-    def acquire(self, ready: e.TaskReady, after: tuple[Task, float] | None = None) -> tuple[float, Device]:
-        """Wait for the lease and the shard; when the task began, in seconds, and where. `after` is the task that ends
-        with this, and when it began."""
-        task, trial, lease = ready.task, self._trials[ready.task.trial], self._leases[ready.task.trial]
+    def acquire(self, task: Task, after: tuple[Task, float] | None = None) -> float:
+        """Wait for the lease and the shard; when the task began, in seconds. `after` is the task that ends with this,
+        and when it began."""
+        trial, lease, ready = self._trials[task.trial], self._leases[task.trial], e.TaskReady(task, at_home=True)
         try:
             with self._lock:
                 asked_s = self._trace.now_s()
@@ -412,14 +412,14 @@ class ShardPool:
                 granted = self._await(task.trial, (e.Promote, e.Run))
                 device = self._devices[granted.device]
                 if isinstance(granted, e.Run):
-                    return self._note_start(task, device, asked_s, waited=waited), device
+                    return self._note_start(task, device, asked_s, waited=waited)
                 self._handle(e.Promoted(task, device.number))  # by this thread: as a part of the task
                 self._await(task.trial, (e.Run,))
                 promote_s = self._trace.now_s()
             trial.promote_shard(device, task.shard, granted.offset, granted.num_bytes)
             with self._lock:
                 self._trace.note("promote", task, device.number, promote_s, self._trace.now_s())
-                return self._note_start(task, device, asked_s, waited=True), device
+                return self._note_start(task, device, asked_s, waited=True)
         except BaseException:
             with self._lock:
                 self._drop_turn(lease)

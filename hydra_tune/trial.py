@@ -42,7 +42,7 @@ from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.engine import Backward, ForwardPass, here, install
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
-from hydra_tune.events import Alone, Invalidated, Outgrown, OutOfMemory, TaskReady
+from hydra_tune.events import Alone, Invalidated, Outgrown, OutOfMemory
 from hydra_tune.fork import gate
 from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
@@ -123,7 +123,6 @@ class Trial:
         self.random_state: RandomState | None = None  # the runner's, where there is one
         self.mode: TrialMode | None = None  # the runner's, under checks
         self._counting: TrialMode | None = None  # from a first step's begin to its end
-        self._uncounting: TrialMode | None = None  # the one before, which may be on the stack still
         # the task that has the lease
         self._task: Task | None = None
         self._task_start_s = 0.0
@@ -282,8 +281,6 @@ class Trial:
     def boundary(self) -> None:
         """A place where no task of this trial can be under way: end what lingers."""
         self._refuse_other_threads()
-        if self._uncounting is not None:
-            self.unwatch_again()
         self._boundary()
 
     def _before_optimizer_step(self, *_: Any) -> None:
@@ -375,8 +372,6 @@ class Trial:
             or self.awaits_backward
         ):
             self._leave_last_step()
-        elif self._uncounting is not None:
-            self.unwatch_again()
         if not self.stop.is_quiet:
             steps.check_between()
         steps.number += 1
@@ -453,8 +448,6 @@ class Trial:
             self.steps.begin()
         if self.awaits_backward:
             self.awaits_backward = self._steps_are_simple = False
-        if self._uncounting is not None:
-            self.unwatch_again()
         self._boundary()
         if self.resumption is not None and not self.steps.under_way:
             self._before_step(self.resumption)
@@ -552,17 +545,12 @@ class Trial:
             watch(self._counting)
 
     def unwatch(self) -> None:
-        """Also what a backward's end has taken off the stack: the engine puts that back."""
-        for mode in (self._counting, self._uncounting):
-            if mode is not None:
-                unwatch(mode)
-                let_go(mode)  # it may be another thread's, on whose stack it does nothing
-        self._counting, self._uncounting = None, self._counting
-
-    def unwatch_again(self) -> None:
-        mode, self._uncounting = self._uncounting, None
-        if mode is not None:
-            unwatch(mode)
+        """Within a backward not for good: at its end the engine puts back what is on the stack."""
+        if self._counting is not None:
+            unwatch(self._counting)
+            if not self._backwards:
+                let_go(self._counting)  # it may be another thread's, on whose stack it does nothing
+                self._counting = None
 
     def have_alone(self) -> int:
         with gate.stepped_out():
@@ -926,6 +914,8 @@ class Trial:
             self._sent = []
             if self.planner.first is not None:
                 self.planner.first.failed = True
+            elif not within_backward:
+                self.unwatch()
             return
         if self._sent:
             self._check_taken()
@@ -1038,8 +1028,8 @@ class Trial:
             self._close_backward()
             ended, self._task = self._task, None
             after = (ended, self._task_start_s) if ended else None
-            self._task_start_s, device = self.pool.acquire(TaskReady(task, at_home=True), after)
-            hold(device.generators(), self.random_state)
+            self._task_start_s = self.pool.acquire(task, after)
+            hold(self.device.generators(), self.random_state)
             self._task = task
         assert self.plan is not None
         device = self.device

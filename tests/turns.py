@@ -86,8 +86,8 @@ class TurnsPool(hydra_tune.ShardPool):
         for copier in self._copiers:
             copier.submit = self.turns.jobs.append
 
-    def acquire(self, ready, after=None):
-        granted = super().acquire(ready, after)
+    def acquire(self, task, after=None):
+        granted = super().acquire(task, after)
         self.turns.pass_on()
         return granted
 

@@ -14,8 +14,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.copier import copying
 from hydra_tune.device import Arrival, Device
-from hydra_tune.host_buffer import tensor_bytes
-from hydra_tune.host_weights import HostWeights
+from hydra_tune.host_buffer import HostWeights, tensor_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.trace import During
 from hydra_tune.tree import flatten, tensors_in, unflatten
@@ -189,7 +188,7 @@ class Residency:
     def spill(self, blocks: Sequence[Block]) -> None:
         """Lay the blocks' parameters into one host buffer, in this order, unless they are in one."""
         if self._weights is not None:
-            if self._weights.holds(blocks):
+            if all(map(self._weights.has, (p for block in blocks for p in block.slot_parameters))):
                 return
             self._weights.close()
             self._weights = None  # should the next line be interrupted

@@ -40,12 +40,12 @@ from hydra_tune.policy import Policy, policy_named
 from hydra_tune.pool_device import PoolDevice
 from hydra_tune.randomness import RandomState
 from hydra_tune.recording import recorded
+from hydra_tune.residency import TrialLog
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.stop import Stop
 from hydra_tune.task_clock import BETWEEN, TaskClock
 from hydra_tune.trace import Trace
-from hydra_tune.trial_log import TrialLog
 from hydra_tune.workload import TrialWork
 
 logger = logging.getLogger("hydra_tune")

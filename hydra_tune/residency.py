@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from threading import Lock
-from typing import Any, NamedTuple, Protocol
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -16,19 +16,39 @@ from hydra_tune.copier import copying
 from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import HostWeights, tensor_bytes
 from hydra_tune.meter import TrialMeter
-from hydra_tune.trace import During
+from hydra_tune.schedule import Machine
+from hydra_tune.task_clock import TaskClock
+from hydra_tune.trace import During, Trace
 from hydra_tune.tree import flatten, tensors_in, unflatten
 
 MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
 
-class Log(Protocol):
-    """Is told what moved (``"promoted_bytes"``), to or from which device, and how many; `during`, for a span."""
+class TrialLog:
+    """What a trial moves, in its pool's trace: totals of it and its devices; a span of time, of the task it runs."""
 
-    def now_s(self) -> float: ...
+    def __init__(
+        self, trial: int, trace: Trace, clocks: Sequence[TaskClock], machine: Machine, lock: threading.RLock
+    ) -> None:
+        self._trial = trial
+        self._trace = trace
+        self._clocks = clocks
+        self._machine = machine
+        self._lock = lock
+        self.now_s = trace.now_s
 
-    def count(self, what: str, device: Device, num_bytes: int, during: During | None = None) -> None: ...
+    def count(self, what: str, device: Device, num_bytes: int, during: During | None = None) -> None:
+        """`what` moved (``"promoted_bytes"``) to or from the device; `during` a span, where it is one of its own."""
+        with self._lock:
+            self._trace.count(what, device.number, self._trial, num_bytes)
+            task = self._machine.devices[device.number].running
+            if during is None or task is None or task.trial != self._trial:
+                return
+            if isinstance(during, tuple):
+                self._clocks[device.number].copied("spill", task, *during)
+            else:
+                self._trace.note("spill", task, device.number, during, self.now_s())
 
 
 class _Held(NamedTuple):
@@ -42,12 +62,11 @@ class _Held(NamedTuple):
 class Residency:
     """Moves a trial's bytes and tells `log`."""
 
-    def __init__(self, device: Device, meter: TrialMeter, log: Log) -> None:
+    def __init__(self, device: Device, meter: TrialMeter, log: TrialLog) -> None:
         self.device = device  # the trial's home
         self.meter = meter
         self.copies: dict[tuple[int, int], DeviceCopy] = {}  # by the device's number and shard
         self._former: dict[tuple[int, int, int, int], DeviceCopy] = {}  # by device, shard, offset and bytes
-        self._lock = Lock()  # of the former ones: two devices' threads may copy
         self._weights: HostWeights | None = None
         self._held: list[_Held] = []
         self._log = log
@@ -78,33 +97,24 @@ class Residency:
             self._fill(copy, counting=counting)
         return copy
 
-    def promote_shard(self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
-        """Into `copies`, in the trial's thread."""
-        counting = self.meter.counting
-        with self.meter.paused():
-            self._promote_shard(device, shard, blocks, offset, num_bytes, counting=counting).is_new = True
-
-    def promote_ahead(self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
-        """Into `copies`, in a thread of the device's."""
-        with copying():
-            self._promote_shard(device, shard, blocks, offset, num_bytes, counting=self.meter.always)
-
-    def _promote_shard(
-        self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int, *, counting: bool
-    ) -> DeviceCopy:
-        """Where slots stay in place, the copy that was there before is filled again."""
-        place = (device.number, shard, offset, num_bytes)
-        copy = self._former.get(place)
-        if copy is None or not copy.is_of(blocks):
-            copy = DeviceCopy(device, device.slot(offset, num_bytes), blocks, self._weights)
-            if device.slots_stay:
-                with self._lock:
+    def promote_shard(
+        self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int, *, ahead: bool
+    ) -> None:
+        """Into `copies`, in the trial's thread; `ahead` of its task in one of the device's. Where slots stay in place,
+        the copy that was there before is filled again."""
+        counting = self.meter.always if ahead else self.meter.counting
+        with copying() if ahead else self.meter.paused():
+            place = device.number, shard, offset, num_bytes
+            copy = self._former.get(place)
+            if copy is None or not copy.is_of(blocks):
+                copy = DeviceCopy(device, device.slot(offset, num_bytes), blocks, self._weights)
+                if device.slots_stay:
+                    if len(self._former) >= MOST_FORMER:
+                        self._former.clear()
                     self._former[place] = copy
-                    if len(self._former) > MOST_FORMER:
-                        del self._former[next(iter(self._former))]
-        self._fill(copy, counting=counting)
-        self.copies[device.number, shard] = copy
-        return copy
+            self._fill(copy, counting=counting)
+            copy.is_new = not ahead
+            self.copies[device.number, shard] = copy
 
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
         copy.counted = counting
@@ -157,10 +167,8 @@ class Residency:
             else:
                 arrival.wait()
         self._log.count("spilled_bytes", device, num_bytes, arrival.marks or start_s)
-        if like is masters:
-            return spilled  # type: ignore[return-value]
         hosts = iter(spilled)
-        return [None if g is None else next(hosts) for g in gradients]
+        return [*spilled] if like is masters else [None if g is None else next(hosts) for g in gradients]
 
     def disown_gradients(self, blocks: Sequence[Block]) -> None:
         """Those of weights in host memory are there, though a virtual device's operator may have added to them."""
@@ -199,20 +207,14 @@ class Residency:
         self, model: nn.Module, except_blocks: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
-        spilled = {(m, name) for b in except_blocks for m, name, _ in b.sites}
-        held = {(h.module(), h.name) for h in self._held}
-        moved: dict[torch.Tensor, torch.Tensor] = {}  # a tensor may have several sites
+        there = {(m, name) for b in except_blocks for m, name, _ in b.sites}
+        there |= {(held.module(), held.name) for held in self._held}  # type: ignore[misc]
+        moved: dict[torch.Tensor, torch.Tensor] = {}
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or (module, name) in spilled or (module, name) in held:
-                    continue
-                if tensor not in moved:
+                if tensor is not None and (module, name) not in there:
                     self._held.append(_Held(ref(module), name, module._parameters.get(name)))
-                    moved[tensor] = self._hold(tensor)
-                elif name in module._buffers:
-                    self._held.append(_Held(ref(module), name, None))
-                if name in module._buffers:
-                    module._buffers[name] = moved[tensor]
+                    _put(module._buffers, name, tensor, moved, self._hold)
         if moved:
             self._move_state(optimizers)
 
@@ -235,27 +237,26 @@ class Residency:
         self._former.clear()
         moved: dict[torch.Tensor, torch.Tensor] = {}
         with self.meter.paused():
-            for held in self._held:
-                module, parameter = held.module(), held.parameter
-                buffer = None if module is None else module._buffers.get(held.name)
+            for reference, name, parameter in self._held:
+                module, buffers = reference(), {}
+                tensor: torch.Tensor | None = parameter
                 if module is not None:  # which may have another one by now
-                    parameter = module._parameters.get(held.name)
-                if parameter is not None:
-                    parameter.data = self._to_host(parameter.data)
-                    grad = _grad_of(parameter)
-                    if grad is not None:
-                        self.meter.disown(grad)
-                        if grad.device.type != "cpu":
-                            parameter.grad = self._to_host(grad)
-                if module is not None and buffer is not None:
-                    if buffer not in moved:
-                        host = self._to_host(buffer)
-                        moved[buffer] = buffer if _stays_itself(buffer) else host
-                        if moved[buffer] is buffer:
-                            buffer.data = host
-                    module._buffers[held.name] = moved[buffer]
+                    buffers = module._buffers
+                    tensor = module._parameters.get(name, buffers.get(name))
+                if tensor is not None:
+                    _put(buffers, name, tensor, moved, self._bring_home)
         self._held = []
         self._move_state(optimizers)
+
+    def _bring_home(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not _stays_itself(tensor):
+            return self._to_host(tensor)
+        tensor.data = self._to_host(tensor.data)
+        if tensor.grad is not None:
+            self.meter.disown(tensor.grad)
+            if tensor.grad.device.type != "cpu":
+                tensor.grad = self._to_host(tensor.grad)
+        return tensor
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self._log.count("spilled_bytes", self.device, tensor_bytes(tensor))
@@ -280,10 +281,25 @@ class Residency:
 
     def to_device(self, batch: Any) -> Any:
         """A batch's tensors on the device, and what has a `to` of its own (a BatchEncoding); what else it holds as it
-        is."""
+        is. At once: a loader may write its next batch where this one was."""
         device = self.device.torch_device
         leaves, structure = flatten(batch)
-        return unflatten([_moved(leaf, device) for leaf in leaves], structure)
+        moved = [leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf for leaf in leaves]
+        return unflatten(moved, structure)
+
+
+def _put(
+    buffers: dict[str, torch.Tensor | None],
+    name: str,
+    tensor: torch.Tensor,
+    moved: dict[torch.Tensor, torch.Tensor],
+    move: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Elsewhere, once, though it may have several sites: modules have what `move` makes of a buffer."""
+    if tensor not in moved:
+        moved[tensor] = move(tensor)
+    if name in buffers:
+        buffers[name] = moved[tensor]
 
 
 def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -295,8 +311,3 @@ def _stays_itself(tensor: torch.Tensor) -> bool:
     """Where it moves, so that who else has it goes on to see it; not a buffer that has a graph, which it would move
     as well, nor one of an `inference_mode`, which would stay an inference tensor."""
     return tensor.is_leaf and not tensor.is_inference()
-
-
-def _moved(leaf: Any, device: torch.device) -> Any:
-    """At once: a loader may write its next batch where this one was."""
-    return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf

@@ -1063,8 +1063,7 @@ class Trial:
         """Carry out the scheduler's `Promote`, in this trial's thread; with `ahead`, in a device's."""
         assert self.plan is not None
         blocks = [self.planner.blocks[i] for i in self.plan.shards[shard].blocks]
-        promote = self.residency.promote_ahead if ahead else self.residency.promote_shard
-        promote(device, shard, blocks, offset, num_bytes)
+        self.residency.promote_shard(device, shard, blocks, offset, num_bytes, ahead=ahead)
 
     def drop_shard(self, device: Device, shard: int) -> None:
         """Carry out the scheduler's `Drop`, in any thread."""

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hydra_tune import cut as cuts
 from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.blocks.call_site import BlockForward
 from hydra_tune.config import format_bytes
@@ -26,8 +25,17 @@ from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
-from hydra_tune.partition import gradient_flags, input_signature, make_plan, plan_key, shards_of_one, switches
-from hydra_tune.plan_summary import summary_of
+from hydra_tune.partition import (
+    blocks_of,
+    gradient_flags,
+    has_children,
+    input_signature,
+    make_plan,
+    plan_key,
+    shards_of_one,
+    summary_of,
+    switches,
+)
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
 from hydra_tune.planning.on_paper import least_bytes
@@ -252,7 +260,7 @@ class Planner:
     def _opens_instead(self, error: BlockTooLargeError) -> bool:
         """Whether the block has children, with which the next step is measured anew."""
         block = next((each for each in self.blocks if each.name == error.block), None)
-        opened = None if block is None else cuts.opened(self._cut, block, TOO_LARGE)
+        opened = None if block is None else self._opened(block, TOO_LARGE)
         if opened is not None:
             self._measures, self._plans = [], Plans(None, None)
             self._adopt_cut(opened)
@@ -269,22 +277,25 @@ class Planner:
 
     def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
-        opened = cuts.opened(self._cut, block, reason) if opens else None
-        if opened is None and reason.startswith("it does not fit"):
+        opened = self._opened(block, reason) if opens else None
+        if opened is None and reason.startswith(TOO_LARGE):
             budget = self._trial.device.budget_bytes
             raise BlockTooLargeError(
                 block.name,
-                f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights and does not fit beside what "
-                f"its step holds: {reason}. Raise the pool's memory=, lower the batch size, or split the module into "
-                f"smaller children.{self._cut.spell_kept()}",
+                f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights, but beside what its step "
+                f"holds {reason}. {self._cut.advice()}",
             ).lacking(budget + 1, budget)
-        self._adopt_cut(opened or cuts.kept(self._cut, block, reason))
+        self._adopt_cut(opened or self._cut.adding("kept", block.name, reason))
         self._hold()
+
+    def _opened(self, block: Block, reason: str) -> Cut | None:
+        """The cut with the block's children in its place; None if it has none."""
+        return self._cut.adding("opened", block.name, reason) if has_children(block.module) else None
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         """Within a first step: a weight of this block is on the device from here on; the block as it is then."""
         name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
-        self._adopt_cut(cuts.held(self._cut, name, reason))
+        self._adopt_cut(self._cut.adding("held", name, reason))
         self._hold()
         return next(each for each in self.blocks if each.module is block.module)
 
@@ -335,7 +346,7 @@ class Planner:
         found = []
         for block in self.blocks:
             if block.name not in known:
-                like = of_kind.get(_kind_of(block), BlockProfile(block.name, block.weight_bytes, measured=False))
+                like = of_kind.get(_kind_of(block), BlockProfile(block.name, block.weight_bytes))
                 found.append(replace(like, name=block.name, visits=0, at_home=True))
         return found
 
@@ -464,7 +475,7 @@ class Planner:
         before = {b.name: b for b in self.blocks}
         self.unwrap()
         self._cut, self._is_changed = cut, False
-        self.blocks = cuts.blocks_of(self._trial.model, self._trial.pool.budget_bytes, cut, profiles)
+        self.blocks = blocks_of(self._trial.model, self._trial.pool.budget_bytes, cut, profiles)
         for i, block in enumerate(self.blocks):
             old = before.get(block.name)
             if old is not None and old.module is block.module and _are_the_same(old, block):

@@ -8,7 +8,8 @@ plan    how one architecture is cut, and what that costs, for one budget
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
@@ -47,28 +48,31 @@ TOO_LARGE = "it does not fit the budget"  # why a module is opened
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model is cut otherwise than by size, by names, each with the reason.
+    """Where a model is cut otherwise than by size: names, each with the reason.
 
     `opened`    modules whose children are blocks
     `kept`      modules that stay on the device as a whole
     `held`      parameters that stay on the device while the rest of their block is spilled
     """
 
-    opened: tuple[tuple[str, str], ...] = ()
-    kept: tuple[tuple[str, str], ...] = ()
-    held: tuple[tuple[str, str], ...] = ()
+    opened: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    held: Mapping[str, str] = field(default_factory=dict)
 
-    def spell_kept(self) -> str:
-        """For an error about lack of room: what takes it."""
-        found = [item for item in self.opened if item[1] != TOO_LARGE]
-        opened = "".join(
-            f" Blocks are opened ({len(found)}, as {name}), so that what lies between their parts stays on the "
-            f"device until backward: {reason}"
-            for name, reason in found[:1]
-        )
-        kept = "".join(f" {name} stays on the device: {reason}" for name, reason in self.kept[:1])
-        held = "".join(f" {len(self.held)} weights stay there, as {name}: {reason}." for name, reason in self.held[:1])
-        return opened + kept + held
+    def adding(self, what: str, name: str, reason: str) -> Cut:
+        """The cut with this name among those that are `what`."""
+        return replace(self, **{what: {name: reason} | {**getattr(self, what)}})
+
+    def advice(self) -> str:
+        """For an error about lack of room: what to do, and what takes the room."""
+        opened = {name: f"it is opened: {why}" for name, why in self.opened.items() if why != TOO_LARGE}
+        staying = {**opened, **self.kept, **self.held}
+        text = "Raise the pool's memory=, lower the batch size, or split the module into smaller children."
+        for name, reason in [*staying.items()][:1]:
+            text += (
+                f" On the device stays what {len(staying)} parts of the model need until backward, as {name}: {reason}."
+            )
+        return text
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,6 @@ class BlockProfile:
     forward_s: float = 0.0
     backward_s: float = 0.0
     visits: int = 2
-    measured: bool = True
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True

@@ -43,7 +43,7 @@ LARGE = 1 << 30
 
 def plan_key(model, optimizer, x):
     """Of a model with at most one optimizer, and of what it is given."""
-    return partition.plan_key(model, [] if optimizer is None else [optimizer], partition.input_signature(x))
+    return partition.plan_key(model, [] if optimizer is None else [optimizer]), partition.input_signature(x)
 
 
 def names(model, limit=LARGE):

@@ -8,7 +8,6 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,23 +23,34 @@ logger = logging.getLogger("hydra_tune")
 _FEW, _MANY = 2, 4  # parameters of a copy: a loop keeps some of the one before until the next has its own
 
 
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of optimizer state for `parameters`, where `optimizer` keeps it beside them.
+def stepping_bytes(
+    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter], *, foreach_by_default: bool = False
+) -> tuple[int, int]:
+    """Bytes of state for `parameters`, where `optimizer` keeps it beside them; and the most that temporaries of one
+    step take, where it steps them there: of all of them where it steps them at once, as with `foreach`; of two of the
+    largest where it steps one after another.
 
-    Steps copies of the optimizer on meta tensors, for each kind of parameter. Two values a parameter, as Adam keeps,
-    are assumed where there is no optimizer yet or it can't be copied so.
+    Steps copies of the optimizer on meta tensors, for each kind of parameter. Two values a parameter each, as Adam
+    takes, are assumed where there is no optimizer yet or it can't be copied so.
     """
-    trainable = [p for p in parameters if p.requires_grad]
-    every = sum(p.numel() * p.element_size() for p in trainable)
-    if optimizer is None or not trainable:
-        return 2 * every
-    if isinstance(optimizer, torch.optim.LBFGS):  # steps and differences of gradients, and two values more
-        return (2 * int(optimizer.param_groups[0]["history_size"]) + 2) * every
-    try:
-        return sum(count * step.state_bytes for step, count in _steps(optimizer, trainable, foreach_by_default=False))
-    except Exception as error:  # any optimizer class may come, with any constructor
-        logger.info("cannot size the state of %s (%s); assuming Adam's", type(optimizer).__name__, error)
-        return 2 * every
+    trained = [p for p in parameters if p.requires_grad]
+    sizes = [p.numel() * p.element_size() for p in trained]
+    every = sum(sizes)
+    if not sizes:
+        return 0, 0
+    if isinstance(optimizer, torch.optim.LBFGS):  # steps all as one vector; keeps steps and differences of gradients
+        return (2 * int(optimizer.param_groups[0]["history_size"]) + 2) * every, 10 * every
+    if optimizer is not None:
+        try:
+            steps = list(_steps(optimizer, trained, foreach_by_default=foreach_by_default))
+            at_once = sum(count * step.scratch_bytes for step, count in steps if step.at_once)
+            at_most = max((_FEW * step.scratch_bytes for step, _ in steps if not step.at_once), default=0)
+            return sum(count * step.state_bytes for step, count in steps), at_once + at_most
+        except Exception as error:  # any optimizer class may come, with any constructor
+            logger.info("cannot size a step of %s (%s); assuming Adam's", type(optimizer).__name__, error)
+    defaults = getattr(optimizer, "defaults", {})
+    foreach = foreach_by_default if defaults.get("foreach") is None else defaults["foreach"]
+    return 2 * every, 0 if defaults.get("fused") else 2 * (every if foreach else max(sizes))
 
 
 def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -48,36 +58,7 @@ def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     parameters = list(model.parameters())
     weights = sum(p.numel() * p.element_size() for p in parameters)
     gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    return weights + gradients + (0 if optimizer is None else optimizer_state_bytes(optimizer, parameters))
-
-
-def step_scratch_bytes(
-    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter], *, foreach_by_default: bool
-) -> int:
-    """The most that temporaries of one step on the device take, where it steps `parameters` there: of all of them
-    where it steps them at once, as with `foreach`; of two of the largest where it steps one after another.
-
-    Steps copies of the optimizer, as above. Where there is none or it can't be copied so, two values a parameter are
-    assumed.
-    """
-    sizes = [p.numel() * p.element_size() for p in parameters if p.requires_grad]
-    if not sizes:
-        return 0
-    if isinstance(optimizer, torch.optim.LBFGS):  # which steps all of them as one vector
-        return 10 * sum(sizes)
-    defaults = getattr(optimizer, "defaults", {})
-    try:
-        if optimizer is not None:
-            trainable = [p for p in parameters if p.requires_grad]
-            steps = list(_steps(optimizer, trainable, foreach_by_default=foreach_by_default))
-            at_once = sum(count * step.scratch_bytes for step, count in steps if step.at_once)
-            return at_once + max((_FEW * step.scratch_bytes for step, _ in steps if not step.at_once), default=0)
-    except Exception as error:  # as above
-        logger.info("cannot size a step of %s (%s); assuming two values", type(optimizer).__name__, error)
-    if defaults.get("fused"):
-        return 0
-    foreach = defaults.get("foreach")
-    return 2 * (sum(sizes) if (foreach_by_default if foreach is None else foreach) else max(sizes))
+    return weights + gradients + (0 if optimizer is None else stepping_bytes(optimizer, parameters)[0])
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[Hashable, list[nn.Parameter]]]:
@@ -128,8 +109,7 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """What one parameter takes."""
 
     state_bytes: int
@@ -137,7 +117,6 @@ class _Step:
     at_once: bool  # with all others
 
 
-_MOST_KNOWN = 10_000  # kinds of a class, whose options may be new ones each time
 _known: weakref.WeakKeyDictionary[type, dict[_Kind, _Step]] = weakref.WeakKeyDictionary()
 
 
@@ -161,8 +140,6 @@ def _steps(
                 options[kind] = own
     for kind, count in kinds.items():
         if kind not in known:
-            if len(known) == _MOST_KNOWN:
-                known.clear()
             known[kind] = _measured(type(optimizer), kind, options[kind])
         yield known[kind], count
 
@@ -198,41 +175,37 @@ def _measured_together(
     optimizer: Any = make([{"params": parameters, **options}])  # type: ignore[call-arg]
     step = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    with _Temporaries([]):
+    with LiveBytes():
         step(optimizer)  # makes its state
-    state = tensors_in(list(optimizer.state.values()))
-    with _Temporaries([*parameters, *(p.grad for p in parameters), *state]) as temporaries:
+    with LiveBytes() as temporaries:
         step(optimizer)
     state = tensors_in(list(optimizer.state.values()))
     return sum(v.numel() * v.element_size() for v in state), temporaries.peak_bytes
 
 
-class _Temporaries(ThreadMode):
-    """Counts the storages that operators make, while they live, beside those of `known`. A number that is read of a
-    meta tensor is 1."""
+class LiveBytes(ThreadMode):
+    """Bytes of the storages that operators make, while they live. A number that is read of a meta tensor is 1."""
 
-    def __init__(self, known: Sequence[Any]) -> None:
-        self.peak_bytes = 0
-        self._live_bytes = 0
-        self._kept = [tensor.untyped_storage() for tensor in known]  # or the next one might get their place
-        self._known = {storage._cdata for storage in self._kept}
+    def __init__(self) -> None:
+        self.live_bytes = self.peak_bytes = 0
+        self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             return 1.0
-        outputs = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(outputs):
-            self._note(tensor.untyped_storage())
-        return outputs
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self._live_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-            weakref.finalize(storage, self._forget, key, num_bytes)
+        is_new = func is torch.ops.aten.lift_fresh.default  # what `torch.tensor` has made
+        given = set() if is_new else {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
+        made = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(made):
+            storage = tensor.untyped_storage()
+            key, num_bytes = storage._cdata, storage.nbytes()
+            if key not in given and key not in self._known:
+                self._known.add(key)
+                self.live_bytes += num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                weakref.finalize(storage, self._forget, key, num_bytes)
+        return made
 
     def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.remove(key)
-        self._live_bytes -= num_bytes
+        self._known.discard(key)
+        self.live_bytes -= num_bytes

@@ -24,7 +24,7 @@ from hydra_tune.fingerprint import PlanKey
 from hydra_tune.glance import Glance, glance_at
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter
-from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
+from hydra_tune.optim import stepping_bytes
 from hydra_tune.partition import (
     blocks_of,
     gradient_flags,
@@ -378,15 +378,14 @@ class Planner:
 
     def _stepping_bytes(self, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
         """Optimizer state, and what a step takes beside it. What no optimizer has yet may still get one."""
-        state = scratch = 0
         foreach, left = self._trial.device.foreach_by_default, {id(p): p for p in parameters}
+        if not self._trial.optimizers:
+            return stepping_bytes(None, parameters, foreach_by_default=foreach)
+        state = scratch = 0
         for optimizer in self._trial.optimizers:
             own = [left.pop(id(p)) for group in optimizer.param_groups for p in group["params"] if id(p) in left]
-            state += optimizer_state_bytes(optimizer, own)
-            scratch = max(scratch, step_scratch_bytes(optimizer, own, foreach_by_default=foreach))
-        if not self._trial.optimizers:
-            state = optimizer_state_bytes(None, parameters)
-            scratch = step_scratch_bytes(None, parameters, foreach_by_default=foreach)
+            state_bytes, scratch_bytes = stepping_bytes(optimizer, own, foreach_by_default=foreach)
+            state, scratch = state + state_bytes, max(scratch, scratch_bytes)
         return state, scratch
 
     # ---- weights where the plan wants them ----

@@ -301,14 +301,11 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
 
 
-def gradient_flags(inputs: object) -> tuple[bool, ...]:
-    """Which tensors among the inputs require a gradient."""
-    return tuple(t.requires_grad for t in tensors_in(inputs))
-
-
-def switches(inputs: object) -> tuple[object, ...]:
-    """What else among the inputs decides what a forward computes: flags, names and absent tensors."""
-    return tuple(x for x in flatten(inputs)[0] if x is None or isinstance(x, (bool, str)))
+def flags_of(inputs: object) -> tuple[object, ...]:
+    """What else decides what a forward computes: flags, names, absent tensors, and which require a gradient."""
+    leaves = flatten(inputs)[0]
+    told = (x.requires_grad if isinstance(x, torch.Tensor) else x for x in leaves)
+    return tuple(x for x in told if x is None or isinstance(x, (bool, str)))
 
 
 def covers(

@@ -615,7 +615,6 @@ class Trial:
         """One that is called outside of its root's forward, as `generate` calls an encoder."""
         self._refuse_other_threads()
         if self.plan is None and self.planner.first is None:
-            self.planner.refuse_before_first_batch(block, tensors_in((args, kwargs)))
             return block.forward(args, kwargs)
         if torch.is_grad_enabled():
             raise PrepareError(

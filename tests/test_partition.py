@@ -19,7 +19,6 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune import partition
-from hydra_tune.context import TrialContext
 from hydra_tune.errors import BudgetError
 from hydra_tune.events import (
     Done,
@@ -32,7 +31,6 @@ from hydra_tune.events import (
     TaskReady,
     TrialAdded,
 )
-from hydra_tune.fingerprint import PlanKey
 from hydra_tune.partition import covers, find_blocks, make_plan, pack_shards, promotions
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
@@ -438,25 +436,6 @@ def test_a_plan_keeps_no_class_and_tells_those_of_one_name_apart():
         assert len(pool.plans) == 2, "those whose class is gone are dropped when the next one is made"
         run_in(pool, nn.Sequential(kept(4, 4)))
         assert len(pool.plans) == 2
-
-
-def test_a_plan_stays_while_its_trial_lives_whatever_becomes_of_the_classes():
-    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, TrialContext(pool, 0):
-        model = nn.Linear(4, 4)
-        model.setting = type("Setting", (), {})()
-        hydra_tune.prepare(model)
-        model(torch.ones(2, 4)).sum().backward()
-        del model.setting
-        gc.collect()
-        (key,) = pool.plans
-        (measure,) = pool.measures[key]
-        pool.share(PlanKey(b"another", ()), measure)
-        assert key in pool.plans
-        model(torch.ones(2, 4)).sum().backward()
-        hydra_tune.release(model)
-        gc.collect()
-        pool.share(PlanKey(b"another", ()), measure)
-        assert key not in pool.plans
 
 
 def test_a_plan_keeps_no_string_of_its_model():

@@ -8,35 +8,22 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from hydra_tune.forward_pass import ForwardPass
-from hydra_tune.lease import Lease
-from hydra_tune.planner import Planner
-from hydra_tune.pool import Client, ShardPool
-from hydra_tune.residency import Residency
-from hydra_tune.resumption import Resumption
+
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
 _MOST_FIRST_BACKWARDS = 3
 _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
 
 
-class Stepping(Client, Protocol):
-    """What steps need of their trial."""
-
-    name: str
-    pool: ShardPool
-    lease: Lease
-    planner: Planner
-    residency: Residency
-    resumption: Resumption | None
-
-
 class Steps:
     """`under_way` is the step of that `number`; the `first` of a kind has what its trial's first step has reserved."""
 
-    def __init__(self, trial: Stepping) -> None:
+    def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self.number = 0
         self.under_way = False
@@ -60,18 +47,13 @@ class Steps:
     def open(self) -> None:
         """Wait until the step fits. One that is under way goes on, but not for ever."""
         if self.under_way:
-            if self.is_endless:
+            if self._num_backwards >= _MOST_BACKWARDS:
                 self._leave_endless()
             return
         self.trains, self._num_backwards = False, 0
         if not self._trial.lease.enter_step():
             self._trial.pool.enter_step(self._trial, estimated=False)
         self.under_way = True
-
-    @property
-    def is_endless(self) -> bool:
-        """The script may keep an output, whose graph would make one step of all."""
-        return self.under_way and self._num_backwards >= _MOST_BACKWARDS
 
     def open_first(self) -> None:
         self.trains, self._num_backwards = False, 0
@@ -107,6 +89,23 @@ class Steps:
         """The one that was under way, interrupted, had not begun."""
         self.under_way = self._is_first = False
 
+    def _leave_endless(self) -> None:
+        """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes
+        stay reserved; but what is measured is known, for which others may wait."""
+        trial = self._trial
+        if not self._keeps:
+            self._keeps = True
+            logger.warning(
+                "%s keeps an output of an earlier forward, on which backward may still be called: its bytes stay on "
+                "the device, and checkpoints and pauses wait until it is gone. Compute what needs no gradient under "
+                "torch.no_grad(), or keep output.detach().",
+                trial.name,
+            )
+        trial.residency.await_gradients()
+        self._num_backwards -= 1  # the next one ends a step, too
+        assert trial.plan is not None
+        trial.pool.keep_step(trial, trial.plan.step_bytes)
+
     # ---- its forwards and backwards ----
 
     @property
@@ -129,20 +128,3 @@ class Steps:
 
     def add_backward(self) -> None:
         self._num_backwards += 1
-
-    def _leave_endless(self) -> None:
-        """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes
-        stay reserved; but what is measured is known, for which others may wait."""
-        trial = self._trial
-        if not self._keeps:
-            self._keeps = True
-            logger.warning(
-                "%s keeps an output of an earlier forward, on which backward may still be called: its bytes stay on "
-                "the device, and checkpoints and pauses wait until it is gone. Compute what needs no gradient under "
-                "torch.no_grad(), or keep output.detach().",
-                trial.name,
-            )
-        trial.residency.await_gradients()
-        self._num_backwards -= 1  # the next one ends a step, too
-        assert trial.planner.plan is not None
-        trial.pool.keep_step(trial, trial.planner.plan.step_bytes)

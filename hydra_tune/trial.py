@@ -442,9 +442,6 @@ class Trial:
             self.steps.leave()
             self._end_first_step()
             kind = planner.kind_of(self.models.index(root.module), args, kwargs)
-        if planner.first is not None and self.steps.is_endless:
-            self.steps.leave()
-            self._end_first_step()
         if planner.first is not None:  # of a step with several forwards
             planner.first.add(kind)
             return

@@ -27,9 +27,7 @@ _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 
 
@@ -132,7 +130,6 @@ class HostWeights:
         access = mmap.ACCESS_WRITE if device.pins else mmap.ACCESS_COPY
         self._mapping = mmap.mmap(-1, num_bytes, access=access)
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._pieces: dict[tuple[int, int], torch.Tensor] = {}
         self._place: dict[int, tuple[int, torch.Tensor]] = {}
         offset = 0
         for parameter in self.parameters:
@@ -172,7 +169,4 @@ class HostWeights:
 
     def piece(self, offset: int, num_bytes: int) -> torch.Tensor:
         """These bytes."""
-        key = offset, num_bytes
-        if key not in self._pieces:
-            self._pieces[key] = self.bytes[offset : offset + num_bytes]
-        return self._pieces[key]
+        return self.bytes[offset : offset + num_bytes]

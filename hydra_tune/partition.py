@@ -80,8 +80,15 @@ def _contains_stack(module: nn.Module) -> bool:
     return any(isinstance(m, _STACKS) for n, m in module.named_modules() if "parametrizations" not in n.split("."))
 
 
-def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[BlockProfile] = ()) -> list[Block]:
-    """The model's blocks, in order of registration; in the order of `profiles`, and by what these tell, if given."""
+def blocks_of(
+    model: nn.Module,
+    limit_bytes: int,
+    cut: Cut,
+    profiles: Iterable[BlockProfile] = (),
+    before: Iterable[Block] = (),
+) -> list[Block]:
+    """The model's blocks, in order of registration; in the order of `profiles`, and by what these tell, if given. Those
+    that are cut as `before` stay who they are: a graph may refer to them."""
     opened, kept = set(cut.opened), set(cut.kept)
     if isinstance(model, SeveralModels):
         for name, child in model.named_children():
@@ -91,17 +98,24 @@ def blocks_of(model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[B
     outside = {p for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
     held = outside | {p for name, p in model.named_parameters(remove_duplicate=False) if name in cut.held}
     known = {profile.name: profile for profile in profiles if profile.name in modules}
+    old = {block.name: block for block in before}
     blocks = []
     for name in dict.fromkeys((*known, *modules)):
         block = Block(name, modules[name], held=[*held.intersection(modules[name].parameters())])
-        if name in known:
-            profile = known[name]
-            block.keeps, block.clones, block.writes_buffers = profile.keeps, profile.clones, profile.writes_buffers
-            block.casts, block.saved_counts = profile.casts, profile.saved_counts
-            if not profile.visits:
-                block.keeps = UNMEASURED
+        if name in old and _are_alike(old[name], block):
+            block = old[name]
+        profile = known.get(name, BlockProfile(name, 0))
+        block.keeps = (profile.keeps if profile.visits else UNMEASURED) or block.keeps
+        block.clones, block.writes_buffers = profile.clones or block.clones, profile.writes_buffers
+        block.casts, block.saved_counts = profile.casts | block.casts, profile.saved_counts | block.saved_counts
         blocks.append(block)
     return blocks
+
+
+def _are_alike(a: Block, b: Block) -> bool:
+    """Whether both promote the same parameters, and run the same forward."""
+    same = [*map(id, a.slot_parameters)] == [*map(id, b.slot_parameters)]
+    return same and a.module is b.module and a.own_forward is b.own_forward
 
 
 def make_plan(
@@ -120,7 +134,7 @@ def make_plan(
     `loose_bytes`     parameters outside every block, with gradients and optimizer state
     `resident_bytes`  all parameters, with gradients and optimizer state
     `step_bytes`      boundary tensors, operators between blocks and the loss
-    `late_bytes`      what a spilled step has beside these, see `TrialPlan`
+    `late_bytes`      in a spilled step: gradients of one block that go to the host while the next one computes
 
     Raises:
         BudgetError: some block does not fit alone; names it, its need and the budget.
@@ -150,7 +164,7 @@ def make_plan(
                 "{}".format(p.name, need, *parts, budget, cut.advice()),
             ).lacking(need_bytes, budget_bytes)
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
-    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut, late_bytes)
+    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
 
 
 def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shard, ...]:

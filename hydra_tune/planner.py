@@ -365,18 +365,10 @@ class Planner:
         self._trial.residency.hold(self._trial.model, except_blocks, self._trial.optimizers)
 
     def _adopt_cut(self, cut: Cut, profiles: Sequence[BlockProfile] = ()) -> None:
-        """Blocks that are cut as before stay who they are: a graph may refer to them."""
-        before = {b.name: b for b in self.blocks}
         self.unwrap()
         self._cut, self._is_changed = cut, False
-        self.blocks = partition.blocks_of(self._trial.model, self._trial.pool.budget_bytes, cut, profiles)
-        for i, block in enumerate(self.blocks):
-            old = before.get(block.name)
-            if old is not None and old.module is block.module and _are_the_same(old, block):
-                old.keeps, old.clones = block.keeps or old.keeps, block.clones or old.clones
-                old.writes_buffers = block.writes_buffers
-                old.casts, old.saved_counts = block.casts | old.casts, block.saved_counts | old.saved_counts
-                self.blocks[i] = old
+        model, budget_bytes = self._trial.model, self._trial.pool.budget_bytes
+        self.blocks = partition.blocks_of(model, budget_bytes, cut, profiles, self.blocks)
         self._uses = Counter(id(p) for block in self.blocks for p in block.slot_parameters)
         self.wrap()
 
@@ -394,12 +386,6 @@ class Planner:
             block.is_current = False
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
                 ours.give_back()
-
-
-def _are_the_same(a: Block, b: Block) -> bool:
-    """Whether both promote the same parameters, and run the same forward."""
-    alike = list(map(id, a.slot_parameters)) == list(map(id, b.slot_parameters))
-    return alike and a.own_forward is b.own_forward
 
 
 def _kind_of(block: Block) -> Hashable:

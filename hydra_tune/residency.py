@@ -83,12 +83,6 @@ class Residency:
 
     # ---- slots ----
 
-    def _retire_copies(self) -> None:
-        for copy in list(self.copies.values()):  # another trial may drop an idle one
-            copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
-            self.drop(copy)
-        self.copies.clear()
-
     def promote(self, block: Block) -> DeviceCopy:
         """For a pilot, at home, in the trial's thread."""
         counting = self.meter.counting
@@ -274,7 +268,10 @@ class Residency:
                             x.data = x.data.to(p.device)
 
     def close(self) -> None:
-        self._retire_copies()
+        for copy in list(self.copies.values()):  # another trial may drop an idle one
+            copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
+            self.drop(copy)
+        self.copies.clear()
         self._former.clear()
         if self._weights is not None:
             self._weights.close()

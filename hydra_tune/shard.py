@@ -131,8 +131,7 @@ class TrialPlan:
 
     `held_bytes`  from admission to the trial's end: what is never promoted or dropped
     `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators
-                  between blocks, the loss
-    `late_bytes`  of these: gradients of one block on their way to the host while the next one computes
+                  between blocks, the loss; where spilled, gradients on their way to the host
     `cut`         where the model is cut otherwise than by size
     A resident plan has one shard without a slot: the root module, whose weights are all held.
     """
@@ -143,7 +142,6 @@ class TrialPlan:
     held_bytes: int
     step_bytes: int
     cut: Cut = Cut()
-    late_bytes: int = 0
 
     @cached_property
     def task_bytes(self) -> int:

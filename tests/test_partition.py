@@ -571,4 +571,4 @@ def test_only_a_spilled_plan_has_room_for_late_gradients():
     need = 500 + 20 + 4 * 7 + 5
     assert plan(profiles, need, late_bytes=9).resident
     late, prompt = (plan(profiles, need - 1, late_bytes=n) for n in (9, 0))
-    assert (late.late_bytes, late.step_bytes) == (9, prompt.step_bytes + 9)
+    assert late.step_bytes == prompt.step_bytes + 9

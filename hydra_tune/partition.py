@@ -269,17 +269,10 @@ def summary_of(plan: TrialPlan | None, budget_bytes: int) -> dict[str, Any]:
         "weight_bytes": sum(p.weight_bytes for p in plan.blocks),
         "promoted_bytes_per_step": sum(shard.slot_bytes * times for shard, times in shards),
         "shards": [
-            {
-                "blocks": [plan.blocks[i].name for i in shard.blocks],
-                "slot_bytes": shard.slot_bytes,
-                "boundary_bytes": shard.boundary_bytes,
-                "promotions_per_step": times,
-                "forward_work_bytes": shard.forward_work_bytes,
-                "backward_work_bytes": shard.backward_work_bytes,
-            }
+            {**vars(shard), "blocks": [plan.blocks[i].name for i in shard.blocks], "promotions_per_step": times}
             for shard, times in shards
         ],
-        "cut": {"opened": {**plan.cut.opened}, "kept": {**plan.cut.kept}, "held": {**plan.cut.held}},
+        "cut": {what: {**reasons} for what, reasons in vars(plan.cut).items()},
         "keeps": {p.name: p.keeps for p in plan.blocks if p.keeps},
     }
 

@@ -40,12 +40,11 @@ from hydra_tune.policy import Policy, policy_named
 from hydra_tune.pool_device import PoolDevice
 from hydra_tune.randomness import RandomState
 from hydra_tune.recording import recorded
-from hydra_tune.residency import TrialLog
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task, TrialPlan
 from hydra_tune.stop import Stop
 from hydra_tune.task_clock import BETWEEN, TaskClock
-from hydra_tune.trace import Trace
+from hydra_tune.trace import During, Trace
 from hydra_tune.workload import TrialWork
 
 logger = logging.getLogger("hydra_tune")
@@ -538,8 +537,18 @@ class ShardPool:
         """By several trials, now."""
         return len(self._trials) > 1
 
-    def log_of(self, trial: int) -> TrialLog:
-        return TrialLog(trial, self._trace, self._clocks, self._machine, self._lock)
+    def note_moved(self, trial: int, what: str, device: Device, num_bytes: int, during: During | None = None) -> None:
+        """`what` moved (``"promoted_bytes"``) to or from the device; `during` a span, where it is one of the task's."""
+        with self._lock:
+            self._trace.count(what, device.number, trial, num_bytes)
+            task = self._machine.devices[device.number].running
+            if during is None or task is None or task.trial != trial:
+                return
+            if isinstance(during, tuple):
+                self._clocks[device.number].copied("spill", task, *during)
+            else:
+                now_s = self._trace.now_s()
+                self._trace.note("spill", task, device.number, now_s - during, now_s)
 
     def check_usable(self) -> None:
         if self._closed:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -16,39 +16,13 @@ from hydra_tune.copier import copying
 from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import HostWeights, tensor_bytes
 from hydra_tune.meter import TrialMeter
-from hydra_tune.schedule import Machine
-from hydra_tune.task_clock import TaskClock
-from hydra_tune.trace import During, Trace
 from hydra_tune.tree import flatten, tensors_in, unflatten
+
+if TYPE_CHECKING:
+    from hydra_tune.pool import ShardPool
 
 MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
-
-
-class TrialLog:
-    """What a trial moves, in its pool's trace: totals of it and its devices; a span of time, of the task it runs."""
-
-    def __init__(
-        self, trial: int, trace: Trace, clocks: Sequence[TaskClock], machine: Machine, lock: threading.RLock
-    ) -> None:
-        self._trial = trial
-        self._trace = trace
-        self._clocks = clocks
-        self._machine = machine
-        self._lock = lock
-        self.now_s = trace.now_s
-
-    def count(self, what: str, device: Device, num_bytes: int, during: During | None = None) -> None:
-        """`what` moved (``"promoted_bytes"``) to or from the device; `during` a span, where it is one of its own."""
-        with self._lock:
-            self._trace.count(what, device.number, self._trial, num_bytes)
-            task = self._machine.devices[device.number].running
-            if during is None or task is None or task.trial != self._trial:
-                return
-            if isinstance(during, tuple):
-                self._clocks[device.number].copied("spill", task, *during)
-            else:
-                self._trace.note("spill", task, device.number, during, self.now_s())
 
 
 class _Held(NamedTuple):
@@ -60,16 +34,16 @@ class _Held(NamedTuple):
 
 
 class Residency:
-    """Moves a trial's bytes and tells `log`."""
+    """Moves a trial's bytes and tells its pool."""
 
-    def __init__(self, device: Device, meter: TrialMeter, log: TrialLog) -> None:
+    def __init__(self, device: Device, meter: TrialMeter, pool: ShardPool) -> None:
         self.device = device  # the trial's home
         self.meter = meter
         self.copies: dict[tuple[int, int], DeviceCopy] = {}  # by the device's number and shard
         self._former: dict[tuple[int, int, int, int], DeviceCopy] = {}  # by device, shard, offset and bytes
         self._weights: HostWeights | None = None
         self._held: list[_Held] = []
-        self._log = log
+        self._pool = pool
         self._arrival: Arrival | None = None  # of gradients on their way to the host
 
     def move_home(self, to: Device) -> None:
@@ -115,7 +89,7 @@ class Residency:
         if counting:
             copy.device.meter.add(SLOT_OWNER, [copy.slot])
         copy.fill()
-        self._log.count("promoted_bytes", copy.device, copy.copied_bytes)
+        self._pool.note_moved(self.meter.trial, "promoted_bytes", copy.device, copy.copied_bytes)
 
     def drop_shard(self, device: Device, shard: int) -> None:
         copy = self.copies.pop((device.number, shard), None)
@@ -153,14 +127,15 @@ class Residency:
         like = masters
         if len(given) < len(masters):
             like = [p for g, p in zip(gradients, masters, strict=True) if g is not None]
-        num_bytes, start_s = sum(map(tensor_bytes, given)), self._log.now_s()
+        num_bytes, start_s = sum(map(tensor_bytes, given)), time.perf_counter()
         with self.meter.paused():
             spilled, arrival = device.spill(given, like)
             if late and not torch.is_anomaly_enabled():  # that reads what a node returns
                 self._arrival = arrival
             else:
                 arrival.wait()
-        self._log.count("spilled_bytes", device, num_bytes, arrival.marks or start_s)
+        during = arrival.marks or time.perf_counter() - start_s
+        self._pool.note_moved(self.meter.trial, "spilled_bytes", device, num_bytes, during)
         hosts = iter(spilled)
         return [*spilled] if like is masters else [None if g is None else next(hosts) for g in gradients]
 
@@ -221,7 +196,7 @@ class Residency:
             grad = _grad_of(tensor)
             if grad is not None and grad.device != self.device.torch_device:
                 tensor.grad = self.device.hold(grad)  # a virtual device's stays: it may be the user's view
-        self._log.count("promoted_bytes", self.device, tensor_bytes(tensor))
+        self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor] if grad is None else [tensor, grad])
         return tensor
@@ -253,7 +228,7 @@ class Residency:
         return tensor
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._log.count("spilled_bytes", self.device, tensor_bytes(tensor))
+        self._pool.note_moved(self.meter.trial, "spilled_bytes", self.device, tensor_bytes(tensor))
         return self.device.to_host([tensor], [tensor])[0]
 
     def _move_state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

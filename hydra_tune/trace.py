@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from hydra_tune.lease import Ran
 from hydra_tune.shard import Task
 
-During = float | tuple[Any, Any]  # since so many seconds, or between two marks of a device's own
+During = float | tuple[Any, Any]  # for so many seconds, until now, or between two marks of a device's own
 MAX_SPANS = 200_000  # the oldest are forgotten first
 
 

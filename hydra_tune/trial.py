@@ -119,7 +119,7 @@ class Trial:
         self.meter = TrialMeter(home.meter, number, always=checks_enabled())
         self.resumption: Resumption | None = None  # the runner's, where there is one
         self.planner = Planner(self)
-        self.residency = Residency(home, self.meter, pool.log_of(number))
+        self.residency = Residency(home, self.meter, pool)
         self.steps = Steps(self)
         self._roots: list[_Root] = []  # the models that it has prepared, as long as they live
         self.ended = False

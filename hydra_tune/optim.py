@@ -6,14 +6,14 @@ import copy
 import logging
 import math
 import weakref
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.randomness import state_kept
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.thread_mode import ThreadMode
@@ -34,7 +34,7 @@ def stepping_bytes(
     takes, are assumed where there is no optimizer yet or it can't be copied so.
     """
     trained = [p for p in parameters if p.requires_grad]
-    sizes = [p.numel() * p.element_size() for p in trained]
+    sizes = [p.nbytes for p in trained]
     every = sum(sizes)
     if not sizes:
         return 0, 0
@@ -42,10 +42,7 @@ def stepping_bytes(
         return (2 * int(optimizer.param_groups[0]["history_size"]) + 2) * every, 10 * every
     if optimizer is not None:
         try:
-            steps = list(_steps(optimizer, trained, foreach_by_default=foreach_by_default))
-            at_once = sum(count * step.scratch_bytes for step, count in steps if step.at_once)
-            at_most = max((_FEW * step.scratch_bytes for step, _ in steps if not step.at_once), default=0)
-            return sum(count * step.state_bytes for step, count in steps), at_once + at_most
+            return _stepped_bytes(optimizer, trained, foreach_by_default=foreach_by_default)
         except Exception as error:  # any optimizer class may come, with any constructor
             logger.info("cannot size a step of %s (%s); assuming Adam's", type(optimizer).__name__, error)
     defaults = getattr(optimizer, "defaults", {})
@@ -56,9 +53,9 @@ def stepping_bytes(
 def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Weights, gradients and optimizer state; without an optimizer, none of its state."""
     parameters = list(model.parameters())
-    weights = sum(p.numel() * p.element_size() for p in parameters)
-    gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    return weights + gradients + (0 if optimizer is None else stepping_bytes(optimizer, parameters)[0])
+    gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+    state = 0 if optimizer is None else stepping_bytes(optimizer, parameters)[0]
+    return sum(p.nbytes for p in parameters) + gradients + state
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[Hashable, list[nn.Parameter]]]:
@@ -99,52 +96,35 @@ def _plain(value: Any) -> Hashable:
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else repr(value)
 
 
-class _Kind(NamedTuple):
-    """Parameters that take the same."""
-
-    options: tuple[tuple[str, Hashable], ...]
-    fused: bool  # its step takes nothing beside its state
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+# by class, and options, shape and dtype of a parameter: bytes of state, of temporaries, and whether all are at once
+_known: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[int, int, bool]]] = weakref.WeakKeyDictionary()
 
 
-class _Step(NamedTuple):
-    """What one parameter takes."""
-
-    state_bytes: int
-    scratch_bytes: int
-    at_once: bool  # with all others
-
-
-_known: weakref.WeakKeyDictionary[type, dict[_Kind, _Step]] = weakref.WeakKeyDictionary()
-
-
-def _steps(
+def _stepped_bytes(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], *, foreach_by_default: bool
-) -> Iterator[tuple[_Step, int]]:
-    """For each kind of parameter that it steps what one takes, and how many there are."""
+) -> tuple[int, int]:
     wanted, known = set(parameters), _known.setdefault(type(optimizer), {})
-    kinds: Counter[_Kind] = Counter()
-    options: dict[_Kind, dict[str, Any]] = {}
+    state_bytes = together_bytes = alone_bytes = 0
     for group in optimizer.param_groups:
         own = {key: value for key, value in group.items() if key in optimizer.defaults}
         own |= {key: False for key in ("fused", "capturable") if key in own}  # for which meta tensors are no device
         if own.get("foreach", False) is None:
             own["foreach"] = foreach_by_default and not isinstance(optimizer, torch.optim.Adafactor)  # a loop anywhere
-        plain, fused = _plain_options(own), bool(group.get("fused"))
-        for p in group["params"]:
-            if p in wanted:
-                kind = _Kind(plain, fused, p.size(), p.stride(), p.dtype)
-                kinds[kind] += 1
-                options[kind] = own
-    for kind, count in kinds.items():
-        if kind not in known:
-            known[kind] = _measured(type(optimizer), kind, options[kind])
-        yield known[kind], count
+        options = _plain_options(own)
+        for p in wanted.intersection(group["params"]):
+            kind = options, p.size(), p.stride(), p.dtype
+            if kind not in known:
+                known[kind] = _measured(type(optimizer), own, p)
+            state, scratch, at_once = known[kind]
+            state_bytes += state
+            if at_once and not group.get("fused"):
+                together_bytes += scratch
+            elif not group.get("fused"):
+                alone_bytes = max(alone_bytes, _FEW * scratch)
+    return state_bytes, together_bytes + alone_bytes
 
 
-def _measured(make: type[torch.optim.Optimizer], kind: _Kind, options: dict[str, Any]) -> _Step:
+def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: torch.Tensor) -> tuple[int, int, bool]:
     """Nobody draws other random numbers for it, nor is any hook called.
 
     Raises:
@@ -152,35 +132,27 @@ def _measured(make: type[torch.optim.Optimizer], kind: _Kind, options: dict[str,
     """
     if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
         raise RuntimeError("hooks of all optimizers would be called")
+    peaks = []
     with SharedDraws() as shared, state_kept(), torch.no_grad():
         try:
-            few, many = (_measured_together(make, kind, copy.deepcopy(options), number) for number in (_FEW, _MANY))
+            for number in (_FEW, _MANY):
+                parameters = [nn.Parameter(torch.empty_like(like, device="meta")) for _ in range(number)]
+                for p in parameters:
+                    p.grad = torch.empty_like(p)
+                optimizer: Any = make([{"params": parameters, **copy.deepcopy(options)}])  # type: ignore[call-arg]
+                step = type(optimizer).step
+                step = step.__wrapped__ if getattr(step, "hooked", False) else step
+                with LiveBytes():
+                    step(optimizer)  # makes its state
+                with LiveBytes() as temporaries:
+                    step(optimizer)
+                peaks.append(temporaries.peak_bytes)
         finally:
             shared.take_back()
-    at_once = many[1] > few[1] * (_FEW + _MANY) / (2 * _FEW)
-    scratch_bytes = 0 if kind.fused else math.ceil(many[1] / _MANY if at_once else few[1] / _FEW)
-    return _Step(math.ceil(few[0] / _FEW), scratch_bytes, at_once)
-
-
-def _measured_together(
-    make: type[torch.optim.Optimizer], kind: _Kind, options: dict[str, Any], number: int
-) -> tuple[int, int]:
-    """Bytes of state, and of temporaries at most, of as many parameters."""
-    parameters = [
-        nn.Parameter(torch.empty_strided(kind.size, kind.stride, dtype=kind.dtype, device="meta"))
-        for _ in range(number)
-    ]
-    for p in parameters:
-        p.grad = torch.empty_like(p)
-    optimizer: Any = make([{"params": parameters, **options}])  # type: ignore[call-arg]
-    step = type(optimizer).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    with LiveBytes():
-        step(optimizer)  # makes its state
-    with LiveBytes() as temporaries:
-        step(optimizer)
-    state = tensors_in(list(optimizer.state.values()))
-    return sum(v.numel() * v.element_size() for v in state), temporaries.peak_bytes
+    state_bytes = sum(tensor_bytes(v) for v in tensors_in(list(optimizer.state.values())))
+    few, many = peaks
+    at_once = many > few * (_FEW + _MANY) / (2 * _FEW)
+    return math.ceil(state_bytes / _MANY), math.ceil(many / _MANY if at_once else few / _FEW), at_once
 
 
 class LiveBytes(ThreadMode):

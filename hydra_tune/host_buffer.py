@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hydra_tune.config import align
 from hydra_tune.errors import PrepareError
@@ -73,15 +71,6 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 def places_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Where their data begins."""
     return list(map(torch.Tensor.data_ptr, tensors))
-
-
-@contextmanager
-def versions_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """To autograd, what is written into `tensors` inside is as if it had not been."""
-    with ExitStack() as stack:
-        for tensor in tensors:
-            stack.enter_context(_unsafe_preserve_version_counter(tensor))
-        yield
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -240,13 +240,14 @@ class Planner:
         kept = max(m.kept_bytes for m in self._measures) + sum(map(storage_bytes, trial.model.buffers()))
         step_bytes = max(m.step_bytes for m in measures) + sum(p.boundary_bytes + p.saved_bytes for p in uncalled)
         work_bytes = max((p.work_bytes for p in (*uncalled, *known)), default=0)
+        gradients = (sum(storage_bytes(p) for p in b.slot_parameters if p.requires_grad) for b in self.blocks)
         plan = partition.make_plan(
             [*uncalled, *known],
             budget_bytes=trial.pool.budget_bytes,
             loose_bytes=self._held_bytes(self._loose, ever_trains) + kept,
             resident_bytes=self._held_bytes(list(trial.model.parameters()), ever_trains) + kept,
             step_bytes=step_bytes + ((step_bytes + work_bytes) // MARGIN if trains else 0),
-            late_bytes=self._late_bytes if ever_trains else 0,
+            late_bytes=max(gradients, default=0) if ever_trains and trial.pool.spills_behind else 0,
             may_be_resident=resident,
             cut=self._cut,
         )
@@ -265,14 +266,6 @@ class Planner:
     def _loose(self) -> list[nn.Parameter]:
         """Weights that are in no slot."""
         return [p for p in self._trial.model.parameters() if id(p) not in self._uses]
-
-    @property
-    def _late_bytes(self) -> int:
-        """Gradients of one block that are on their way to the host while the next one computes."""
-        if not self._trial.pool.spills_behind:
-            return 0
-        trained = ([p for p in block.slot_parameters if p.requires_grad] for block in self.blocks)
-        return max((sum(map(storage_bytes, parameters)) for parameters in trained), default=0)
 
     def _held_bytes(self, parameters: Sequence[nn.Parameter], trains: bool) -> int:
         """Weights, and in training gradients, optimizer state, and what a step of the optimizer takes beside them. What

@@ -193,7 +193,7 @@ class Residency:
                 tensor = self.device.hold(tensor)
             else:
                 tensor.data = self.device.hold(tensor.data)
-            grad = _grad_of(tensor)
+            grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
             if grad is not None and grad.device != self.device.torch_device:
                 tensor.grad = self.device.hold(grad)  # a virtual device's stays: it may be the user's view
         self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, tensor_bytes(tensor))
@@ -272,11 +272,6 @@ def _put(
         moved[tensor] = move(tensor)
     if name in buffers:
         buffers[name] = moved[tensor]
-
-
-def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """None of one that was computed, as for `functional_call`: PyTorch warns of who asks."""
-    return tensor.grad if tensor.is_leaf else None
 
 
 def _stays_itself(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -25,14 +25,6 @@ MOST_FORMER = 512  # device copies that are kept to be filled again, where slots
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
 
-class _Held(NamedTuple):
-    """A weight or buffer. Its module may be the model, which is garbage once its user has dropped it."""
-
-    module: ref[nn.Module]
-    name: str
-    parameter: nn.Parameter | None
-
-
 class Residency:
     """Moves a trial's bytes and tells its pool."""
 
@@ -42,7 +34,8 @@ class Residency:
         self.copies: dict[tuple[int, int], DeviceCopy] = {}  # by the device's number and shard
         self._former: dict[tuple[int, int, int, int], DeviceCopy] = {}  # by device, shard, offset and bytes
         self._weights: HostWeights | None = None
-        self._held: list[_Held] = []
+        # weights and buffers; the module may be the model, which is garbage once its user has dropped it
+        self._held: list[tuple[ref[nn.Module], str, nn.Parameter | None]] = []
         self._pool = pool
         self._arrival: Arrival | None = None  # of gradients on their way to the host
 
@@ -177,12 +170,12 @@ class Residency:
     ) -> None:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
         there = {(m, name) for b in except_blocks for m, name, _ in b.sites}
-        there |= {(held.module(), held.name) for held in self._held}  # type: ignore[misc]
+        there |= {(module(), name) for module, name, _ in self._held}  # type: ignore[misc]
         moved: dict[torch.Tensor, torch.Tensor] = {}
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and (module, name) not in there:
-                    self._held.append(_Held(ref(module), name, module._parameters.get(name)))
+                    self._held.append((ref(module), name, module._parameters.get(name)))
                     _put(module._buffers, name, tensor, moved, self._hold)
         if moved:
             self._move_state(optimizers)

@@ -21,14 +21,13 @@ _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: t
 
 
 class Steps:
-    """`under_way` is the step of that `number`; the `first` of a kind has what its trial's first step has reserved."""
+    """`under_way` is the step of that `number`; the first of a kind has what its `FirstStep` has reserved."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self.number = 0
         self.under_way = False
         self.trains = False  # it has seen a backward
-        self._is_first = False
         self._num_backwards = 0
         self._forwards: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._keeps = False  # an activation, of which the script was told
@@ -57,20 +56,18 @@ class Steps:
 
     def open_first(self) -> None:
         self.trains, self._num_backwards = False, 0
-        self.under_way = self._is_first = True
+        self.under_way = True
 
     @property
     def outlasts_first(self) -> bool:
-        """The first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
-        return self._is_first and self._num_backwards >= _MOST_FIRST_BACKWARDS
+        """A first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
+        return self._num_backwards >= _MOST_FIRST_BACKWARDS
 
     def leave(self) -> None:
         trial = self._trial
         self.under_way = False
         trial.residency.await_gradients()
-        if self._is_first:
-            self._is_first = False
-        elif not trial.lease.leave_step(trained=self.trains):
+        if trial.planner.first is None and not trial.lease.leave_step(trained=self.trains):
             trial.pool.leave_step(trial, trained=self.trains)
         if self.trains and trial.resumption is not None:
             trial.resumption.has_trained()
@@ -87,7 +84,7 @@ class Steps:
 
     def forget(self) -> None:
         """The one that was under way, interrupted, had not begun."""
-        self.under_way = self._is_first = False
+        self.under_way = False
 
     def _leave_endless(self) -> None:
         """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from math import inf
+from operator import ge
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 def find_blocks(
     root: nn.Module, limit_bytes: int, *, opened: Container[str] = (), kept: Container[str] = ()
-) -> list[tuple[str, nn.Module]]:
-    """Names and modules of the blocks of `root`, in order of registration.
+) -> dict[str, nn.Module]:
+    """The blocks of `root` by name, in order of registration.
 
     The root is always opened, and so is whatever contains a stack of layers, or is named among `opened`. An
     element of a stack is a block, unless its weights and gradients pass `limit_bytes`; then its children are.
@@ -62,7 +63,7 @@ def find_blocks(
     for name, child in root.named_children():
         for found_name, module in walk(name, child, in_stack=isinstance(root, _STACKS)):
             blocks.setdefault(module, found_name)
-    return [(name, module) for module, name in blocks.items()]
+    return {name: module for module, name in blocks.items()}
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -81,11 +82,7 @@ def _contains_stack(module: nn.Module) -> bool:
 
 
 def blocks_of(
-    model: nn.Module,
-    limit_bytes: int,
-    cut: Cut,
-    profiles: Iterable[BlockProfile] = (),
-    before: Iterable[Block] = (),
+    model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[BlockProfile], before: Iterable[Block]
 ) -> list[Block]:
     """The model's blocks, in order of registration; in the order of `profiles`, and by what these tell, if given. Those
     that are cut as `before` stay who they are: a graph may refer to them."""
@@ -93,7 +90,7 @@ def blocks_of(
     if isinstance(model, SeveralModels):
         for name, child in model.named_children():
             (opened if has_children(child) else kept).add(name)
-    modules = dict(find_blocks(model, limit_bytes, opened=opened, kept=kept))
+    modules = find_blocks(model, limit_bytes, opened=opened, kept=kept)
     inside = {m for module in modules.values() for m in module.modules()}
     outside = {p for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
     held = outside | {p for name, p in model.named_parameters(remove_duplicate=False) if name in cut.held}
@@ -139,12 +136,11 @@ def make_plan(
     Raises:
         BudgetError: some block does not fit alone; names it, its need and the budget.
     """
-    every = tuple(range(len(profiles)))
     forward = max((p.forward_work_bytes for p in profiles), default=0)
     backward = max((p.backward_work_bytes for p in profiles), default=0)
-    saved = sum(p.saved_bytes for p in profiles)
-    blocks = tuple(profiles)
-    resident = TrialPlan(True, (Shard(every, 0, forward, backward),), blocks, resident_bytes, step_bytes + saved, cut)
+    blocks, saved = tuple(profiles), sum(p.saved_bytes for p in profiles)
+    whole = Shard(tuple(range(len(blocks))), 0, forward, backward)
+    resident = TrialPlan(True, (whole,), blocks, resident_bytes, step_bytes + saved, cut)
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident
     if not profiles:
@@ -320,6 +316,6 @@ def covers(
 ) -> bool:
     """Whether a pilot on inputs of signature `measured` bounds the bytes of a step on those of `now`."""
     return len(measured) == len(now) and all(
-        m_dtype == n_dtype and len(m) == len(n) and all(a >= b for a, b in zip(m, n, strict=True))
+        m_dtype == n_dtype and len(m) == len(n) and all(map(ge, m, n))
         for (m, m_dtype), (n, n_dtype) in zip(measured, now, strict=True)
     )

@@ -274,16 +274,13 @@ class Planner:
         if not trains:
             return total
         total += sum(gradient_bytes(p) for p in parameters if p.requires_grad)
-        foreach, optimizers = self._trial.device.foreach_by_default, self._trial.optimizers
-        if not optimizers:
-            return total + sum(stepping_bytes(None, parameters, foreach_by_default=foreach))
-        left, scratch_bytes = {id(p): p for p in parameters}, [0]
-        for optimizer in optimizers:
+        foreach, left = self._trial.device.foreach_by_default, {id(p): p for p in parameters}
+        taken = []
+        for optimizer in self._trial.optimizers:
             own = [left.pop(id(p)) for group in optimizer.param_groups for p in group["params"] if id(p) in left]
-            state_bytes, scratch = stepping_bytes(optimizer, own, foreach_by_default=foreach)
-            total += state_bytes
-            scratch_bytes.append(scratch)
-        return total + max(scratch_bytes)
+            taken.append(stepping_bytes(optimizer, own, foreach_by_default=foreach))
+        taken = taken or [stepping_bytes(None, parameters, foreach_by_default=foreach)]
+        return total + sum(state for state, _ in taken) + max(scratch for _, scratch in taken)
 
     # ---- weights where the plan wants them ----
 

@@ -1,10 +1,5 @@
-"""The vocabulary as plain data: blocks measured, shards packed from them, tasks that visit them.
-
-block   the smallest module the partitioner does not split
-shard   consecutive blocks that are promoted and spilled together
-task    one visit to a shard: (trial, step, shard, forward or backward)
-plan    how one architecture is cut, and what that costs, for one budget
-"""
+"""The vocabulary as plain data: blocks measured, shards packed from them, tasks that visit them, and the plan: how one
+architecture is cut, and what that costs, for one budget."""
 
 from __future__ import annotations
 
@@ -79,12 +74,10 @@ class Cut:
 class BlockProfile:
     """What the pilot measured for one block on the first batch. Bytes on the device, times in seconds.
 
-    `weight_bytes` is the slot it occupies (parameters and buffers, aligned); `saved_bytes` what plain
-    autograd keeps of it between forward and backward; the work bytes are scratch beyond slot and inputs.
-    `carried_bytes` is the larger of what it takes and what it gives, copied to another device; `at_home` says that
-    it can be visited nowhere else, for it needs what its trial has there.
-    `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called. `keeps`,
-    `clones`, `writes_buffers`, `casts` and `saved_counts` as in `Block`.
+    `weight_bytes` is the slot it occupies, aligned; `saved_bytes` what plain autograd keeps of it between forward and
+    backward; the work bytes are scratch beyond slot and inputs. `carried_bytes` is the larger of what it takes and
+    what it gives, copied to another device. `visits` a step: 2, forward and backward; 1 where nothing requires a
+    gradient; 0 if it was not called. All else as in `Block`.
     """
 
     name: str
@@ -130,9 +123,8 @@ class TrialPlan:
     """How one architecture runs within one budget; shared by trials with the same `partition.plan_key`.
 
     `held_bytes`  from admission to the trial's end: what is never promoted or dropped
-    `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators
-                  between blocks, the loss; where spilled, gradients on their way to the host
-    `cut`         where the model is cut otherwise than by size
+    `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators between blocks, the
+                  loss; where spilled, gradients on their way to the host
     A resident plan has one shard without a slot: the root module, whose weights are all held.
     """
 

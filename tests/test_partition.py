@@ -45,7 +45,7 @@ def plan_key(model, optimizer, x):
 
 
 def names(model, limit=LARGE):
-    return [name for name, _ in find_blocks(model, limit)]
+    return list(find_blocks(model, limit))
 
 
 def test_elements_of_a_stack_are_blocks_and_so_are_their_neighbours():

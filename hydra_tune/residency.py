@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -171,54 +171,47 @@ class Residency:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
         there = {(m, name) for b in except_blocks for m, name, _ in b.sites}
         there |= {(module(), name) for module, name, _ in self._held}  # type: ignore[misc]
-        moved: dict[torch.Tensor, torch.Tensor] = {}
+        found: dict[torch.Tensor, None] = {}  # each once, though it may have several sites
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and (module, name) not in there:
                     self._held.append((ref(module), name, module._parameters.get(name)))
-                    _put(module._buffers, name, tensor, moved, self._hold)
-        if moved:
+                    found[tensor] = None
+        for tensor in found:
+            self._hold(tensor)
+        if found:
             self._move_state(optimizers)
 
-    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _hold(self, tensor: torch.Tensor) -> None:
+        grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
         with self.meter.paused():
-            if not _stays_itself(tensor):
-                tensor = self.device.hold(tensor)
-            else:
-                tensor.data = self.device.hold(tensor.data)
-            grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
+            _put(tensor, self.device.hold(tensor))
             if grad is not None and grad.device != self.device.torch_device:
                 tensor.grad = self.device.hold(grad)  # a virtual device's stays: it may be the user's view
         self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor] if grad is None else [tensor, grad])
-        return tensor
 
     def bring_home(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Move what is held on the device back to host memory."""
         self._former.clear()
-        moved: dict[torch.Tensor, torch.Tensor] = {}
+        found: dict[torch.Tensor, None] = {}
+        for reference, name, parameter in self._held:
+            tensor: torch.Tensor | None = parameter
+            if (module := reference()) is not None:  # which may have another one by now
+                tensor = {**module._buffers, **module._parameters}.get(name)
+            if tensor is not None:
+                found[tensor] = None
         with self.meter.paused():
-            for reference, name, parameter in self._held:
-                module, buffers = reference(), {}
-                tensor: torch.Tensor | None = parameter
-                if module is not None:  # which may have another one by now
-                    buffers = module._buffers
-                    tensor = module._parameters.get(name, buffers.get(name))
-                if tensor is not None:
-                    _put(buffers, name, tensor, moved, self._bring_home)
+            for held in found:
+                _put(held, self._to_host(held))
+                grad = held.grad if held.is_leaf else None
+                if grad is not None:
+                    self.meter.disown(grad)
+                    if grad.device.type != "cpu":
+                        held.grad = self._to_host(grad)
         self._held = []
         self._move_state(optimizers)
-
-    def _bring_home(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not _stays_itself(tensor):
-            return self._to_host(tensor)
-        tensor.data = self._to_host(tensor.data)
-        if tensor.grad is not None:
-            self.meter.disown(tensor.grad)
-            if tensor.grad.device.type != "cpu":
-                tensor.grad = self._to_host(tensor.grad)
-        return tensor
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self._pool.note_moved(self.meter.trial, "spilled_bytes", self.device, tensor_bytes(tensor))
@@ -253,21 +246,7 @@ class Residency:
         return unflatten(moved, structure)
 
 
-def _put(
-    buffers: dict[str, torch.Tensor | None],
-    name: str,
-    tensor: torch.Tensor,
-    moved: dict[torch.Tensor, torch.Tensor],
-    move: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    """Elsewhere, once, though it may have several sites: modules have what `move` makes of a buffer."""
-    if tensor not in moved:
-        moved[tensor] = move(tensor)
-    if name in buffers:
-        buffers[name] = moved[tensor]
-
-
-def _stays_itself(tensor: torch.Tensor) -> bool:
-    """Where it moves, so that who else has it goes on to see it; not a buffer that has a graph, which it would move
-    as well, nor one of an `inference_mode`, which would stay an inference tensor."""
-    return tensor.is_leaf and not tensor.is_inference()
+def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """It stays itself, so that who else has it goes on to see it."""
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.data = data

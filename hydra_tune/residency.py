@@ -171,15 +171,15 @@ class Residency:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
         there = {(m, name) for b in except_blocks for m, name, _ in b.sites}
         there |= {(module(), name) for module, name, _ in self._held}  # type: ignore[misc]
-        found: dict[torch.Tensor, None] = {}  # each once, though it may have several sites
+        moved = set[torch.Tensor]()  # each once, though it may have several sites
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and (module, name) not in there:
                     self._held.append((ref(module), name, module._parameters.get(name)))
-                    found[tensor] = None
-        for tensor in found:
-            self._hold(tensor)
-        if found:
+                    if tensor not in moved:
+                        moved.add(tensor)
+                        self._hold(tensor)
+        if moved:
             self._move_state(optimizers)
 
     def _hold(self, tensor: torch.Tensor) -> None:

@@ -1,38 +1,39 @@
-"""Owns the truth of a spilled trial: one host allocation of exact size, parameters are views of it.
-
-Blocks lie one after another in the order in which they run, so that any run of consecutive blocks, in
-particular a shard, is promoted by one copy. Every tensor has a storage of its own over its own bytes
-(`torch.frombuffer`), so that saving one does not write the others.
-"""
+"""Bytes and bits of tensors, and the truth of a spilled trial: its weights in one host allocation of exact size."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch import nn
 
 from hydra_tune.config import align
+from hydra_tune.errors import PrepareError
+
+if TYPE_CHECKING:
+    from hydra_tune.blocks.block import Block
+    from hydra_tune.device import Device
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _VERSION = attrgetter("_version")
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """What has memory: the tensor, or the indices and values of a sparse one."""
     if tensor.layout is torch.strided:
         return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
+    return [getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ())]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -72,15 +73,6 @@ def places_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
-@contextmanager
-def versions_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """To autograd, what is written into `tensors` inside is as if it had not been."""
-    with ExitStack() as stack:
-        for tensor in tensors:  # one by one: torch 2.6 takes no tuple
-            stack.enter_context(_unsafe_preserve_version_counter(tensor))
-        yield
-
-
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors, on whatever devices, have the same values; nan is the same as nan."""
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -111,37 +103,59 @@ def digest(tensor: torch.Tensor) -> float | None:
     return float(torch.linalg.vector_norm(tensor, 1, dtype=torch.float32)) if tensor.is_floating_point() else None
 
 
-class HostBuffer:
-    """An exact-size mapping with room for `tensors` in order: private to its process, or `shared` with those that are
-    forked. One that is pinned has to be: a fork leaves one side with copies of private pages, and the GPU reads those
-    that there were.
+class HostWeights:
+    """The parameters of all blocks in host memory; the model's own parameters are views.
 
-    `offsets[i]` is the place of `tensors[i]`; `view` copies a tensor there. Its pages take memory as they are written,
-    so who lets go of each tensor once it is copied never has all of them twice. Pinning is the device's business:
-    PyTorch's pinned allocator would round the size up to a power of two.
+    Blocks lie one after another in the order in which they run, so that one copy promotes any run of them. The memory
+    is a mapping of exact size (PyTorch's pinned allocator would round it up to a power of two), private to its process
+    unless it is pinned: a fork leaves one side with copies of private pages, and the GPU reads those that there were.
+    Every parameter has a storage of its own over its own bytes, so that saving one does not write the others. Pages
+    take memory as they are written: what a parameter had before is free by then.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, shared: bool = False) -> None:
-        self.offsets: list[int] = []
-        end = 0
-        for tensor in tensors:
-            self.offsets.append(end)
-            end += storage_bytes(tensor)
-        self.num_bytes = max(end, 1)
-        self._mapping = mmap.mmap(-1, self.num_bytes, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY)
+    def __init__(self, blocks: Sequence[Block], device: Device) -> None:
+        self.parameters = list(dict.fromkeys(p for block in blocks for p in block.slot_parameters))
+        num_bytes = max(1, sum(map(storage_bytes, self.parameters)))
+        access = mmap.ACCESS_COPY if device.is_virtual else mmap.ACCESS_WRITE
+        self._mapping = mmap.mmap(-1, num_bytes, access=access)
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._place: dict[int, tuple[int, torch.Tensor]] = {}
+        offset = 0
+        for parameter in self.parameters:
+            parameter.data = view = self._copy(parameter.detach(), offset)
+            self._place[id(parameter)] = offset, view
+            offset += storage_bytes(view)
+        device.pin(self.bytes)
+        self.close = partial(device.unpin, self.bytes)  # the parameters stay views
+        if not device.is_virtual:  # also if the model is collected
+            weakref.finalize(self, self.close).atexit = False
 
-    def view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-        """A copy at this place, with the tensor's shape, strides and dtype."""
+    def _copy(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        """With the tensor's shape, strides and dtype."""
         if tensor.numel() == 0:
-            return tensor.detach()
+            return tensor
         flat = torch.frombuffer(self._mapping, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-        return flat.as_strided(tensor.size(), tensor.stride()).copy_(tensor.detach())
+        return flat.as_strided(tensor.size(), tensor.stride()).copy_(tensor)
 
+    def has(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._place
 
-def once(tensor: torch.Tensor) -> torch.Tensor:
-    """Each element once, where the tensor is expanded."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+    def offset(self, parameter: nn.Parameter, data: torch.Tensor) -> int | None:
+        """Where the parameter's `data` lie; None if the user has given it other storage since (`p.data = ...`,
+        `share_memory()`), in which it stays: what was here may still be someone's."""
+        offset, view = self._place[id(parameter)]
+        here = data.data_ptr() == self.bytes.data_ptr() + offset or data.numel() == 0
+        if here and data.stride() == view.stride():
+            return offset
+        same = data.shape == view.shape and data.dtype == view.dtype and not data.is_meta
+        if not same or not is_dense(data):
+            raise PrepareError(
+                f"a prepared parameter keeps its shape and dtype, {tuple(view.shape)} {view.dtype}, and is dense; "
+                f"found {tuple(data.shape)} {data.dtype} on {data.device}. "
+                "Call hydra_tune.release(model) before changing it."
+            )
+        return None
+
+    def piece(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """These bytes."""
+        return self.bytes[offset : offset + num_bytes]

@@ -9,31 +9,36 @@ then the smallest largest shard.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from math import inf
+from operator import ge
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from hydra_tune.blocks.block import Block
 from hydra_tune.config import format_apart, format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError
 from hydra_tune.fingerprint import Fingerprint, PlanKey
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.optim import options_of
+from hydra_tune.root import SeveralModels
 from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
 from hydra_tune.tree import flatten, tensors_in
 
 # 5 ms on the fastest links, ten times what a task costs the host; larger ones crowd others out
 MOST_SLOT_BYTES = 1 << 28
+UNMEASURED = "no first step has called it"
 _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_blocks(
     root: nn.Module, limit_bytes: int, *, opened: Container[str] = (), kept: Container[str] = ()
-) -> list[tuple[str, nn.Module]]:
-    """Names and modules of the blocks of `root`, in order of registration.
+) -> dict[str, nn.Module]:
+    """The blocks of `root` by name, in order of registration.
 
     The root is always opened, and so is whatever contains a stack of layers, or is named among `opened`. An
     element of a stack is a block, unless its weights and gradients pass `limit_bytes`; then its children are.
@@ -58,7 +63,7 @@ def find_blocks(
     for name, child in root.named_children():
         for found_name, module in walk(name, child, in_stack=isinstance(root, _STACKS)):
             blocks.setdefault(module, found_name)
-    return [(name, module) for module, name in blocks.items()]
+    return {name: module for module, name in blocks.items()}
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -74,6 +79,40 @@ def has_children(module: nn.Module) -> bool:
 def _contains_stack(module: nn.Module) -> bool:
     """A stack of layers, not of parametrizations."""
     return any(isinstance(m, _STACKS) for n, m in module.named_modules() if "parametrizations" not in n.split("."))
+
+
+def blocks_of(
+    model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[BlockProfile], before: Iterable[Block]
+) -> list[Block]:
+    """The model's blocks, in order of registration; in the order of `profiles`, and by what these tell, if given. Those
+    that are cut as `before` stay who they are: a graph may refer to them."""
+    opened, kept = set(cut.opened), set(cut.kept)
+    if isinstance(model, SeveralModels):
+        for name, child in model.named_children():
+            (opened if has_children(child) else kept).add(name)
+    modules = find_blocks(model, limit_bytes, opened=opened, kept=kept)
+    inside = {m for module in modules.values() for m in module.modules()}
+    outside = {p for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
+    held = outside | {p for name, p in model.named_parameters(remove_duplicate=False) if name in cut.held}
+    known = {profile.name: profile for profile in profiles if profile.name in modules}
+    old = {block.name: block for block in before}
+    blocks = []
+    for name in dict.fromkeys((*known, *modules)):
+        block = Block(name, modules[name], held=[*held.intersection(modules[name].parameters())])
+        if name in old and _are_alike(old[name], block):
+            block = old[name]
+        profile = known.get(name, BlockProfile(name, 0))
+        block.keeps = (profile.keeps if profile.visits else UNMEASURED) or block.keeps
+        block.clones, block.writes_buffers = profile.clones or block.clones, profile.writes_buffers
+        block.casts, block.saved_counts = profile.casts | block.casts, profile.saved_counts | block.saved_counts
+        blocks.append(block)
+    return blocks
+
+
+def _are_alike(a: Block, b: Block) -> bool:
+    """Whether both promote the same parameters, and run the same forward."""
+    same = [*map(id, a.slot_parameters)] == [*map(id, b.slot_parameters)]
+    return same and a.module is b.module and a.own_forward is b.own_forward
 
 
 def make_plan(
@@ -92,41 +131,36 @@ def make_plan(
     `loose_bytes`     parameters outside every block, with gradients and optimizer state
     `resident_bytes`  all parameters, with gradients and optimizer state
     `step_bytes`      boundary tensors, operators between blocks and the loss
-    `late_bytes`      what a spilled step has beside these, see `TrialPlan`
+    `late_bytes`      in a spilled step: gradients of one block that go to the host while the next one computes
 
     Raises:
         BudgetError: some block does not fit alone; names it, its need and the budget.
     """
-    every = tuple(range(len(profiles)))
     forward = max((p.forward_work_bytes for p in profiles), default=0)
     backward = max((p.backward_work_bytes for p in profiles), default=0)
-    saved = sum(p.saved_bytes for p in profiles)
-    blocks = tuple(profiles)
-    resident = TrialPlan(True, (Shard(every, 0, forward, backward),), blocks, resident_bytes, step_bytes + saved, cut)
+    blocks, saved = tuple(profiles), sum(p.saved_bytes for p in profiles)
+    whole = Shard(tuple(range(len(blocks))), 0, forward, backward)
+    resident = TrialPlan(True, (whole,), blocks, resident_bytes, step_bytes + saved, cut)
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident
     if not profiles:
         need, budget = format_apart(resident.need_bytes, budget_bytes)
         raise BudgetError(
-            f"the model has no block that could be spilled and needs {need}, but the budget is {budget}. "
-            "Raise the pool's memory=, lower the batch size, or split "
-            f"the model into child modules.{cut.spell_kept()}"
+            f"the model has no block that could be spilled and needs {need}, but the budget is {budget}. {cut.advice()}"
         ).lacking(resident.need_bytes, budget_bytes)
     step_bytes += late_bytes
     for p in profiles:
         need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
         if need_bytes > budget_bytes:
             need, budget = format_apart(need_bytes, budget_bytes)
+            parts = map(format_bytes, (p.weight_bytes, p.work_bytes, loose_bytes + step_bytes))
             raise BlockTooLargeError(
                 p.name,
-                f"block {p.name} needs {need}: {format_bytes(p.weight_bytes)} of weights, "
-                f"{format_bytes(p.work_bytes)} to compute, "
-                f"{format_bytes(loose_bytes + step_bytes)} held by its trial and step; but the budget is "
-                f"{budget}. Raise the pool's memory=, lower the batch size, or split "
-                f"the module into smaller children.{cut.spell_kept()}",
+                "block {} needs {}: {} of weights, {} to compute, {} held by its trial and step; but the budget is {}. "
+                "{}".format(p.name, need, *parts, budget, cut.advice()),
             ).lacking(need_bytes, budget_bytes)
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
-    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut, late_bytes)
+    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
 
 
 def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shard, ...]:
@@ -214,27 +248,45 @@ def _ends(blocks: Iterable[BlockProfile], limit_bytes: int, room_bytes: float) -
     return [*ends, i] if i else []
 
 
+def summary_of(plan: TrialPlan | None, budget_bytes: int) -> dict[str, Any]:
+    """A plan as plain data, on a device of this budget; before there is one, the same without figures."""
+    plan = plan or TrialPlan(False, (), (), 0, 0)
+    shards = list(zip(plan.shards, promotions(plan, budget_bytes), strict=True))
+    return {
+        "resident": plan.resident,
+        "held_bytes": plan.held_bytes,
+        "step_bytes": plan.step_bytes,
+        "weight_bytes": sum(p.weight_bytes for p in plan.blocks),
+        "promoted_bytes_per_step": sum(shard.slot_bytes * times for shard, times in shards),
+        "shards": [
+            {**vars(shard), "blocks": [plan.blocks[i].name for i in shard.blocks], "promotions_per_step": times}
+            for shard, times in shards
+        ],
+        "cut": {what: {**reasons} for what, reasons in vars(plan.cut).items()},
+        "keeps": {p.name: p.keeps for p in plan.blocks if p.keeps},
+    }
+
+
 # ---- which trials share a plan -----------------------------------------------------------------------
 
 
-def plan_key(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *others: Hashable) -> PlanKey:
-    """Equal for trials of one architecture and dtype, whatever their learning rates; and of equal `others`, whose
-    `repr` tells them apart."""
+def plan_key(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> PlanKey:
+    """Equal for trials of one architecture and dtype, whatever their learning rates."""
     fingerprint = Fingerprint()
     order = {id(p): i for i, p in enumerate(root.parameters())}  # equal numbers are tied
     parameters = tuple(
-        (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad, p.item() if _is_setting(p) else None)
+        (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad, _setting_of(p))
         for name, p in root.named_parameters(remove_duplicate=False)
     )
     states = []
     for optimizer in optimizers:
         groups = [(options, [order.get(id(p)) for p in own]) for options, own in options_of(optimizer)]
         states.append((fingerprint.number(type(optimizer)), groups))
-    return fingerprint.key(fingerprint.of_model(root), parameters, states, others)
+    return fingerprint.key(fingerprint.of_model(root), parameters, states)
 
 
-def _is_setting(parameter: torch.Tensor) -> bool:
-    return parameter.numel() == 1 and not parameter.requires_grad
+def _setting_of(parameter: torch.Tensor) -> Any:
+    return parameter.item() if parameter.numel() == 1 and not parameter.requires_grad else None
 
 
 def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
@@ -242,23 +294,15 @@ def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype]
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of a nested tensor, some of whose sizes are no numbers, that of its memory."""
-    if not tensor.is_nested:
-        return tuple(tensor.shape)
-    if tensor.layout is not torch.jagged:
-        return (tensor.numel(),)
-    memory: torch.Tensor = tensor._values  # type: ignore[assignment]
-    return tuple(memory.shape)
+    """Of a nested tensor, some of whose sizes are no numbers, its elements."""
+    return (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
 
 
-def gradient_flags(inputs: object) -> tuple[bool, ...]:
-    """Which tensors among the inputs require a gradient."""
-    return tuple(t.requires_grad for t in tensors_in(inputs))
-
-
-def switches(inputs: object) -> tuple[object, ...]:
-    """What else among the inputs decides what a forward computes: flags, names and absent tensors."""
-    return tuple(x for x in flatten(inputs)[0] if x is None or isinstance(x, (bool, str)))
+def flags_of(inputs: object) -> tuple[object, ...]:
+    """What else decides what a forward computes: flags, names, absent tensors, and which require a gradient."""
+    leaves = flatten(inputs)[0]
+    told = (x.requires_grad if isinstance(x, torch.Tensor) else x for x in leaves)
+    return tuple(x for x in told if x is None or isinstance(x, (bool, str)))
 
 
 def covers(
@@ -266,6 +310,6 @@ def covers(
 ) -> bool:
     """Whether a pilot on inputs of signature `measured` bounds the bytes of a step on those of `now`."""
     return len(measured) == len(now) and all(
-        m_dtype == n_dtype and len(m) == len(n) and all(a >= b for a, b in zip(m, n, strict=True))
+        m_dtype == n_dtype and len(m) == len(n) and all(map(ge, m, n))
         for (m, m_dtype), (n, n_dtype) in zip(measured, now, strict=True)
     )

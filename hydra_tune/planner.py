@@ -7,55 +7,37 @@ Trainings and evaluations share what is held for life, and have steps and shards
 
 from __future__ import annotations
 
-import logging
+import copy
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hydra_tune import cut as cuts
+from hydra_tune import partition
 from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.blocks.call_site import BlockForward
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
 from hydra_tune.fingerprint import PlanKey
-from hydra_tune.glance import Glance, glance_at
+from hydra_tune.glance import glance_at
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.optim import optimizer_state_bytes, step_scratch_bytes
-from hydra_tune.partition import gradient_flags, input_signature, make_plan, plan_key, switches
-from hydra_tune.plan_summary import summary_of
+from hydra_tune.optim import stepping_bytes
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
 from hydra_tune.planning.on_paper import least_bytes
 from hydra_tune.process_state import autocast_mode
-from hydra_tune.root import SeveralModels, refuse_computed_weights, refuse_unsupported
+from hydra_tune.root import refuse_computed_weights, refuse_unsupported
 from hydra_tune.shard import TOO_LARGE, BlockProfile, Cut, TrialPlan
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
-logger = logging.getLogger("hydra_tune")
 _MOST_SETTINGS = 8  # which modules train, or what is switched on, may be drawn anew in each step
-
-
 MARGIN = 32  # a training step may take this part more, of itself and its largest task, than the first one has
-
-
-@dataclass(frozen=True)
-class Plans:
-    """Of one trial, which hold the same: None for what it has not done yet."""
-
-    training: TrialPlan | None
-    evaluation: TrialPlan | None
-
-    def of(self, kind: Kind) -> TrialPlan | None:
-        """A forward without gradients that has been measured as a part of a training step has that one's."""
-        if kind.trains or self.evaluation is None:
-            return self.training
-        return self.evaluation
 
 
 class Planner:
@@ -64,42 +46,38 @@ class Planner:
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self.blocks: list[Block] = []
-        self.plan: TrialPlan | None = None
-        self._next_plan: TrialPlan | None = None  # made, but not settled yet
+        self.plan: TrialPlan | None = None  # that the trial is admitted under
         self.first: FirstStep | None = None
-        self._plans = Plans(None, None)
+        self.covered: set[Any] = set()  # calls that the plan, a resident one, is known to cover
+        self._plans: dict[bool, TrialPlan] = {}  # of `_measures`, for training and for evaluation
         self._measures: list[StepMeasure] = []  # of forwards that this trial has made
         self._key = PlanKey(b"", ())
-        self._is_changed = False  # the model, since it was cut
-        self._kinds: set[type | None] = set()  # kept for as long as measures are looked up by keys that name them
-        self._shard_of: dict[str, int] = {}
         self._cut = Cut()
-        self._spills = False  # though it might fit
+        self._is_changed = False  # the model, since it was cut
+        self._shard_of: dict[str, int] = {}
+        self._uses: Counter[int] = Counter()  # of weights, by id: the blocks that have them
         self._settings: set[Hashable] = set()
-        self._tied: set[int] = set()  # weights of several blocks, by id
-        self.covered: set[Any] = set()  # calls that the plan, a resident one, is known to cover
-        self._summary: tuple[TrialPlan | None, int, dict[str, Any]] | None = None
+        self._summary: tuple[TrialPlan | None, int, dict[str, Any]] = None, 0, partition.summary_of(None, 0)
 
     def start(self) -> None:
         """Cut the model, or the models, that the trial has now."""
         self._settings.clear()
         if self.plan is not None:
             self.leave_plan()
-        self._key, self._measures = PlanKey(b"", ()), []
+        self._key, self._measures, self._plans = PlanKey(b"", ()), [], {}
         self._adopt_cut(Cut())
 
     def close(self) -> None:
         """Let go of the model and of the trial, so that no cycle keeps either."""
         self.blocks, self._shard_of = [], {}
-        self._kinds.clear()
         self.__dict__.pop("_trial", None)
 
     def summary(self) -> dict[str, Any]:
         """Plain data on the plan, the same as long as that is; of training, once there was one."""
-        plan = self._plans.training or self.plan or self._next_plan
+        plan = self._plans.get(True) or self.plan or self._plans.get(False)
         budget_bytes = self._trial.device.budget_bytes
-        if self._summary is None or self._summary[:2] != (plan, budget_bytes):
-            self._summary = plan, budget_bytes, summary_of(plan, budget_bytes)
+        if self._summary[:2] != (plan, budget_bytes):
+            self._summary = plan, budget_bytes, partition.summary_of(plan, budget_bytes)
         return self._summary[2]
 
     # ---- the plan for a forward ----
@@ -107,15 +85,18 @@ class Planner:
     def kind_of(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:
         """Of a forward of the model with this number."""
         glance, inputs = glance_at(self._trial.model), (args, kwargs)
-        self._note_hooks(glance)
+        hooked = set(glance.hooked)
+        for block in self.blocks if hooked else ():  # it would fire again when its block is repeated
+            if not block.keeps and any(m is not block.module and id(m) in hooked for m in block.modules):
+                block.keeps = "it has a hook within"
         now = glance.training, glance.switches
         if len(self._settings) < _MOST_SETTINGS:
             self._settings.add(now)
         setting = (
-            glance.parameters, glance.needs_gradient, glance.buffers, gradient_flags(inputs), switches(inputs),
+            glance.parameters, glance.needs_gradient, glance.buffers, partition.flags_of(inputs),
             autocast_mode(), now if now in self._settings else None, number,
         )  # fmt: skip
-        return Kind(torch.is_grad_enabled(), setting, input_signature(inputs))
+        return Kind(torch.is_grad_enabled(), setting, partition.input_signature(inputs))
 
     def knows(self, kind: Kind) -> bool:
         return any(measure.covers(kind) for measure in self._measures)
@@ -123,39 +104,33 @@ class Planner:
     def learn(self, kind: Kind) -> bool:
         """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it."""
         trial = self._trial
-        key = plan_key(trial.model, trial.optimizers)
+        key = partition.plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
             refuse_unsupported(trial.model)
             self._key, self._measures, self._is_changed = key, [], True
-            self._kinds.update(kind() for kind in key.kinds)
-        shared = trial.pool.measures.get(key, [])
-        found = [m for m in shared if m.covers(_comparable(kind))]
-        plan = self.plan or self._next_plan
-        if not found or plan is None or not plan.resident:
+        found = next((m for m in trial.pool.measures.get(key, ()) if m.covers(_comparable(kind))), None)
+        plan = self.plan or next(iter(self._plans.values()), None)
+        if found is None or plan is None or not plan.resident:
             refuse_computed_weights(trial.model)
-        if not found:
-            return False
-        self._count(replace(found[0], kinds=(kind,), trains=kind.trains))
-        return True
+        if found is not None:
+            self._count(replace(found, kinds=(kind,), trains=kind.trains))
+        return found is not None
 
     def _count(self, measure: StepMeasure) -> None:
         self._is_changed |= measure.cut != self._cut
         self._measures = [m for m in self._measures if m.cut == measure.cut and not measure.replaces(m)] + [measure]
-        self._cut = measure.cut
-        self._plans = Plans(None, None)
+        self._cut, self._plans = measure.cut, {}
 
     def plan_for(self, kind: Kind) -> TrialPlan:
         """
         Raises:
             BudgetError: there is none.
         """
-        if self._plans.of(kind) is None:
+        if not self._plans:
             if self._is_changed:
                 self._adopt_cut(self._cut)
-            self._spills = self._trial.alone or self._key in self._trial.pool.too_large
             self._plans = self._make_plans()
-        plan = self._plans.of(kind)
-        assert plan is not None
+        plan = self._plans.get(kind.trains) or self._plans[True]
         self._trial.pool.plans[self._key] = plan
         return plan
 
@@ -164,25 +139,18 @@ class Planner:
     def begin(self, kind: Kind) -> FirstStep:
         """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
         trial, pool = self._trial, self._trial.pool
-        self._refuse_again(kind)
+        known = pool.refusals.get((self._key, _comparable(kind)))
+        if known is not None:
+            raise copy.copy(known)  # without its frames
         self.leave_plan()
-        self._next_plan = None
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
         beside = trial.of_runner and not trial.alone
         room = pool.ask(trial, PilotReady(trial.id, trial.alone, least if beside else None), StartPilot)
         self._adopt_cut(self._cut)
         self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)
-        trial.residency.hold(trial.model, self.blocks, trial.optimizers)
+        self._hold(self.blocks)
         return self.first
-
-    def _refuse_again(self, kind: Kind) -> None:
-        """What another trial of the same architecture has found not to fit, alone on the device."""
-        known = self._trial.pool.refusals.get((self._key, _comparable(kind)))
-        if known is not None:
-            error = BudgetError(str(known))
-            error.lack = known.lack
-            raise error
 
     def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
         """The error that ends a first step, with the least budget that would do. What fits depends on the budget, not
@@ -190,118 +158,97 @@ class Planner:
         first, trial = self.first, self._trial
         if first is None:
             return error
-        budget_bytes, model = trial.pool.budget_bytes, trial.model
-        known = BudgetError(str(error))  # without its frames
-        known.lack = error.lack
-        least = None
-        if not isinstance(model, SeveralModels):
-            least = least_bytes(model, self.blocks, args, kwargs, lambda ps: self._held_bytes(ps, first.trains))
+        refusal, budget_bytes = copy.copy(error), trial.pool.budget_bytes
+        least = least_bytes(trial.model, self.blocks, args, kwargs, lambda ps: self._held_bytes(ps, first.trains))
         if least is not None and least > budget_bytes:
-            known = BudgetError(f"{error} About {format_bytes(least)} would do.").lacking(least, budget_bytes)
+            refusal = BudgetError(f"{error} About {format_bytes(least)} would do.").lacking(least, budget_bytes)
         if first.free_bytes >= budget_bytes:
-            trial.pool.refusals[self._key, _comparable(first.kinds[0])] = known
-        return known
+            trial.pool.refusals[self._key, _comparable(first.kinds[0])] = copy.copy(refusal)
+        return refusal
 
     def end_first(self, step_bytes: int, *, trained: bool) -> None:
         """It has come to its end, with so many bytes outside of its visits to blocks."""
-        first, trial = self.first, self._trial
+        first = self.give_up_first(trained=trained)
         assert first is not None
-        self.first = None
-        first.end()
-        trial.pool.tell(PilotDone(trial.id, first.peak_bytes, trained))
-        trial.residency.bring_home(trial.optimizers)
-        measure = StepMeasure(
-            tuple(first.kinds),
-            first.trains,
-            self._cut,
-            first.profiles_beside(step_bytes),
-            step_bytes,
-            first.kept_bytes,
-            first.peak_bytes,
-        )
+        profiles = first.profiles_beside(step_bytes)
+        measure = StepMeasure(tuple(first.kinds), first.trains, self._cut, profiles, step_bytes, first.kept_bytes)
         self._count(measure)
         try:
-            self._next_plan = self.plan_for(first.kinds[0])
+            self.plan_for(first.kinds[0])
         except BlockTooLargeError as error:  # beside what its step holds, which was not known when it was measured
-            if self._opens_instead(error):
+            cut = self._opened(next(b for b in self.blocks if b.name == error.block), TOO_LARGE)
+            if cut is not None:  # the next step is measured anew
+                self._measures = []
+                self._adopt_cut(cut)
                 return
         except BudgetError:  # which the next forward raises
             pass
-        trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
+        self._trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
 
-    def _opens_instead(self, error: BlockTooLargeError) -> bool:
-        """Whether the block has children, with which the next step is measured anew."""
-        block = next((each for each in self.blocks if each.name == error.block), None)
-        opened = None if block is None else cuts.opened(self._cut, block, TOO_LARGE)
-        if opened is not None:
-            self._measures, self._plans = [], Plans(None, None)
-            self._adopt_cut(opened)
-        return opened is not None
-
-    def give_up_first(self) -> None:
-        """It was ended by an exception."""
+    def give_up_first(self, *, trained: bool = False) -> FirstStep | None:
         first, trial = self.first, self._trial
         if first is not None:
             self.first = None
             first.end()
-            trial.pool.tell(PilotDone(trial.id, first.peak_bytes))
+            trial.pool.tell(PilotDone(trial.id, first.peak_bytes, trained))
             trial.residency.bring_home(trial.optimizers)
+        return first
 
     def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
-        opened = cuts.opened(self._cut, block, reason) if opens else None
-        if opened is None and reason.startswith("it does not fit"):
+        opened = self._opened(block, reason) if opens else None
+        if opened is None and reason.startswith(TOO_LARGE):
             budget = self._trial.device.budget_bytes
             raise BlockTooLargeError(
                 block.name,
-                f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights and does not fit beside what "
-                f"its step holds: {reason}. Raise the pool's memory=, lower the batch size, or split the module into "
-                f"smaller children.{self._cut.spell_kept()}",
+                f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights, but beside what its step "
+                f"holds {reason}. {self._cut.advice()}",
             ).lacking(budget + 1, budget)
-        self._adopt_cut(opened or cuts.kept(self._cut, block, reason))
-        self._hold()
+        self._adopt_cut(opened or self._cut.adding("kept", block.name, reason))
+        self._hold(self.blocks)
+
+    def _opened(self, block: Block, reason: str) -> Cut | None:
+        """The cut with the block's children in its place; None if it has none."""
+        return self._cut.adding("opened", block.name, reason) if partition.has_children(block.module) else None
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         """Within a first step: a weight of this block is on the device from here on; the block as it is then."""
         name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
-        self._adopt_cut(cuts.held(self._cut, name, reason))
-        self._hold()
+        self._adopt_cut(self._cut.adding("held", name, reason))
+        self._hold(self.blocks)
         return next(each for each in self.blocks if each.module is block.module)
 
     # ---- plans ----
 
-    def _make_plans(self) -> Plans:
-        trainings = [m for m in self._measures if m.trains]
-        evaluations = [m for m in self._measures if not m.trains]
-        may_be_resident = not (self._spills or self._trial.residency.spilled)
-        for resident in [True, False][not may_be_resident :]:
-            made = Plans(self._make(trainings, resident), self._make(evaluations, resident))
-            if all(p is None or p.resident == resident for p in (made.training, made.evaluation)):
-                return made
-        raise AssertionError("a plan that may not be resident is spilled")
+    def _make_plans(self) -> dict[bool, TrialPlan]:
+        """Of what the trial has done, trained or not; all of them resident, or none."""
+        trial, kinds = self._trial, sorted({m.trains for m in self._measures}, reverse=True)
+        if not (trial.alone or self._key in trial.pool.too_large or trial.residency.spilled):
+            plans = {trains: self._make(trains, resident=True) for trains in kinds}
+            if all(plan.resident for plan in plans.values()):
+                return plans
+        return {trains: self._make(trains, resident=False) for trains in kinds}
 
-    def _make(self, measures: Sequence[StepMeasure], resident: bool) -> TrialPlan | None:
-        if not measures:
-            return None
-        trial = self._trial
+    def _make(self, trains: bool, *, resident: bool) -> TrialPlan:
+        trial, measures = self._trial, [m for m in self._measures if m.trains == trains]
         profiles: dict[str, BlockProfile] = {}
         for measure in measures:
             for name, profile in measure.blocks.items():
                 profiles[name] = larger_of(profiles[name], profile) if name in profiles else profile
-        known = [profiles[b.name] for b in self._in_order(list(profiles)) if b.name in profiles]
-        uncalled = self._uncalled(profiles)
-        buffers = sum(storage_bytes(b) for b in trial.model.buffers())
-        kept = max(m.kept_bytes for m in self._measures)  # of both: they hold the same
-        trains = any(m.trains for m in self._measures)
+        uncalled, names = self._uncalled(profiles), {block.name for block in self.blocks}
+        known = [profile for name, profile in profiles.items() if name in names]
+        ever_trains = any(m.trains for m in self._measures)  # both plans hold the same
+        kept = max(m.kept_bytes for m in self._measures) + sum(map(storage_bytes, trial.model.buffers()))
         step_bytes = max(m.step_bytes for m in measures) + sum(p.boundary_bytes + p.saved_bytes for p in uncalled)
         work_bytes = max((p.work_bytes for p in (*uncalled, *known)), default=0)
-        plan = make_plan(
+        gradients = (sum(storage_bytes(p) for p in b.slot_parameters if p.requires_grad) for b in self.blocks)
+        plan = partition.make_plan(
             [*uncalled, *known],
             budget_bytes=trial.pool.budget_bytes,
-            loose_bytes=self._held_bytes(self._loose, trains) + buffers + kept,
-            resident_bytes=self._held_bytes(list(trial.model.parameters()), trains) + buffers + kept,
-            step_bytes=step_bytes + ((step_bytes + work_bytes) // MARGIN if measures[0].trains else 0),
-            late_bytes=self._late_bytes if trains else 0,
+            loose_bytes=self._held_bytes(self._loose, ever_trains) + kept,
+            resident_bytes=self._held_bytes(list(trial.model.parameters()), ever_trains) + kept,
+            step_bytes=step_bytes + ((step_bytes + work_bytes) // MARGIN if trains else 0),
+            late_bytes=max(gradients, default=0) if ever_trains and trial.pool.spills_behind else 0,
             may_be_resident=resident,
             cut=self._cut,
         )
@@ -312,51 +259,29 @@ class Planner:
     def _uncalled(self, known: Mapping[str, BlockProfile]) -> list[BlockProfile]:
         """Blocks that no forward has called yet are like a called one of their kind, or nothing is known of them."""
         of_kind = {_kind_of(b): known[b.name] for b in self.blocks if b.name in known}
-        found = []
-        for block in self.blocks:
-            if block.name not in known:
-                like = of_kind.get(_kind_of(block), BlockProfile(block.name, block.weight_bytes, measured=False))
-                found.append(replace(like, name=block.name, visits=0))
-        return found
-
-    def _in_order(self, names: Sequence[str]) -> list[Block]:
-        places = {name: i for i, name in enumerate(names)}
-        return sorted(self.blocks, key=lambda block: places.get(block.name, -1))
+        unknown = [b for b in self.blocks if b.name not in known]
+        alike = [of_kind.get(_kind_of(b), BlockProfile(b.name, b.weight_bytes)) for b in unknown]
+        return [replace(p, name=b.name, visits=0) for b, p in zip(unknown, alike, strict=True)]
 
     @property
     def _loose(self) -> list[nn.Parameter]:
         """Weights that are in no slot."""
-        in_slots = {id(p) for block in self.blocks for p in block.slot_parameters}
-        return [p for p in self._trial.model.parameters() if id(p) not in in_slots]
-
-    @property
-    def _late_bytes(self) -> int:
-        """Gradients of one block that are on their way to the host while the next one computes."""
-        if not self._trial.pool.spills_behind:
-            return 0
-        trained = ([p for p in block.slot_parameters if p.requires_grad] for block in self.blocks)
-        return max((sum(map(storage_bytes, parameters)) for parameters in trained), default=0)
+        return [p for p in self._trial.model.parameters() if id(p) not in self._uses]
 
     def _held_bytes(self, parameters: Sequence[nn.Parameter], trains: bool) -> int:
-        """Weights, and in training gradients, optimizer state, and what a step of the optimizer takes beside them."""
-        weights = sum(map(storage_bytes, parameters))
+        """Weights, and in training gradients, optimizer state, and what a step of the optimizer takes beside them. What
+        no optimizer has yet may still get one."""
+        total = sum(map(storage_bytes, parameters))
         if not trains:
-            return weights
-        gradients = sum(gradient_bytes(p) for p in parameters if p.requires_grad)
-        return weights + gradients + sum(self._stepping_bytes(parameters))
-
-    def _stepping_bytes(self, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
-        """Optimizer state, and what a step takes beside it. What no optimizer has yet may still get one."""
-        state = scratch = 0
+            return total
+        total += sum(gradient_bytes(p) for p in parameters if p.requires_grad)
         foreach, left = not self._trial.device.is_virtual, {id(p): p for p in parameters}
+        taken = []
         for optimizer in self._trial.optimizers:
             own = [left.pop(id(p)) for group in optimizer.param_groups for p in group["params"] if id(p) in left]
-            state += optimizer_state_bytes(optimizer, own)
-            scratch = max(scratch, step_scratch_bytes(optimizer, own, foreach_by_default=foreach))
-        if not self._trial.optimizers:
-            state = optimizer_state_bytes(None, parameters)
-            scratch = step_scratch_bytes(None, parameters, foreach_by_default=foreach)
-        return state, scratch
+            taken.append(stepping_bytes(optimizer, own, foreach_by_default=foreach))
+        taken = taken or [stepping_bytes(None, parameters, foreach_by_default=foreach)]
+        return total + sum(state for state, _ in taken) + max(scratch for _, scratch in taken)
 
     # ---- weights where the plan wants them ----
 
@@ -372,22 +297,24 @@ class Planner:
             plan.resident, plan.cut, plan.held_bytes,
         )  # fmt: skip
         if not (alike and pool.readmit(trial, plan)):
-            self.plan = None
-            trial.residency.bring_home(trial.optimizers)  # until it is admitted it holds nothing
+            self.leave_plan()  # until it is admitted it holds nothing
             pool.ask(trial, PlanReady(trial.id, plan), Admit)
-        if before is None or not alike:
+        if not alike:
             self._adopt_cut(plan.cut, plan.blocks)
-        self.plan, self._next_plan = plan, None
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]
-        self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
+        self._adopt(plan)
         if plan.resident:
             self.unwrap()
-            trial.residency.hold(trial.model, [], trial.optimizers)
+            self._hold([])
         else:
             self.wrap()
-            self._hold()
+            self._hold(self.blocks)
             trial.residency.spill(self.blocks)
+
+    def _adopt(self, plan: TrialPlan) -> None:
+        self.plan = plan
+        self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
 
     def settle_last(self) -> None:
         """By what was measured last, if anything was."""
@@ -398,6 +325,11 @@ class Planner:
         """Weights are in host memory, until there is another one."""
         self.plan, self.covered = None, set()
         self._trial.residency.bring_home(self._trial.optimizers)
+
+    def note_out_of_memory(self) -> None:
+        """Where all of it was on the device, trials like it are spilled from here on."""
+        if self.plan is not None and self.plan.resident:
+            self._trial.pool.too_large.add(self._key)
 
     def shard_of(self, block: Block) -> int:
         if block.name not in self._shard_of:
@@ -410,53 +342,18 @@ class Planner:
 
     def is_tied(self, parameter: nn.Parameter) -> bool:
         """Whether several blocks have this weight."""
-        return id(parameter) in self._tied
+        return self._uses[id(parameter)] > 1
 
-    def refuse_before_first_batch(self, block: Block, given: Sequence[torch.Tensor]) -> None:
-        """On a device that is none of host memory's, where its weights are until then."""
-        for device in {tensor.device for tensor in given if tensor.device.type != "cpu"}:
-            raise PrepareError(
-                f"a prepared model's weights are in host memory until its first batch, but block {block.name} was "
-                f"called before, on {device}. Call the model itself first, under torch.no_grad() if that is to train "
-                "nothing."
-            )
-
-    def note_out_of_memory(self) -> None:
-        """Where all of it was on the device, trials like it are spilled from here on."""
-        if self.plan is not None and self.plan.resident:
-            self._trial.pool.too_large.add(self._key)
-
-    def _hold(self) -> None:
-        trial = self._trial
-        trial.residency.hold(trial.model, self.blocks, trial.optimizers)
+    def _hold(self, except_blocks: Sequence[Block]) -> None:
+        self._trial.residency.hold(self._trial.model, except_blocks, self._trial.optimizers)
 
     def _adopt_cut(self, cut: Cut, profiles: Sequence[BlockProfile] = ()) -> None:
-        """Blocks that are cut as before stay who they are: a graph may refer to them."""
-        before = {b.name: b for b in self.blocks}
         self.unwrap()
         self._cut, self._is_changed = cut, False
-        self.blocks = cuts.blocks_of(self._trial.model, self._trial.pool.budget_bytes, cut, profiles)
-        for i, block in enumerate(self.blocks):
-            old = before.get(block.name)
-            if old is not None and old.module is block.module and _are_the_same(old, block):
-                old.keeps, old.clones = block.keeps or old.keeps, block.clones or old.clones
-                old.writes_buffers, old.is_current = block.writes_buffers, True
-                old.casts, old.saved_counts = block.casts | old.casts, block.saved_counts | old.saved_counts
-                self.blocks[i] = old
-        owners: dict[int, int] = {}
-        for block in self.blocks:
-            for p in block.slot_parameters:
-                owners[id(p)] = owners.get(id(p), 0) + 1
-        self._tied = {i for i, count in owners.items() if count > 1}
+        model, budget_bytes = self._trial.model, self._trial.pool.budget_bytes
+        self.blocks = partition.blocks_of(model, budget_bytes, cut, profiles, self.blocks)
+        self._uses = Counter(id(p) for block in self.blocks for p in block.slot_parameters)
         self.wrap()
-
-    def _note_hooks(self, glance: Glance) -> None:
-        """A hook within a block would fire again when it is repeated."""
-        hooked = set(glance.hooked)
-        for block in self.blocks if hooked else ():
-            inside = [m for m in block.modules if m is not block.module and id(m) in hooked]
-            if inside and not block.keeps:
-                block.keeps = "it has a hook within"
 
     def wrap(self) -> None:
         """From here on blocks run in visits."""
@@ -472,12 +369,6 @@ class Planner:
             block.is_current = False
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
                 ours.give_back()
-
-
-def _are_the_same(a: Block, b: Block) -> bool:
-    """Whether both promote the same parameters, and run the same forward."""
-    alike = list(map(id, a.slot_parameters)) == list(map(id, b.slot_parameters))
-    return alike and a.own_forward is b.own_forward
 
 
 def _kind_of(block: Block) -> Hashable:

@@ -478,7 +478,7 @@ class ShardPool:
         """Since the pool began."""
         return self._trace.now_s()
 
-    def count(self, trial: int, what: str, device: Device, num_bytes: int, during: During | None = None) -> None:
+    def note_moved(self, trial: int, what: str, device: Device, num_bytes: int, during: During | None = None) -> None:
         """Of what a trial has moved (``"promoted_bytes"``); `during`, for a span of the task that it runs."""
         with self._lock:
             self._trace.count(what, device.number, trial, num_bytes)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -14,8 +13,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.copier import copying
 from hydra_tune.device import Arrival, Device
-from hydra_tune.host_buffer import tensor_bytes
-from hydra_tune.host_weights import HostWeights
+from hydra_tune.host_buffer import HostWeights, tensor_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.tree import flatten, tensors_in, unflatten
 
@@ -26,14 +24,6 @@ MOST_FORMER = 512  # device copies that are kept to be filled again, where slots
 SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
 
-class _Held(NamedTuple):
-    """A weight or buffer. Its module may be the model, which is garbage once its user has dropped it."""
-
-    module: ref[nn.Module]
-    name: str
-    parameter: nn.Parameter | None
-
-
 class Residency:
     """Moves a trial's bytes and tells its pool."""
 
@@ -42,9 +32,9 @@ class Residency:
         self.meter = meter
         self.copies: dict[tuple[int, int], DeviceCopy] = {}  # by the device's number and shard
         self._former: dict[tuple[int, int, int, int], DeviceCopy] = {}  # by device, shard, offset and bytes
-        self._lock = Lock()  # of the former ones: two devices' threads may copy
         self._weights: HostWeights | None = None
-        self._held: list[_Held] = []
+        # weights and buffers; the module may be the model, which is garbage once its user has dropped it
+        self._held: list[tuple[ref[nn.Module], str, nn.Parameter | None]] = []
         self._pool = pool
         self._arrival: Arrival | None = None  # of gradients on their way to the host
 
@@ -59,12 +49,6 @@ class Residency:
 
     # ---- slots ----
 
-    def _retire_copies(self) -> None:
-        for copy in list(self.copies.values()):  # another trial may drop an idle one
-            copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
-            self.drop(copy)
-        self.copies.clear()
-
     def promote(self, block: Block) -> DeviceCopy:
         """For a pilot, at home, in the trial's thread."""
         counting = self.meter.counting
@@ -73,40 +57,31 @@ class Residency:
             self._fill(copy, counting=counting)
         return copy
 
-    def promote_shard(self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
-        """Into `copies`, in the trial's thread."""
-        counting = self.meter.counting
-        with self.meter.paused():
-            self._promote_shard(device, shard, blocks, offset, num_bytes, counting=counting).is_new = True
-
-    def promote_ahead(self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int) -> None:
-        """Into `copies`, in a thread of the device's."""
-        with copying():
-            self._promote_shard(device, shard, blocks, offset, num_bytes, counting=self.meter.always)
-
-    def _promote_shard(
-        self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int, *, counting: bool
-    ) -> DeviceCopy:
-        """Where slots stay in place, the copy that was there before is filled again."""
-        place = (device.number, shard, offset, num_bytes)
-        copy = self._former.get(place)
-        if copy is None or not copy.is_of(blocks):
-            copy = DeviceCopy(device, device.slot(offset, num_bytes), blocks, self._weights)
-            if device.is_virtual:
-                with self._lock:
+    def promote_shard(
+        self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int, *, ahead: bool
+    ) -> None:
+        """Into `copies`, in the trial's thread; `ahead` of its task in one of the device's. Where slots stay in place,
+        the copy that was there before is filled again."""
+        counting = self.meter.always if ahead else self.meter.counting
+        with copying() if ahead else self.meter.paused():
+            place = device.number, shard, offset, num_bytes
+            copy = self._former.get(place)
+            if copy is None or not copy.is_of(blocks):
+                copy = DeviceCopy(device, device.slot(offset, num_bytes), blocks, self._weights)
+                if device.is_virtual:
+                    if len(self._former) >= MOST_FORMER:
+                        self._former.clear()
                     self._former[place] = copy
-                    if len(self._former) > MOST_FORMER:
-                        del self._former[next(iter(self._former))]
-        self._fill(copy, counting=counting)
-        self.copies[device.number, shard] = copy
-        return copy
+            self._fill(copy, counting=counting)
+            copy.is_new = not ahead
+            self.copies[device.number, shard] = copy
 
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
         copy.counted = counting
         if counting:
             copy.device.meter.add(SLOT_OWNER, [copy.slot])
         copy.fill()
-        self._pool.count(self.meter.trial, "promoted_bytes", copy.device, copy.copied_bytes)
+        self._pool.note_moved(self.meter.trial, "promoted_bytes", copy.device, copy.copied_bytes)
 
     def drop_shard(self, device: Device, shard: int) -> None:
         copy = self.copies.pop((device.number, shard), None)
@@ -151,11 +126,9 @@ class Residency:
                 self._arrival = arrival
             else:
                 arrival.wait()
-        self._pool.count(self.meter.trial, "spilled_bytes", device, num_bytes, arrival.marks or start_s)
-        if like is masters:
-            return spilled  # type: ignore[return-value]
+        self._pool.note_moved(self.meter.trial, "spilled_bytes", device, num_bytes, arrival.marks or start_s)
         hosts = iter(spilled)
-        return [None if g is None else next(hosts) for g in gradients]
+        return [*spilled] if like is masters else [None if g is None else next(hosts) for g in gradients]
 
     def disown_gradients(self, blocks: Sequence[Block]) -> None:
         """Those of weights in host memory are there, though a virtual device's operator may have added to them."""
@@ -174,7 +147,7 @@ class Residency:
     def spill(self, blocks: Sequence[Block]) -> None:
         """Lay the blocks' parameters into one host buffer, in this order, unless they are in one."""
         if self._weights is not None:
-            if self._weights.holds(blocks):
+            if all(map(self._weights.has, (p for block in blocks for p in block.slot_parameters))):
                 return
             self._weights.close()
             self._weights = None  # should the next line be interrupted
@@ -185,66 +158,52 @@ class Residency:
         self, model: nn.Module, except_blocks: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
-        spilled = {(m, name) for b in except_blocks for m, name, _ in b.sites}
-        held = {(h.module(), h.name) for h in self._held}
-        moved: dict[torch.Tensor, torch.Tensor] = {}  # a tensor may have several sites
+        there = {(m, name) for b in except_blocks for m, name, _ in b.sites}
+        there |= {(module(), name) for module, name, _ in self._held}  # type: ignore[misc]
+        moved = set[torch.Tensor]()  # each once, though it may have several sites
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or (module, name) in spilled or (module, name) in held:
-                    continue
-                if tensor not in moved:
-                    self._held.append(_Held(ref(module), name, module._parameters.get(name)))
-                    moved[tensor] = self._hold(tensor)
-                elif name in module._buffers:
-                    self._held.append(_Held(ref(module), name, None))
-                if name in module._buffers:
-                    module._buffers[name] = moved[tensor]
+                if tensor is not None and (module, name) not in there:
+                    self._held.append((ref(module), name, module._parameters.get(name)))
+                    if tensor not in moved:
+                        moved.add(tensor)
+                        self._hold(tensor)
         if moved:
             self._move_state(optimizers)
 
-    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _hold(self, tensor: torch.Tensor) -> None:
+        grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
         with self.meter.paused():
-            if not _stays_itself(tensor):
-                tensor = self.device.hold(tensor)
-            else:
-                tensor.data = self.device.hold(tensor.data)
-            grad = _grad_of(tensor)
+            _put(tensor, self.device.hold(tensor))
             if grad is not None and grad.device != self.device.torch_device:
                 tensor.grad = self.device.hold(grad)  # a virtual device's stays: it may be the user's view
-        self._pool.count(self.meter.trial, "promoted_bytes", self.device, tensor_bytes(tensor))
+        self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor] if grad is None else [tensor, grad])
-        return tensor
 
     def bring_home(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Move what is held on the device back to host memory."""
         self._former.clear()
-        moved: dict[torch.Tensor, torch.Tensor] = {}
+        found: dict[torch.Tensor, None] = {}
+        for reference, name, parameter in self._held:
+            tensor: torch.Tensor | None = parameter
+            if (module := reference()) is not None:  # which may have another one by now
+                tensor = {**module._buffers, **module._parameters}.get(name)
+            if tensor is not None:
+                found[tensor] = None
         with self.meter.paused():
-            for held in self._held:
-                module, parameter = held.module(), held.parameter
-                buffer = None if module is None else module._buffers.get(held.name)
-                if module is not None:  # which may have another one by now
-                    parameter = module._parameters.get(held.name)
-                if parameter is not None:
-                    parameter.data = self._to_host(parameter.data)
-                    grad = _grad_of(parameter)
-                    if grad is not None:
-                        self.meter.disown(grad)
-                        if grad.device.type != "cpu":
-                            parameter.grad = self._to_host(grad)
-                if module is not None and buffer is not None:
-                    if buffer not in moved:
-                        host = self._to_host(buffer)
-                        moved[buffer] = buffer if _stays_itself(buffer) else host
-                        if moved[buffer] is buffer:
-                            buffer.data = host
-                    module._buffers[held.name] = moved[buffer]
+            for held in found:
+                _put(held, self._to_host(held))
+                grad = held.grad if held.is_leaf else None
+                if grad is not None:
+                    self.meter.disown(grad)
+                    if grad.device.type != "cpu":
+                        held.grad = self._to_host(grad)
         self._held = []
         self._move_state(optimizers)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._pool.count(self.meter.trial, "spilled_bytes", self.device, tensor_bytes(tensor))
+        self._pool.note_moved(self.meter.trial, "spilled_bytes", self.device, tensor_bytes(tensor))
         return self.device.to_host([tensor], [tensor])[0]
 
     def _move_state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -259,30 +218,24 @@ class Residency:
                             x.data = x.data.to(p.device)
 
     def close(self) -> None:
-        self._retire_copies()
+        for copy in list(self.copies.values()):  # another trial may drop an idle one
+            copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
+            self.drop(copy)
+        self.copies.clear()
         self._former.clear()
         if self._weights is not None:
             self._weights.close()
 
     def to_device(self, batch: Any) -> Any:
         """A batch's tensors on the device, and what has a `to` of its own (a BatchEncoding); what else it holds as it
-        is."""
+        is. At once: a loader may write its next batch where this one was."""
         device = self.device.torch_device
         leaves, structure = flatten(batch)
-        return unflatten([_moved(leaf, device) for leaf in leaves], structure)
+        moved = [leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf for leaf in leaves]
+        return unflatten(moved, structure)
 
 
-def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """None of one that was computed, as for `functional_call`: PyTorch warns of who asks."""
-    return tensor.grad if tensor.is_leaf else None
-
-
-def _stays_itself(tensor: torch.Tensor) -> bool:
-    """Where it moves, so that who else has it goes on to see it; not a buffer that has a graph, which it would move
-    as well, nor one of an `inference_mode`, which would stay an inference tensor."""
-    return tensor.is_leaf and not tensor.is_inference()
-
-
-def _moved(leaf: Any, device: torch.device) -> Any:
-    """At once: a loader may write its next batch where this one was."""
-    return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """It stays itself, so that who else has it goes on to see it."""
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.data = data

@@ -1,14 +1,10 @@
-"""The vocabulary as plain data: blocks measured, shards packed from them, tasks that visit them.
-
-block   the smallest module the partitioner does not split
-shard   consecutive blocks that are promoted and spilled together
-task    one visit to a shard: (trial, step, shard, forward or backward)
-plan    how one architecture is cut, and what that costs, for one budget
-"""
+"""The vocabulary as plain data: blocks measured, shards packed from them, tasks that visit them, and the plan: how one
+architecture is cut, and what that costs, for one budget."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
@@ -47,38 +43,40 @@ TOO_LARGE = "it does not fit the budget"  # why a module is opened
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model is cut otherwise than by size, by names, each with the reason.
+    """Where a model is cut otherwise than by size: names, each with the reason.
 
     `opened`    modules whose children are blocks
     `kept`      modules that stay on the device as a whole
     `held`      parameters that stay on the device while the rest of their block is spilled
     """
 
-    opened: tuple[tuple[str, str], ...] = ()
-    kept: tuple[tuple[str, str], ...] = ()
-    held: tuple[tuple[str, str], ...] = ()
+    opened: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    held: Mapping[str, str] = field(default_factory=dict)
 
-    def spell_kept(self) -> str:
-        """For an error about lack of room: what takes it."""
-        found = [item for item in self.opened if item[1] != TOO_LARGE]
-        opened = "".join(
-            f" Blocks are opened ({len(found)}, as {name}), so that what lies between their parts stays on the "
-            f"device until backward: {reason}"
-            for name, reason in found[:1]
-        )
-        kept = "".join(f" {name} stays on the device: {reason}" for name, reason in self.kept[:1])
-        held = "".join(f" {len(self.held)} weights stay there, as {name}: {reason}." for name, reason in self.held[:1])
-        return opened + kept + held
+    def adding(self, what: str, name: str, reason: str) -> Cut:
+        """The cut with this name among those that are `what`."""
+        return replace(self, **{what: {name: reason} | {**getattr(self, what)}})
+
+    def advice(self) -> str:
+        """For an error about lack of room: what to do, and what takes the room."""
+        opened = {name: f"it is opened: {why}" for name, why in self.opened.items() if why != TOO_LARGE}
+        staying = {**opened, **self.kept, **self.held}
+        text = "Raise the pool's memory=, lower the batch size, or split the module into smaller children."
+        for name, reason in [*staying.items()][:1]:
+            text += (
+                f" On the device stays what {len(staying)} parts of the model need until backward, as {name}: {reason}."
+            )
+        return text
 
 
 @dataclass(frozen=True)
 class BlockProfile:
     """What the pilot measured for one block on the first batch. Bytes on the device, times in seconds.
 
-    `weight_bytes` is the slot it occupies (parameters and buffers, aligned); `saved_bytes` what plain
-    autograd keeps of it between forward and backward; the work bytes are scratch beyond slot and inputs.
-    `visits` a step: 2, forward and backward; 1 where nothing requires a gradient; 0 if it was not called. `keeps`,
-    `clones`, `writes_buffers`, `casts` and `saved_counts` as in `Block`.
+    `weight_bytes` is the slot it occupies, aligned; `saved_bytes` what plain autograd keeps of it between forward and
+    backward; the work bytes are scratch beyond slot and inputs. `visits` a step: 2, forward and backward; 1 where
+    nothing requires a gradient; 0 if it was not called. All else as in `Block`.
     """
 
     name: str
@@ -90,7 +88,6 @@ class BlockProfile:
     forward_s: float = 0.0
     backward_s: float = 0.0
     visits: int = 2
-    measured: bool = True
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True
@@ -123,10 +120,8 @@ class TrialPlan:
     """How one architecture runs within one budget; shared by trials with the same `partition.plan_key`.
 
     `held_bytes`  from admission to the trial's end: what is never promoted or dropped
-    `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators
-                  between blocks, the loss
-    `late_bytes`  of these: gradients of one block on their way to the host while the next one computes
-    `cut`         where the model is cut otherwise than by size
+    `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators between blocks, the
+                  loss; where spilled, gradients on their way to the host
     A resident plan has one shard without a slot: the root module, whose weights are all held.
     """
 
@@ -136,7 +131,6 @@ class TrialPlan:
     held_bytes: int
     step_bytes: int
     cut: Cut = Cut()
-    late_bytes: int = 0
 
     @cached_property
     def task_bytes(self) -> int:

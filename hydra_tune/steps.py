@@ -22,14 +22,13 @@ _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: t
 
 
 class Steps:
-    """`under_way` is the step of that `number`; the `first` of a kind has what its trial's first step has reserved."""
+    """`under_way` is the step of that `number`; the first of a kind has what its `FirstStep` has reserved."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self.number = 0
         self.under_way = False
         self.trains = False  # it has seen a backward
-        self._is_first = False
         self._num_forwards = self._num_backwards = 0
         self._forwards: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._keeps = False  # an activation, of which the script was told
@@ -48,7 +47,7 @@ class Steps:
     def open(self) -> None:
         """Wait until the step fits. One that is under way goes on, but not for ever."""
         if self.under_way:
-            if self.is_endless:
+            if self._num_backwards >= _MOST_BACKWARDS:
                 self._leave_endless()
             return
         if not self._trial.lease.enter_step():
@@ -64,27 +63,19 @@ class Steps:
         """The last one had one forward, and one backward."""
         return (self._num_forwards, self._num_backwards) == (1, 1)
 
-    @property
-    def is_endless(self) -> bool:
-        """The script may keep an output, whose graph would make one step of all."""
-        return self.under_way and self._num_backwards >= _MOST_BACKWARDS
-
     def open_first(self) -> None:
         self.begin()
-        self._is_first = True
 
     @property
     def outlasts_first(self) -> bool:
-        """The first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
-        return self._is_first and self._num_backwards >= _MOST_FIRST_BACKWARDS
+        """A first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
+        return self._num_backwards >= _MOST_FIRST_BACKWARDS
 
     def leave(self) -> None:
         trial = self._trial
         self.under_way = False
         trial.residency.await_gradients()
-        if self._is_first:
-            self._is_first = False
-        elif not trial.lease.leave_step(trained=self.trains):
+        if trial.planner.first is None and not trial.lease.leave_step(trained=self.trains):
             trial.pool.leave_step(trial, trained=self.trains)
         if self.trains and trial.resumption is not None:
             trial.resumption.has_trained()
@@ -101,7 +92,24 @@ class Steps:
 
     def forget(self) -> None:
         """The one that was under way, interrupted, had not begun."""
-        self.under_way = self._is_first = False
+        self.under_way = False
+
+    def _leave_endless(self) -> None:
+        """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes
+        stay reserved; but what is measured is known, for which others may wait."""
+        trial = self._trial
+        if not self._keeps:
+            self._keeps = True
+            logger.warning(
+                "%s keeps an output of an earlier forward, on which backward may still be called: its bytes stay on "
+                "the device, and checkpoints and pauses wait until it is gone. Compute what needs no gradient under "
+                "torch.no_grad(), or keep output.detach().",
+                trial.name,
+            )
+        trial.residency.await_gradients()
+        self._num_backwards -= 1  # the next one ends a step, too
+        assert trial.plan is not None
+        trial.pool.tell_between_tasks(trial, StepDone(trial.id, keeps_bytes=trial.plan.step_bytes))
 
     # ---- its forwards and backwards ----
 
@@ -126,21 +134,3 @@ class Steps:
 
     def add_backward(self) -> None:
         self._num_backwards += 1
-
-    def _leave_endless(self) -> None:
-        """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes
-        stay reserved; but what is measured is known, for which others may wait."""
-        trial = self._trial
-        if not self._keeps:
-            self._keeps = True
-            logger.warning(
-                "%s keeps an output of an earlier forward, on which backward may still be called: its bytes stay on "
-                "the device, and checkpoints and pauses wait until it is gone. Compute what needs no gradient under "
-                "torch.no_grad(), or keep output.detach().",
-                trial.name,
-            )
-        trial.residency.await_gradients()
-        self._num_backwards -= 1  # the next one ends a step, too
-        assert trial.planner.plan is not None
-        done = StepDone(trial.id, keeps_bytes=trial.planner.plan.step_bytes)
-        trial.pool.tell_between_tasks(trial, done)

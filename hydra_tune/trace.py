@@ -20,7 +20,7 @@ from hydra_tune.lease import Ran
 from hydra_tune.shard import Task
 from hydra_tune.state import NO_TRIAL
 
-During = float | tuple[Any, Any]  # since so many seconds, or between two marks of a device's own
+During = float | tuple[Any, Any]  # for so many seconds, until now, or between two marks of a device's own
 MAX_SPANS = 200_000  # the oldest are forgotten first
 LATE_HOST = "launch"  # the cause of a stall that the scheduler has not seen: nothing was launched yet
 BETWEEN = "no ready task"  # the cause of one within a turn that lasts

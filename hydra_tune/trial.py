@@ -474,9 +474,6 @@ class Trial:
             self.steps.leave()
             self._end_first_step()
             kind = planner.kind_of(self.models.index(root.module), args, kwargs)
-        if planner.first is not None and self.steps.is_endless:
-            self.steps.leave()
-            self._end_first_step()
         if planner.first is not None:  # of a step with several forwards
             planner.first.add(kind)
             return
@@ -642,7 +639,6 @@ class Trial:
         """One that is called outside of its root's forward, as `generate` calls an encoder."""
         self._refuse_other_threads()
         if self.plan is None and self.planner.first is None:
-            self.planner.refuse_before_first_batch(block, tensors_in((args, kwargs)))
             return block.forward(args, kwargs)
         if torch.is_grad_enabled():
             raise PrepareError(
@@ -1066,8 +1062,7 @@ class Trial:
         """Carry out the scheduler's `Promote`, in this trial's thread; with `ahead`, in a device's."""
         assert self.plan is not None
         blocks = [self.planner.blocks[i] for i in self.plan.shards[shard].blocks]
-        promote = self.residency.promote_ahead if ahead else self.residency.promote_shard
-        promote(device, shard, blocks, offset, num_bytes)
+        self.residency.promote_shard(device, shard, blocks, offset, num_bytes, ahead=ahead)
 
     def drop_shard(self, device: Device, shard: int) -> None:
         """Carry out the scheduler's `Drop`, in any thread."""

@@ -438,14 +438,3 @@ def test_nested_tensors_within_blocks(budget):
                     if trains:
                         output.sum().backward()
                 hydra_tune.release(model)
-
-
-def test_a_part_that_is_called_on_a_device_before_the_first_batch_is_refused():
-    """Its weights are in host memory."""
-    with hydra_tune.ShardPool(["cpu"], "8MiB") as pool:
-        model = hydra_tune.prepare(Net(), pool=pool)
-        with (
-            torch.no_grad(),
-            pytest.raises(hydra_tune.PrepareError, match=r"block layers\.1 was called before, on meta"),
-        ):
-            model.layers[1](torch.ones(4, WIDTH, device="meta"))

@@ -17,7 +17,7 @@ from hydra_tune.checkpoint import CheckpointFolder, Moment
 from hydra_tune.context import TrialContext
 from hydra_tune.device import Device
 from hydra_tune.fork import ForkGate, gate
-from hydra_tune.host_weights import HostWeights
+from hydra_tune.host_buffer import HostWeights
 from hydra_tune.meter import Meter, TrialMeter
 from hydra_tune.mode import TrialMode
 

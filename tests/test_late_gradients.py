@@ -338,7 +338,7 @@ def test_accumulated_gradients_are_on_the_host_once(late_ones):
 
 
 def test_plans_have_room_for_late_gradients_once():
-    """Spilled ones, and those that a first step has measured, alone or with others waiting for it; no resident one."""
+    """Spilled ones, and those that a first step has measured, alone or with others waiting for it."""
     import optuna
 
     found = {}
@@ -355,16 +355,8 @@ def test_plans_have_room_for_late_gradients_once():
             hydra_tune.HydraTrialRunner(pool, concurrency).optimize(study, objective, n_trials=4)
             (plan,) = pool.plans.values()
         largest = max(block.weight_bytes for block in plan.blocks)
-        assert 0 < plan.late_bytes <= largest
         found[concurrency] = plan.step_bytes
     assert found[4] <= found[1] + largest
-    with hydra_tune.ShardPool(["cpu"], 100 * BUDGET) as pool:
-        net = hydra_tune.prepare(_Untied(), pool=pool)
-        loss_on(net, *batch()).backward()
-        (plan,) = pool.plans.values()
-        assert plan.resident
-        assert plan.late_bytes == 0
-        hydra_tune.release(net)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hydra_tune.context import current_context
 from hydra_tune.copier import Copier
 from hydra_tune.device import Device
 from hydra_tune.events import Promote
-from hydra_tune.host_weights import HostWeights
+from hydra_tune.host_buffer import HostWeights
 from hydra_tune.interrupts import Stop
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, step
 from waiting import wait_until

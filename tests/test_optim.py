@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import hydra_tune
 from hydra_tune.meter import Meter
 from hydra_tune.mode import TrialMode
-from hydra_tune.optim import load_exactly, optimizer_state_bytes, step_scratch_bytes
+from hydra_tune.optim import load_exactly, stepping_bytes
 
 OPTIMIZERS = {
     "sgd": lambda ps, **o: torch.optim.SGD(ps, lr=0.1, **o),
@@ -28,6 +28,16 @@ OPTIMIZERS = {
     "asgd": torch.optim.ASGD,
     "adafactor": torch.optim.Adafactor,
 }
+
+
+def optimizer_state_bytes(optimizer, parameters):
+    return stepping_bytes(optimizer, parameters)[0]
+
+
+def step_scratch_bytes(optimizer, parameters, *, foreach_by_default):
+    return stepping_bytes(optimizer, parameters, foreach_by_default=foreach_by_default)[1]
+
+
 SCALARS = 64  # bytes, of numbers made tensors
 
 

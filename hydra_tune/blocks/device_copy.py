@@ -17,8 +17,7 @@ from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained, leaf_like
 from hydra_tune.device import Device
-from hydra_tune.host_buffer import places_of, storage_bytes, tensor_bytes, versions_of
-from hydra_tune.host_weights import HostWeights
+from hydra_tune.host_buffer import HostWeights, places_of, storage_bytes, tensor_bytes, versions_of
 
 _DTYPE = attrgetter("dtype")
 

@@ -7,14 +7,14 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hydra_tune.blocks.device_copy import DeviceCopy
-from hydra_tune.host_buffer import same_bits, version_of, versions_kept
+from hydra_tune.host_buffer import same_bits, version_of
 from hydra_tune.snapshot import FOREIGN, MOST_ELEMENTS, Snapshot
 from hydra_tune.tree import flatten, is_fixed
 
@@ -36,15 +36,15 @@ class Around:
         self._others = Snapshot(reached, twin)
         tensors = {id(t): t for t in (*self._attributes.tensors, *self._others.tensors) if _may_be_put_back(t)}
         self._tensors = [(t, version_of(t), t.detach().clone()) for t in (*weights, *tensors.values())]
-        self._stack = ExitStack()
 
     def __enter__(self) -> Around:
-        self._stack.enter_context(versions_kept([t for t, _, _ in self._tensors if not t.is_inference()]))
+        tensors = tuple(t for t, _, _ in self._tensors if not t.is_inference())
+        self._versions = _unsafe_preserve_version_counter(tensors)  # as if nothing were written into them
         return self
 
     def __exit__(self, *error: object) -> None:
         self.restore()
-        self._stack.close()
+        self._versions.__exit__(*error)
 
     def has(self, objects: Sequence[Any]) -> bool:
         """Whether one of these is an attribute of the block, or in one."""

@@ -24,12 +24,11 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import RepeatedCall, hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.config import format_bytes
-from hydra_tune.cut import UNMEASURED
 from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import TrialMeter, storages_of
-from hydra_tune.partition import shape_of
+from hydra_tune.partition import UNMEASURED, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.process_state import casts_to, remembers_casts

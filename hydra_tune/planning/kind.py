@@ -37,7 +37,6 @@ class StepMeasure:
     blocks: dict[str, BlockProfile]
     step_bytes: int
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
-    first_step_bytes: int = 0  # the most that this step itself had on the device
 
     def covers(self, kind: Kind) -> bool:
         return any(own.covers(kind) for own in self.kinds)

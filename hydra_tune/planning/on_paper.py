@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.fork import new_in_child
 from hydra_tune.hooks import HOOKS_OF_MODULES
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.thread_mode import ThreadMode
+from hydra_tune.optim import LiveBytes
 from hydra_tune.tree import map_tensors, tensors_in
 
 _one_estimates = new_in_child(threading.Lock())  # a fake mode notes for the process that it is active
@@ -48,7 +47,7 @@ class _Estimate:
         self, model: nn.Module, blocks: Sequence[Block], held_bytes: Callable[[Sequence[nn.Parameter]], int]
     ) -> None:
         self._model, self._blocks, self._held_bytes = model, blocks, held_bytes
-        self._count = _Count()
+        self._count = LiveBytes()
         self._starts: list[int] = []
         self._saved: dict[str, int] = {}
         self._made: dict[str, int] = {}
@@ -106,28 +105,3 @@ class _Estimate:
         self._work[name] = max(self._work.get(name, 0), self._count.peak_bytes - start)
         self._saved[name] = self._saved.get(name, 0) + self._count.live_bytes - start
         self._made[name] = self._made.get(name, 0) + sum(map(storage_bytes, tensors_in(made)))
-
-
-class _Count(ThreadMode):
-    """Bytes of the storages that operators make, while they live."""
-
-    def __init__(self) -> None:
-        self.live_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
-        made = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(made):
-            storage = tensor.untyped_storage()
-            key, num_bytes = storage._cdata, storage.nbytes()
-            if key not in given and key not in self._known:
-                self._known.add(key)
-                self.live_bytes += num_bytes
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-                weakref.finalize(storage, self._forget, key, num_bytes)
-        return made
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= num_bytes

@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from hydra_tune.hooks import HOOKS_OF_MODULES, has_user_pre_hook, user_hooks
+from hydra_tune.hooks import HOOKS_OF_MODULES, user_hooks
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def glance_at(model: nn.Module) -> Glance:
         tuple([module.training for module in modules]),
         tuple([id(module) for module in hooked]),
         tuple([(id(module), _code_of(hook)) for module in hooked for hook in _hooks_of(module)]),
-        any(map(has_user_pre_hook, hooked)),
+        any(user_hooks(module, ("_forward_pre_hooks",)) for module in hooked),
         tuple([_switches_of(owner) for owner in owners.values()]),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,10 +11,10 @@ HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
 
 
-def user_hooks(module: nn.Module) -> bool:
-    """Whether the user has put a hook on this module."""
+def user_hooks(module: nn.Module, kinds: Sequence[str] = HOOKS_OF_MODULES) -> bool:
+    """Whether the user has put a hook of one of these kinds on this module."""
     own = vars(module)
-    return any(_is_users(hook) for kind in HOOKS_OF_MODULES if own.get(kind) for hook in own[kind].values())
+    return any(_is_users(hook) for kind in kinds if own.get(kind) for hook in own[kind].values())
 
 
 def keep_only_pytorchs(module: nn.Module) -> None:
@@ -22,11 +23,6 @@ def keep_only_pytorchs(module: nn.Module) -> None:
         hooks = vars(module).get(kind, {})
         for key in [key for key, hook in hooks.items() if not _origin_of(hook).startswith("torch.")]:
             del hooks[key]
-
-
-def has_user_pre_hook(module: nn.Module) -> bool:
-    """Whether one fires before its forward."""
-    return any(map(_is_users, vars(module).get("_forward_pre_hooks", {}).values()))
 
 
 def _is_users(hook: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,10 +11,10 @@ HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
 
 
-def user_hooks(module: nn.Module) -> bool:
-    """Whether the user has put a hook on this module."""
+def user_hooks(module: nn.Module, kinds: Sequence[str] = HOOKS_OF_MODULES) -> bool:
+    """Whether the user has put a hook of one of these kinds on this module."""
     own = vars(module)
-    return any(_is_users(hook) for kind in HOOKS_OF_MODULES if own.get(kind) for hook in own[kind].values())
+    return any(_is_users(hook) for kind in kinds if own.get(kind) for hook in own[kind].values())
 
 
 def keep_only_pytorchs(module: nn.Module) -> None:

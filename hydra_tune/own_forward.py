@@ -60,7 +60,8 @@ def _own(module: nn.Module, attribute: str) -> Callable[..., Any] | None:
     own: Any = vars(module).get(attribute)
     if isinstance(own, StandIn):
         return own.own
-    if getattr(own, "__func__", None) is getattr(type(module), attribute) and own.__self__ is module:
+    of_class = getattr(type(module), attribute)
+    if getattr(own, "__func__", None) is of_class and getattr(own, "__self__", None) is module:
         return None  # the copy of a prepared module has that
     return own  # type: ignore[no-any-return]
 

@@ -192,7 +192,7 @@ def test_an_optimizer_that_wraps_another(given, budget):
 def test_a_wrapper_whose_state_cannot_be_moved_is_refused():
     model = Net()
     optimizer = Lookahead(optim.AdamW(model.parameters()))
-    words = r"state_dict of Lookahead fails.*Give prepare the inner one"
+    words = r"state_dict of Lookahead fails.*wraps another optimizer, give prepare that one"
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, pytest.raises(hydra_tune.PrepareError, match=words):
         hydra_tune.prepare(model, optimizer, pool=pool)
     assert pool.report()["trials"] == []

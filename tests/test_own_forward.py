@@ -236,6 +236,7 @@ def bad_loader(model, optimizer, pool):
     return {"loaders": [None]}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, where its compiler is imported
 @pytest.mark.parametrize("spoil", [compiled, second, closed, unhookable, bad_extra, bad_loader])
 def test_a_refused_prepare_changes_nothing(spoil):
     """It took the model's own forward away, so that who went on in plain PyTorch trained another model."""

@@ -17,7 +17,7 @@ import os
 import types
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,8 @@ from torch import nn
 from hydra_tune.own_forward import StandIn, own_forward_of
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
-_MOST_ITEMS = 1_000  # of a container; larger ones are data, and count by their size
 _FEW = 8  # elements of a buffer that may be a setting, no running value
 _MANY = 1024  # of a tensor or an array that is an attribute
-_DEEPEST = 12
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
 
 _numbers: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
@@ -52,6 +50,9 @@ class PlanKey:
 class Fingerprint:
     """Reads values into what has a short `repr`, equal for equals: names, numbers and digests."""
 
+    most_items = 1_000  # of a container; larger ones are data, and count by their size
+    deepest = 12
+
     def __init__(self) -> None:
         self._kinds: set[type] = set()
         # What was met, by id. Values are kept: the next one may get the id of one that is collected.
@@ -70,13 +71,18 @@ class Fingerprint:
         self._modules.update(map(id, model.modules()))
         return _digest([(name, self.number(type(m)), self._of_module(m)) for name, m in model.named_modules()])
 
+    def tensors_within(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        """Those that these objects lead to."""
+        self._of(values, 0)
+        return [met for met, _ in self._known.values() if isinstance(met, torch.Tensor)]
+
     def _of_module(self, module: nn.Module) -> Hashable:
         own = {k: v for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k}
         buffers = module._buffers
         if type(module).__module__.startswith("torch.nn."):
             own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
             buffers = {}  # they decide nothing (a count of batches)
-        values = [(k, None if b is None else _of_tensor(b, _FEW)) for k, b in buffers.items()]
+        values = [(k, None if b is None else _values_of(b, _FEW)) for k, b in buffers.items()]
         return (*((k, self._of(v, 0)) for k, v in own.items()), *values, self._of(own_forward_of(module), 0))
 
     def _of(self, value: Any, depth: int) -> Hashable:
@@ -85,12 +91,15 @@ class Fingerprint:
             return kind, value._name_, self._of(value._value_, depth + 1)
         if isinstance(value, _PLAIN):
             return kind, self.number(value) if isinstance(value, type) else _spell(value)
-        if depth > _DEEPEST:
+        if depth > self.deepest:
             return (kind,)
         if id(value) not in self._known:
             self._known[id(value)] = value, (kind,)  # met again within itself
             self._known[id(value)] = value, _digest((kind, self._of_object(value, depth + 1)))
         return self._known[id(value)][1]
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
+        return _values_of(tensor, _MANY)
 
     def _of_object(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, StandIn):
@@ -98,13 +107,13 @@ class Fingerprint:
         attributes = _attributes_of(value)
         own = None if attributes is None else self._of(attributes, depth)
         if isinstance(value, torch.Tensor):
-            return _of_tensor(value, _MANY), own
+            return self._of_tensor(value), own
         if isinstance(value, nn.Module):
             return None if id(value) in self._modules else (self.of_model(value), _weights_of(value))
         if isinstance(value, types.MappingProxyType):
             value = dict(value)
         if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
-            if len(value) > _MOST_ITEMS:
+            if len(value) > self.most_items:
                 return len(value), own
             items = value.items() if isinstance(value, dict) else value
             return tuple(self._of(item, depth) for item in items), own
@@ -129,10 +138,10 @@ class Fingerprint:
         if type(value).__module__ == "numpy":
             return getattr(value, "shape", None), repr(value.tolist()) if getattr(value, "size", 1) <= _MANY else None
         slots = tuple((name, self._of(getattr(value, name, None), depth)) for name in slots_of(type(value)))
-        return own, slots or (self._of(_reduced(value), depth) if own is None else None)
+        return own, slots or (self._of(reduced(value), depth) if own is None else None)
 
 
-def _of_tensor(tensor: torch.Tensor, most: int) -> Hashable:
+def _values_of(tensor: torch.Tensor, most: int) -> Hashable:
     """Its values, if they are few."""
     few = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() <= most
     return tuple(tensor.shape), tensor.dtype, repr(tensor.tolist()) if few else None
@@ -155,7 +164,7 @@ def slots_of(kind: type) -> list[str]:
     return [name for names in found for name in ((names,) if isinstance(names, str) else names) if name[:2] != "__"]
 
 
-def _reduced(value: Any) -> Any:
+def reduced(value: Any) -> Any:
     """What pickle would keep of an object without attributes; None of what it can't keep (a lock, a generator)."""
     try:
         reduced = value.__reduce_ex__(2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -74,50 +74,38 @@ class TrialMode(ThreadMode):
     ) -> Any:
         if self._made is not None:
             self.hide_from_backward()
-        return self._run(func, args, kwargs or {})
+        kwargs, meter = kwargs or {}, self.meter
+        if meter is None or not meter.counting:
+            return self._run(func, args, kwargs)
+        writes, first = _is_mutable(func), meter.first
+        if writes and first is not None:
+            first.before_writing(_written_by(func, args, kwargs))
+        try:
+            return self._count(meter, func, args, kwargs)
+        except torch.OutOfMemoryError as error:  # of a GPU's allocator, which nobody can ask before
+            if writes or not isinstance(func, OpOverload) or first is None or not first.outgrow():
+                raise meter.refusal_of(error) from None
+        return self._count(meter, func, args, kwargs)
+
+    def _count(self, meter: TrialMeter, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        inputs = _tensors((args, *kwargs.values()))
+        device = meter.device_of(func, inputs)
+        out = self._run(func, args, kwargs)
+        if device is not None:
+            made, written = _made(func, args, inputs, out)
+            meter.observe(device, made, written if _is_mutable(func) else ())
+        return out
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        meter = self.meter if self.meter is not None and self.meter.counting else None
-        inputs = _tensors((args, *kwargs.values())) if meter is not None else []
-        if meter is not None and _is_mutable(func):
-            meter.before_writing(_written_by(func, args, kwargs))
-        try:
-            return self._observed(func, args, kwargs, meter, inputs)
-        except torch.OutOfMemoryError as error:  # of a GPU's allocator, which nobody can ask before
-            schema = getattr(func, "_schema", None)
-            if meter is None:
-                raise
-            if schema is None or schema.is_mutable or not meter.outgrow():
-                raise meter.refusal_of(error) from None
-        return self._observed(func, args, kwargs, meter, inputs)
-
-    def _observed(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        meter: TrialMeter | None,
-        inputs: list[torch.Tensor],
-    ) -> Any:
-        device = meter.device_of(func, inputs) if meter is not None else None
-        if (keys := _keys_of(func)) is not None:
-            with _included(keys):
-                out = self._called(func, args, kwargs)
-        else:
-            out = self._called(func, args, kwargs)
-        if meter is not None and device is not None:
-            made, written = _made(func, args, inputs, out)
-            if _is_mutable(func):
-                meter.note_growth(written)
-            meter.observe(device, made)
+        keys = _keys_of(func)
+        with nullcontext() if keys is None else _included(keys):
+            if func is _GROUP_NORM_BACKWARD and args[1].is_cpu:
+                out: Any = _group_norm_backward(*args)
+            else:
+                out = func(*args, **kwargs)
         if func in _ASKS_FOR_MODES and torch.is_grad_enabled():
             self._made = _tensors((out,))[0]
         return out
-
-    def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if func is _GROUP_NORM_BACKWARD and args[1].is_cpu:
-            return _group_norm_backward(*args)
-        return func(*args, **kwargs)
 
     def hide_from_backward(self) -> None:
         """Some operators' derivatives are computed otherwise, in the last bit, where a mode is active. The node of such

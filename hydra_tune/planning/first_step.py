@@ -13,12 +13,11 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import RepeatedCall, hooks_of_checkpoint
@@ -28,41 +27,24 @@ from hydra_tune.cut import UNMEASURED
 from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.meter import TrialMeter, storages_of
+from hydra_tune.meter import storages_of
 from hydra_tune.partition import shape_of
 from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.process_state import casts_to, remembers_casts
-from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
 from hydra_tune.tree import flatten_call
 
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
+
 TOO_LARGE = "it does not fit the budget: "
-
-
-class Measured(Protocol):
-    """What a first step needs of the trial it is of."""
-
-    meter: TrialMeter
-    residency: Residency
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    def have_alone(self) -> int:
-        """Wait until the other trials' steps have ended; the bytes that there are then."""
-
-    def measuring(self) -> AbstractContextManager[None]: ...
-
-    def open_block(self, block: Block, reason: str, *, opens: bool) -> None: ...
-
-    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block: ...
 
 
 class FirstStep:
     """`profiles` by the names of blocks, in the order in which they ran."""
 
-    def __init__(self, trial: Measured, kind: Kind, free_bytes: int, *, beside: bool) -> None:
+    def __init__(self, trial: Trial, kind: Kind, free_bytes: int, *, beside: bool) -> None:
         self.kinds = [kind]
         self.free_bytes = free_bytes
         self.profiles: dict[str, BlockProfile] = {}

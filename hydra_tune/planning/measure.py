@@ -20,6 +20,7 @@ from hydra_tune.blocks.block import Block, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
+from hydra_tune.hooks import HOOKS_OF_MODULES
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.reached import Reached, globals_of
@@ -99,9 +100,10 @@ class Measurement:
         self._leaves, self._structure = flatten_call(args, kwargs)
         block, objects = self._block, [x for x in self._leaves if not isinstance(x, torch.Tensor)]
         _refuse_iterators(block, objects)
-        others = {"an argument": objects, "its forward": block.own_forward}
-        with self._meter.paused():
-            self._shared = Reached(block.module, {**others, **globals_of(block.module, block.own_forward)})
+        own = {"an argument": objects, "its forward": block.own_forward}
+        with self._meter.paused():  # what hooks lead to no copy changes
+            others = {**own, **globals_of(block.module, block.own_forward)}
+            self._shared = Reached(block.module, others, without=HOOKS_OF_MODULES)
         with (
             state_kept(self._device.generators()),
             SharedDraws() as shared,

@@ -13,7 +13,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
 _MOST_BYTES = 1_000_000  # of an array that is read
 _FEW_BYTES = 65_536  # of a tensor that is read byte by byte, in sixteen times its memory
 _MOST_FUNCTIONS = 1_000
+_PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
 _FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names) - {"collections"}
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _FOLLOWED = (  # for all that their classes are somebody else's
     *_CONTAINERS, types.MappingProxyType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
-    functools.partial, types.SimpleNamespace, argparse.Namespace, random.Random,
+    functools.partial, types.SimpleNamespace, argparse.Namespace,
     torch.Tensor, torch.optim.Optimizer, SobolEngine,
 )  # fmt: skip
 STRUCTURE = frozenset((  # attributes of modules that are no state of theirs
@@ -46,12 +47,12 @@ class Reached(Fingerprint):
     most_items = 10_000
     deepest = 100
 
-    def __init__(self, module: nn.Module, others: Mapping[str, Any]) -> None:
+    def __init__(self, module: nn.Module, others: Mapping[str, Any], *, without: Sequence[str] = ()) -> None:
         super().__init__()
         self._modules = set(map(id, module.modules()))
         self._roots = dict(others)
         for prefix, part in module.named_modules():
-            own = {name: value for name, value in vars(part).items() if name not in STRUCTURE}
+            own = {name: value for name, value in vars(part).items() if name not in (*STRUCTURE, *without)}
             self._roots |= {f"{prefix}.{name}".lstrip("."): value for name, value in own.items()}
         self._before = self._read()
         self._met = self._known
@@ -72,6 +73,10 @@ class Reached(Fingerprint):
     def _of_object(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, torch.Generator):
             return bytes(value.get_state().tolist())
+        if isinstance(value, random.Random):
+            return value.getstate() if value is not _PYTHONS else None  # the process's own are another matter
+        if value is getattr(sys.modules.get("numpy.random.mtrand"), "_rand", _PYTHONS):
+            return None
         if isinstance(value, nn.Module):  # hidden from the model, a teacher in a list
             return None if id(value) in self._modules else self._of(vars(value), depth)
         if type(value).__module__ == "numpy":
@@ -94,12 +99,18 @@ class Reached(Fingerprint):
         return *state, int((flat.long() * torch.arange(1, len(flat) + 1, device=flat.device)).sum())
 
 
-def globals_of(module: nn.Module, forward: Callable[..., Any] | None) -> dict[str, Any]:
-    """By name, those that its code names and that are neither functions nor classes nor modules."""
+def globals_of(module: nn.Module, forward: Any) -> dict[str, Any]:
+    """By name, those that its forward, or one that is set on it, names, or what these call, and that are neither
+    functions nor classes nor modules."""
     found: dict[str, Any] = {}
-    left = [f for kind in dict.fromkeys(map(type, module.modules())) for f in _methods_of(kind)]
-    left += _functions_in(forward)
-    met = set[int]()
+    methods: dict[str, list[types.FunctionType]] = {}
+    for kind in dict.fromkeys(base for part in module.modules() for base in type(part).__mro__):
+        for name, value in {} if _is_foreign(kind.__module__) else vars(kind).items():
+            of_property = getattr(value, "fget", getattr(value, "__func__", value))
+            if isinstance(of_property, types.FunctionType):
+                methods.setdefault(name, []).append(of_property)
+    own = getattr(forward, "__func__", None)
+    left, met = [*methods.get("forward", ()), *([own] if isinstance(own, types.FunctionType) else [])], set[int]()
     while left and len(met) < _MOST_FUNCTIONS:
         function = left.pop()
         if id(function) in met:
@@ -107,22 +118,12 @@ def globals_of(module: nn.Module, forward: Callable[..., Any] | None) -> dict[st
         met.add(id(function))
         for name in _names_in(function.__code__):
             value = function.__globals__.get(name)
+            left += methods.get(name, ())
             if isinstance(value, types.FunctionType):
                 left += [] if _is_foreign(value.__module__) else [value]
             elif value is not None and not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
                 found[f"the global {name}"] = value
     return found
-
-
-def _methods_of(kind: type) -> tuple[types.FunctionType, ...]:
-    kinds = [each for each in kind.__mro__ if not _is_foreign(each.__module__)]
-    return tuple(f for each in kinds for value in vars(each).values() for f in _functions_in(value))
-
-
-def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    for each in (value, getattr(value, "__func__", None), getattr(value, "fget", None)):
-        if isinstance(each, types.FunctionType):
-            yield each
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

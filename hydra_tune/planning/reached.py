@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.quasirandom import SobolEngine
 
-from hydra_tune.fingerprint import Fingerprint, reduced
+from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.host_buffer import digest, version_of
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
@@ -32,8 +32,8 @@ _FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_mod
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _FOLLOWED = (  # for all that their classes are somebody else's
     *_CONTAINERS, types.MappingProxyType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
-    functools.partial, types.SimpleNamespace, argparse.Namespace,
-    torch.Tensor, torch.optim.Optimizer, SobolEngine,
+    functools.partial, types.SimpleNamespace, argparse.Namespace, random.Random,
+    torch.Generator, torch.Tensor, torch.optim.Optimizer, SobolEngine,
 )  # fmt: skip
 STRUCTURE = frozenset((  # attributes of modules that are no state of theirs
     "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs", "forward", "_apply",
@@ -71,18 +71,12 @@ class Reached(Fingerprint):
         return {name: self._of(value, 0) for name, value in self._roots.items()}
 
     def _of_object(self, value: Any, depth: int) -> Hashable:
-        if isinstance(value, torch.Generator):
-            return bytes(value.get_state().tolist())
-        if isinstance(value, random.Random):
-            return value.getstate() if value is not _PYTHONS else None  # the process's own are another matter
-        if value is getattr(sys.modules.get("numpy.random.mtrand"), "_rand", _PYTHONS):
-            return None
+        if value is _PYTHONS or value is getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None):
+            return None  # the process's own generators are another matter
         if isinstance(value, nn.Module):  # hidden from the model, a teacher in a list
             return None if id(value) in self._modules else self._of(vars(value), depth)
         if type(value).__module__ == "numpy":
             return value.tobytes() if getattr(value, "nbytes", _MOST_BYTES + 1) <= _MOST_BYTES else None
-        if type(value).__module__ in ("array", "builtins", "itertools") and not isinstance(value, _FOLLOWED):
-            return self._of(reduced(value), depth)  # an iterator, a bytearray
         if len(self._known) > _MOST_OBJECTS or (_is_of_others(value) and not isinstance(value, _FOLLOWED)):
             return None
         if isinstance(value, _CONTAINERS) and len(value) > self.most_items:
@@ -134,7 +128,9 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_of_others(value: Any) -> bool:
-    return (type(value).__module__ or "").partition(".")[0] in _FOREIGN
+    """Not an iterator or a bytearray, which hold something."""
+    module = type(value).__module__
+    return module.partition(".")[0] in _FOREIGN and module not in ("array", "builtins", "itertools")
 
 
 @functools.lru_cache(maxsize=4096)

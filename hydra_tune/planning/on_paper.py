@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.fork import new_in_child
@@ -36,84 +37,66 @@ def least_bytes(
 ) -> int | None:
     """The least budget that would do, about; None where nobody can tell. `held_bytes` of parameters is what these take
     on the device for a trial's life, with gradients and optimizer state."""
+    count, trains = _Count(), torch.is_grad_enabled()
     try:
-        with _one_estimates:
-            return _Estimate(model, blocks, held_bytes).run(args, kwargs)
-    except Exception:  # any model may come
-        return None
-
-
-class _Estimate:
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[Block], held_bytes: Callable[[Sequence[nn.Parameter]], int]
-    ) -> None:
-        self._model, self._blocks, self._held_bytes = model, blocks, held_bytes
-        self._count = _Count()
-        self._starts: list[int] = []
-        self._saved: dict[str, int] = {}
-        self._made: dict[str, int] = {}
-        self._work: dict[str, int] = {}
-
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-        trains = torch.is_grad_enabled()
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            twin = self._twin(fake)
-            for block in self._blocks:
-                module = twin.get_submodule(block.name)
-                module.register_forward_pre_hook(lambda *_: self._begin())
-                module.register_forward_hook(lambda _, __, made, name=block.name: self._end(name, made))
+        with _one_estimates, FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            twin = _twin_of(model, fake)
+            for block in blocks:
+                count.watch(block.name, twin.get_submodule(block.name))
             given = map_tensors(lambda t: fake.from_tensor(t.detach()).requires_grad_(t.requires_grad), (args, kwargs))
-            with self._count:
+            with count:
                 outputs = type(twin).forward(twin, *given[0], **given[1])
             made = sum(map(storage_bytes, tensors_in(outputs)))
             inputs = sum(map(storage_bytes, tensors_in(given)))
-        kept = 2 * inputs + made + sum(storage_bytes(b) for b in self._model.buffers())
-        every = self._count.live_bytes + (_OF_LOSS * made if trains else 0)
-        parameters = list(self._model.parameters())
-        resident = self._held_bytes(parameters) + kept + max(every, self._count.peak_bytes)
-        if not self._blocks:
-            return resident
-        in_slots = {id(p) for block in self._blocks for p in block.slot_parameters}
-        loose = self._held_bytes([p for p in parameters if id(p) not in in_slots])
-        between = every - sum(self._saved.values()) + sum(self._made.values())
-        return min(resident, loose + kept + between + max(self._of_block(block, trains) for block in self._blocks))
-
-    def _of_block(self, block: Block, trains: bool) -> int:
+    except Exception:  # any model may come
+        return None
+    kept = 2 * inputs + made + sum(map(storage_bytes, model.buffers()))
+    every = count.live_bytes + (_OF_LOSS * made if trains else 0)
+    parameters = list(model.parameters())
+    resident = held_bytes(parameters) + kept + max(every, count.peak_bytes)
+    in_slots = {id(p) for block in blocks for p in block.slot_parameters}
+    loose = held_bytes([p for p in parameters if id(p) not in in_slots])
+    between = every - sum(count.saved.values()) + sum(count.made.values())
+    largest = 0
+    for block in blocks:
         gradients = sum(gradient_bytes(p) for p in block.slot_parameters if p.requires_grad) if trains else 0
-        work = max(self._work.get(block.name, 0), self._saved.get(block.name, 0) + gradients)
-        return block.weight_bytes + work
+        work = max(count.work[block.name], count.saved[block.name] + gradients)
+        largest = max(largest, block.weight_bytes + work)
+    return min(resident, loose + kept + between + largest) if blocks else resident
 
-    def _twin(self, fake: FakeTensorMode) -> nn.Module:
-        memo: dict[int, Any] = {}
-        for p in self._model.parameters():
-            memo[id(p)] = nn.Parameter(fake.from_tensor(p.detach()), requires_grad=p.requires_grad)
-        for module in self._model.modules():
-            own = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
-            for t in (*(b for b in module._buffers.values() if b is not None), *own):
-                memo[id(t)] = fake.from_tensor(t.detach())
-        twin = copy.deepcopy(self._model, memo)
-        for module in twin.modules():
-            for kind in HOOKS_OF_MODULES:
-                vars(module).get(kind, {}).clear()
-        return twin
 
-    def _begin(self) -> None:
-        self._starts.append(self._count.live_bytes)
-        self._count.peak_bytes = self._count.live_bytes
-
-    def _end(self, name: str, made: Any) -> None:
-        start = self._starts.pop()
-        self._work[name] = max(self._work.get(name, 0), self._count.peak_bytes - start)
-        self._saved[name] = self._saved.get(name, 0) + self._count.live_bytes - start
-        self._made[name] = self._made.get(name, 0) + sum(map(storage_bytes, tensors_in(made)))
+def _twin_of(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
+    with FakeCopyMode(fake):
+        twin = copy.deepcopy(model)
+    for module in twin.modules():
+        for kind in HOOKS_OF_MODULES:
+            vars(module).get(kind, {}).clear()
+    return twin
 
 
 class _Count(ThreadMode):
-    """Bytes of the storages that operators make, while they live."""
+    """Bytes of the storages that operators make, while they live; by the names of blocks the most that one has while it
+    runs, what it leaves, and what of this it returns."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = 0
+        self.work, self.saved, self.made = (defaultdict[str, int](int) for _ in range(3))
         self._known: set[int] = set()
+        self._starts: list[int] = []
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        def begin(*_: Any) -> None:
+            self._starts.append(self.live_bytes)
+            self.peak_bytes = self.live_bytes
+
+        def end(_: nn.Module, __: Any, outputs: Any) -> None:
+            start = self._starts.pop()
+            self.work[name] = max(self.work[name], self.peak_bytes - start)
+            self.saved[name] += self.live_bytes - start
+            self.made[name] += sum(map(storage_bytes, tensors_in(outputs)))
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}

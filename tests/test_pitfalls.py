@@ -218,7 +218,7 @@ PITFALLS = {
     ),
     "5 caches": (
         lambda: Caching(*(Cached() for _ in range(4))),
-        [(twin.Twin, "reason_to_keep", always(lambda *_: "")), (measure, "stays_as_it_is", always(lambda _: True))],
+        [(twin.Twin, "look", always(lambda *_: ("", True))), (measure, "stays_as_it_is", always(lambda _: True))],
     ),
     "7 autocast in recompute": (
         lambda: Model(*(Layer() for _ in range(4))),

@@ -33,7 +33,7 @@ from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.shard import BlockProfile
-from hydra_tune.tree import flatten_call
+from hydra_tune.tree import flatten_call, tensors_in
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
@@ -178,14 +178,15 @@ class FirstStep:
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""
-        for storage in {s._cdata: s for tensor in inputs for s in storages_of(tensor)}:
+        for storage in _memory_of(inputs):
             self._watched.setdefault(storage, []).append(weakref.ref(call))
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
-        if self._guarded and any(s._cdata in self._guarded for tensor in tensors for s in storages_of(tensor)):
+        written = _memory_of(tensors)
+        if not written.isdisjoint(self._guarded):
             raise WritesInputError
-        for storage in {s._cdata for tensor in tensors for s in storages_of(tensor)}:
+        for storage in written:
             for reference in self._watched.pop(storage, ()):
                 call = reference()
                 if call is not None and not call.block.clones:
@@ -198,7 +199,7 @@ class FirstStep:
         leaves, structure = flatten_call(args, kwargs)
         places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
         given = tuple(
-            (shape_of(x), x.dtype, x.requires_grad, _parts_of(x) if x.is_nested else _strides_of(x), places[id(x)])
+            (shape_of(x), x.dtype, x.requires_grad, _layout_of(x), places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
@@ -221,7 +222,7 @@ class FirstStep:
             try:
                 at = self.copy_of(block)
                 measurement = Measurement(block, trial.model, at, trial.residency.device, trial.meter)
-                self._guarded = {s._cdata for x in flatten_call(args, kwargs)[0] for s in _storages_of(x)}
+                self._guarded = _memory_of(tensors_in((args, kwargs)))
                 with trial.measuring():
                     try:
                         return measurement.run(args, kwargs)
@@ -259,15 +260,12 @@ class FirstStep:
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
 
 
-def _parts_of(tensor: torch.Tensor) -> Hashable:
-    """Of a nested tensor with strides, how its memory is parted."""
-    nests = tensor.is_nested and tensor.layout is torch.strided
-    return tuple(map(tuple, tensor._nested_tensor_size().tolist())) if nests else None
+def _layout_of(tensor: torch.Tensor) -> Hashable:
+    """How its memory is parted; None of what is not strided."""
+    if tensor.layout is not torch.strided:
+        return None
+    return tuple(map(tuple, tensor._nested_tensor_size().tolist())) if tensor.is_nested else tensor.stride()
 
 
-def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return tensor.stride() if tensor.layout is torch.strided else None
-
-
-def _storages_of(value: Any) -> list[torch.UntypedStorage]:
-    return storages_of(value) if isinstance(value, torch.Tensor) else []
+def _memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}

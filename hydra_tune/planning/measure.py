@@ -97,8 +97,8 @@ class Measurement:
             PrepareError: it has changed what no copy was made of.
         """
         self._clones, self._filled, self._is_table = clones, "", False
-        self._leaves, self._structure = flatten_call(args, kwargs)
-        block, objects = self._block, [x for x in self._leaves if not isinstance(x, torch.Tensor)]
+        self._call = flatten_call(args, kwargs)
+        block, objects = self._block, [x for x in self._call[0] if not isinstance(x, torch.Tensor)]
         _refuse_iterators(block, objects)
         own = {"an argument": objects, "its forward": block.own_forward}
         with self._meter.paused():  # what hooks lead to no copy changes
@@ -130,7 +130,7 @@ class Measurement:
 
     def _shared_change(self) -> str:
         with self._meter.paused():
-            return self._shared.change()
+            return next(iter(self._shared.changes()), "")
 
     def _refuse_change(self, change: str) -> None:
         if change:
@@ -174,14 +174,14 @@ class Measurement:
         return bool(changed)
 
     def _twin(self, *, gone: bool = False) -> Twin:
-        given = self._leaves, self._structure
-        return Twin(self._block, self._model, self._at, *given, clones=self._clones, gone=gone)
+        twin = Twin(self._block, self._model, self._at, self._call, clones=self._clones, gone=gone)
+        with self._meter.paused():
+            twin.note()
+        return twin
 
     def _forward_alone(self) -> tuple[BlockMeasure, list[torch.Tensor]]:
         """As in training, but what is saved is dropped: what that tells, and its outputs."""
         block, twin = self._block, self._twin()
-        with self._meter.paused():
-            twin.note()
         stay = {s._cdata for x in (*twin.tensors, *twin.buffers) for s in storages_of(x)}
         num_saved, promotes_again = 0, False
 
@@ -211,8 +211,7 @@ class Measurement:
             raise _FoundError(f"{block.name} {misuse}")
         self._filled = self._shared_change()
         with self._meter.paused():
-            why = twin.reason_to_keep(outputs)
-            writes_buffers = twin.writes_buffers
+            why, writes_buffers = twin.look(outputs)
         if self._put_back_held():
             why = "changes a weight that is held"
         measure = BlockMeasure(
@@ -250,9 +249,11 @@ class Measurement:
             del wanted
             self._device.synchronize()
         backward_work, backward_s = used
+        with self._meter.paused():
+            _, writes_buffers = twin.look(None)
         return replace(
             measure, backward_work_bytes=backward_work, backward_s=backward_s, saved_bytes=saved, keeps=keeps,
-            writes_buffers=measure.writes_buffers or twin.writes_buffers, casts=casts,
+            writes_buffers=measure.writes_buffers or writes_buffers, casts=casts,
         )  # fmt: skip
 
     def _casts(

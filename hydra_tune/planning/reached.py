@@ -57,10 +57,10 @@ class Reached(Fingerprint):
         self._before = self._read()
         self._met = self._known
 
-    def change(self) -> str:
-        """The name of something that holds other values than when it was asked last, if anything does."""
+    def changes(self) -> list[str]:
+        """The names of what holds other values than when it was asked last."""
         before, self._before = self._before, self._read()
-        return next((name for name, state in self._before.items() if state != before[name]), "")
+        return [name for name, state in self._before.items() if state != before[name]]
 
     def has(self, objects: Sequence[Any]) -> bool:
         """Whether one of these was among them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -22,11 +22,12 @@ from hydra_tune.blocks.block import Block, has_hooks, leaf_like
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.hooks import keep_only_pytorchs
-from hydra_tune.host_buffer import same_bits, version_of, versions_of
+from hydra_tune.host_buffer import versions_of
 from hydra_tune.meter import storages_of
 from hydra_tune.planning.reached import STRUCTURE, Reached
 from hydra_tune.tree import Structure, containers_in, flatten, is_fixed, tensors_in, unflatten
 
+_BUFFERS = "a buffer"
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -43,19 +44,16 @@ class Twin:
         block: Block,
         model: nn.Module,
         at: DeviceCopy,
-        leaves: Sequence[Any],
-        structure: Structure,
+        call: tuple[list[Any], Structure],
         *,
         clones: bool,
-        gone: bool = False,
+        gone: bool,
     ) -> None:
-        self._block, self._at, self._structure = block, at, structure
+        self._block, self._at, (leaves, self._structure) = block, at, call
         self.weights = [leaf_like(leaf, leaf.data) for leaf in at.leaves(block.slot_parameters)]
         self.held = [leaf_like(p, p.data) for p in block.held]
         own = zip((*block.slot_parameters, *block.held), (*self.weights, *self.held), strict=True)
-        memo: dict[int, Any] = {**{id(p): p for p in model.parameters()}, **{id(p): leaf for p, leaf in own}}
-        self.asked, self.given = list[torch.Tensor](), list[Any]()
-        given: dict[int, torch.Tensor] = {}
+        self.asked, given = list[torch.Tensor](), dict[int, torch.Tensor]()
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in given:
                 bare = leaf.detach()
@@ -63,26 +61,22 @@ class Twin:
                     self.asked.append(bare.requires_grad_())
                 given[id(leaf)] = bare.clone() if clones else bare
         lost = {id(v) for m in block.modules for v in vars(m).values() if _is_activation(v)} if gone else set()
+        copier = _Copier({id(p): p for p in model.parameters()} | {id(p): leaf for p, leaf in own})
         with torch.no_grad(), _CopiesTensors(lost):
-            copier = _Copier(memo)
             self.module = copier.copy_block(block)
-            copier.add(given)
+            copier.memo = given | copier.memo
             self.given = [given[id(x)] if isinstance(x, torch.Tensor) else copier.copy(x) for x in leaves]
         for part in self.module.modules():
             if part is not self.module:
                 keep_only_pytorchs(part)
-        self._buffers = [(m._buffers, name) for m in self.module.modules() for name in m._buffers]
-        self._buffers_then = [
-            (b, b, 0) if b is None else (b, b.detach().clone(), version_of(b)) for b in self._buffers_now()
-        ]
-        self._versions = versions_of(self.weights)
-        self._marks = list(map(_marks_on, self.given))
+        self._buffers = [m._buffers for m in self.module.modules()]
+        self._versions, self._marks = versions_of(self.weights), list(map(_marks_on, self.given))
 
     def note(self) -> None:
-        """What is there before its forward, for `reason_to_keep`."""
+        """What is there before its forward."""
         notes = {"what is noted on a weight": [leaf.__dict__ for leaf in (*self.weights, *self.held)]}
         objects = [x for x in self.given if not isinstance(x, torch.Tensor)]
-        self._reached = Reached(self.module, {"an argument": objects, **notes})
+        self._reached = Reached(self.module, {"an argument": objects, _BUFFERS: self._buffers, **notes})
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -91,10 +85,7 @@ class Twin:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        return [b for b in self._buffers_now() if b is not None]
-
-    def _buffers_now(self) -> list[torch.Tensor | None]:
-        return [d.get(name) for d, name in self._buffers]
+        return [b for own in self._buffers for b in own.values() if b is not None]
 
     @property
     def _own_tensors(self) -> list[torch.Tensor]:
@@ -127,24 +118,21 @@ class Twin:
         now = versions_of(self.weights)
         return tuple(i for i, (a, b) in enumerate(zip(self._versions, now, strict=True)) if a != b)
 
-    @property
-    def writes_buffers(self) -> bool:
-        return any(
-            now is not then or (now is not None and (version_of(now) != version or not _is_equal(now, value)))
-            for now, (then, value, version) in zip(self._buffers_now(), self._buffers_then, strict=True)
-        )
-
     def misuse_of_weights(self) -> str:
         """What it does with its weights that it cannot do in a visit."""
         if any(self._at.has(t) for m in self.module.modules() for t in _tensors_of(m)):
             return "keeps a view of a weight in an attribute"
         return "puts a hook on a weight in its forward" if any(map(has_hooks, (*self.weights, *self.held))) else ""
 
-    def reason_to_keep(self, outputs: Any) -> str:
-        """What of its forward a repetition would not do alike, or undo; empty if nothing."""
-        change = self._reached.change()
-        if change or any(map(_is_activation, self._buffers_now())):
-            return f"changes {change or 'a buffer into an activation'}"
+    def look(self, outputs: Any) -> tuple[str, bool]:
+        """What of its forward a repetition would not do alike, or undo, empty if nothing; and whether it has written
+        buffers since it was noted what is there."""
+        changes = self._reached.changes()
+        others = [name for name in changes if name != _BUFFERS]
+        others += ["a buffer into an activation"] if any(map(_is_activation, self.buffers)) else []
+        return f"changes {others[0]}" if others else self._gives_away(outputs), _BUFFERS in changes
+
+    def _gives_away(self, outputs: Any) -> str:
         memory = {s._cdata for t in (*self._own_tensors, *self.held) for s in storages_of(t)}
         if any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
             return "returns a buffer, or another tensor that it keeps"
@@ -213,17 +201,17 @@ class _Copier:
     """Copies what belongs together: what two values lead to is one in their copies, too."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
-        self._memo = memo
+        self.memo = memo
         self._alive = list[Any]()  # ids in the memo are of these, too
 
     def copy(self, value: Any) -> Any:
         """What can't be copied, as a lock, is the copy's, too; so is what is known by its identity alone."""
-        made: Any = ChainMap({id(value): value} if type(value) is object else {}, self._memo)
+        made: Any = ChainMap({id(value): value} if type(value) is object else {}, self.memo)
         try:
             found = copy.deepcopy(value, made)
         except Exception:  # half of it may be in `made`
             found, made = value, ChainMap({id(value): value})
-        self._memo |= made.maps[0]
+        self.memo |= made.maps[0]
         self._alive.append(made)
         return found
 
@@ -232,13 +220,10 @@ class _Copier:
             self.copy(value)
         own = vars(block.module).pop("forward", None)
         try:
-            return copy.deepcopy(block.module, self._memo)
+            return copy.deepcopy(block.module, self.memo)
         finally:
             if own is not None:
                 vars(block.module)["forward"] = own
-
-    def add(self, more: dict[int, Any]) -> None:
-        self._memo |= {key: value for key, value in more.items() if key not in self._memo}
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
@@ -249,12 +234,6 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 def _is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
-
-
-def _is_equal(a: torch.Tensor, b: torch.Tensor | None) -> bool:
-    if b is None:
-        return False
-    return a.shape == b.shape and (a.layout is not torch.strided or same_bits(a.contiguous(), b.contiguous()))
 
 
 def _marks_on(leaf: Any) -> tuple[Any, ...]:

@@ -13,8 +13,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,20 +69,17 @@ class Meter:
     def live_bytes(self) -> int:
         return sum(self.trial_bytes.values())
 
-    def add(self, trial: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of `tensors` that are not counted yet, and what others have grown by.
+    def add(self, trial: int, tensors: Iterable[torch.Tensor], *, as_copies: bool = False) -> None:
+        """Count the storages of `tensors` that are not counted yet, and what others have grown by. `as_copies` of what
+        a GPU would have a copy of: the bytes of a batch, not of the data set it views.
 
         Raises:
             DeviceOutOfMemoryError: a virtual device holds more than its budget.
         """
         for tensor in tensors:
-            for storage in storages_of(tensor):
-                self._add(trial, storage, storage.nbytes())
-
-    def add_copy(self, trial: int, tensor: torch.Tensor) -> None:
-        """Count a tensor that a GPU would have a copy of: the bytes of a batch, not of the data set it views."""
-        for storage in storages_of(tensor) if tensor.numel() else ():
-            self._add(trial, storage, min(storage.nbytes(), tensor.numel() * tensor.element_size()))
+            for storage in storages_of(tensor) if tensor.numel() or not as_copies else ():
+                most = tensor.numel() * tensor.element_size() if as_copies else storage.nbytes()
+                self._add(trial, storage, min(storage.nbytes(), most))
 
     def _add(self, trial: int, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key, storage_bytes = storage._cdata, storage.nbytes()
@@ -147,11 +143,6 @@ class Meter:
         if trial in self.window_peak:
             self.window_peak[trial] = max(self.window_peak[trial], self.trial_bytes[trial])
 
-    def known(self) -> list[int]:
-        """Keys of the storages that are counted."""
-        with _lock:
-            return list(self._storages)
-
     def end_trial(self, trial: int) -> None:
         """Forget the trial's storages; those that live on belong to the user's host memory from here on. Who was
         interrupted may have counted wrongly."""
@@ -188,7 +179,7 @@ class TrialMeter:
         self._outside_peak = 0
         self._starts_later = False
         self._first: weakref.ref[FirstStep] | None = None  # a mode on the thread's stack keeps this meter
-        self._uses: Uses | None = None  # noted, of what is on the device
+        self.within_checkpoint = False  # one that is not reentrant, since this was said to be False
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
     @property
@@ -215,8 +206,9 @@ class TrialMeter:
         found = [(t, meters) for t in inputs if (meters := _known(t))]
         if not found:
             return self.here if self.inside and not inputs else None
-        if self._uses is not None:
-            self._uses.note(inputs)
+        if self.first is not None:
+            hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False) or (None,)
+            self.within_checkpoint |= getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
         sets = [meters for t, meters in found if t.dim() and t.numel()] or [found[0][1]]
         common = set(sets[0]).intersection(*sets)
         if packet is _COPY_TO or self.here in common or not (common or self.always):
@@ -231,15 +223,6 @@ class TrialMeter:
             f"{second.name}{where}! (in {operator}, of trial {self.trial}) Give other trials numbers (.item(), "
             ".tolist()), or copy a tensor into the trial that uses it (.to(device, copy=True))."
         )
-
-    @contextmanager
-    def noting_uses(self, *given: torch.Tensor) -> Iterator[Uses]:
-        """What operators inside use of the device, beside these and what they make."""
-        self._uses = uses = Uses(self.meter.known(), given)
-        try:
-            yield uses
-        finally:
-            self._uses = None
 
     def refusal_of(self, error: torch.OutOfMemoryError) -> Exception:
         """What ends the trial: outside of visits a first step cannot run an operator otherwise."""
@@ -316,8 +299,7 @@ class TrialMeter:
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that arrived on the device by a copy, not by an operator."""
-        for tensor in tensors:
-            self.meter.add_copy(self.trial, tensor)
+        self.meter.add(self.trial, tensors, as_copies=True)
 
     def move(self, to: Meter) -> None:
         """The trial's home is another one, and so is that of all it has."""
@@ -327,22 +309,6 @@ class TrialMeter:
     def disown(self, tensor: torch.Tensor) -> None:
         """Count a tensor no longer that left the device without a copy."""
         self.meter.remove(tensor)
-
-
-class Uses:
-    """By operators, of storages that were `known` before; all but those of the `given` tensors."""
-
-    def __init__(self, known: Iterable[int], given: Iterable[torch.Tensor]) -> None:
-        self._known = set(known) - {storage._cdata for tensor in given for storage in storages_of(tensor)}
-        self.found: set[int] = set()
-        self.within_checkpoint = False  # one that is not reentrant
-
-    def note(self, inputs: Iterable[torch.Tensor]) -> None:
-        """A number may be used anywhere."""
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self.within_checkpoint |= getattr((hooks or [None])[0], "__module__", "") == "torch.utils.checkpoint"
-        used = {storage._cdata for t in inputs if t.dim() and t.numel() for storage in storages_of(t)}
-        self.found |= used & self._known
 
 
 class Paused:

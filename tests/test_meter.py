@@ -242,7 +242,7 @@ def test_a_tensor_on_both_devices_goes_with_either(pair, meters):
     left, right = pair
     batch = torch.ones(100)[:10]
     for meter in meters:
-        meter.add_copy(0, batch)
+        meter.add(0, [batch], as_copies=True)
     with on(meters[0]):
         left + batch[:10]
         right + batch

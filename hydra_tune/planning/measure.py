@@ -193,7 +193,8 @@ class Measurement:
         def refuse(_: Any) -> torch.Tensor:
             raise _FoundError(f"{block.name} runs a backward within its forward")
 
-        with self._measured() as used, self._meter.noting_uses(*twin.tensors, self._at.slot) as uses:
+        self._meter.within_checkpoint = False
+        with self._measured() as used:
             outputs = twin.forward(drop, refuse)
             self._device.synchronize()
         forward_work, forward_s = used
@@ -205,7 +206,7 @@ class Measurement:
         if returned := set(map(id, weights_in(outputs, self._at))):
             holds = tuple(i for i, p in enumerate(block.slot_parameters) if id(p) in returned)
             raise _FoundError(f"{block.name} returns one of its weights", holds=holds)
-        if uses.within_checkpoint:
+        if self._meter.within_checkpoint:
             raise _FoundError(f"{block.name} has a checkpoint within")
         if misuse := twin.misuse_of_weights():
             raise _FoundError(f"{block.name} {misuse}")
@@ -218,7 +219,7 @@ class Measurement:
             forward_work_bytes=max(0, forward_work - boundary),  # what it makes and leaves is the step's from then on
             boundary_bytes=boundary,
             carried_bytes=max(copied_bytes(twin.tensors), copied_bytes(made)),
-            at_home=bool(uses.found or self._clones) or twin.is_at_home(outputs),
+            at_home=self._clones or self._shared.has_tensors or twin.is_at_home(outputs),
             forward_s=forward_s,
             keeps=why and f"{block.name} {why}",
             clones=self._clones,

@@ -62,6 +62,10 @@ class Reached(Fingerprint):
         before, self._before = self._before, self._read()
         return [name for name, state in self._before.items() if state != before[name]]
 
+    @property
+    def has_tensors(self) -> bool:
+        return any(isinstance(met, torch.Tensor) for met, _ in self._met.values())
+
     def has(self, objects: Sequence[Any]) -> bool:
         """Whether one of these was among them."""
         return any(id(each) in self._met for each in objects)

@@ -155,11 +155,12 @@ class FirstStep:
             self._trial.open_block(block, measure.whole, opens=measure.opens)
             return None
         self._trained.add(block.name)
-        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or measure.keeps
-        block.clones |= measure.clones
-        block.casts |= measure.casts
-        block.saved_counts |= {measure.num_saved}
-        self._note(block, measure)
+        profile = measure.profile
+        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or profile.keeps
+        block.clones |= profile.clones
+        block.casts |= profile.casts
+        block.saved_counts |= profile.saved_counts
+        self._note(block, profile)
         return block
 
     @contextmanager
@@ -172,7 +173,7 @@ class FirstStep:
         device.synchronize()
         seconds = time.perf_counter() - start_s
         used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
-        self._note(block, BlockMeasure(used, 0, 0, kept, forward_s=seconds))
+        self._note(block, BlockProfile("", 0, used, boundary_bytes=kept, at_home=True, forward_s=seconds, visits=1))
         total = self._totals.get(block.name, 0)
         self._totals[block.name] = max(total, meter.window_peak - self._start_bytes)
 
@@ -237,24 +238,22 @@ class FirstStep:
                 self._guarded = set()
                 trial.meter.outside_starts()
 
-    def _note(self, block: Block, measure: BlockMeasure) -> None:
-        forward_work, backward_work = measure.forward_work_bytes, measure.backward_work_bytes
-        for i, dtype in measure.casts:  # all at once, and not one after another, as measured
+    def _note(self, block: Block, profile: BlockProfile) -> None:
+        """Of this block, or of one like it."""
+        forward_work, backward_work = profile.forward_work_bytes, profile.backward_work_bytes
+        for i, dtype in profile.casts:  # all at once, and not one after another, as measured
             forward_work += block.slot_parameters[i].numel() * dtype.itemsize
         if hooks_of_checkpoint() is not None:  # its backward clones one weight after another
             backward_work += max(map(storage_bytes, block.slot_parameters), default=0)
-        profile = BlockProfile(
-            block.name, block.weight_bytes, forward_work, backward_work,
-            measure.saved_bytes, measure.boundary_bytes, measure.carried_bytes, measure.at_home or bool(block.keeps),
-            measure.forward_s, measure.backward_s, visits=1 + measure.promotes_again,
-            keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=block.casts,
-            saved_counts=block.saved_counts,
+        profile = replace(
+            profile, name=block.name, weight_bytes=block.weight_bytes, forward_work_bytes=forward_work,
+            backward_work_bytes=backward_work, at_home=profile.at_home or bool(block.keeps), keeps=block.keeps,
+            clones=block.clones, casts=block.casts, saved_counts=block.saved_counts,
         )  # fmt: skip
         known = self.profiles.pop(block.name, None)
         if known is not None:
-            profile = larger_of(known, profile)
-            # where all is resident, each call keeps its own
-            profile = replace(profile, saved_bytes=known.saved_bytes + measure.saved_bytes)
+            saved = known.saved_bytes + profile.saved_bytes  # where all is resident, each call keeps its own
+            profile = replace(larger_of(known, profile), saved_bytes=saved)
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)

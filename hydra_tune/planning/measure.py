@@ -27,6 +27,7 @@ from hydra_tune.planning.reached import Reached, globals_of
 from hydra_tune.planning.twin import Twin, stays_as_it_is, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
+from hydra_tune.shard import BlockProfile
 from hydra_tune.shared_random import SharedDraws
 from hydra_tune.transfer import copied_bytes
 from hydra_tune.tree import flatten_call, tensors_in
@@ -36,37 +37,22 @@ _CHECKPOINT = "CheckpointFunctionBackward"  # of a reentrant one, in a graph
 
 @dataclass(frozen=True)
 class BlockMeasure:
-    """Of one call of a block. Bytes are beyond its slot and its inputs.
+    """Of one call of a block.
 
+    profile   bytes and seconds; why its activations are kept, if they are; casts are of weights that it uses only
+              through autocast's copy, by their numbers in the block
     whole     why it is to stay on the device with its own graph, or to be opened into its children; empty if not
     opens     its children do instead
-    holds     weights that it changes in its forward or returns, by their numbers in the block: these stay on the device
-    keeps     why its activations are kept; empty if its forward may be repeated
-    clones    it changes an input in place
-    carried   bytes of its inputs, or of its outputs if these are more, as copies on another device
-    at_home   it needs what its trial has at home
-    casts     weights that it uses only through autocast's copy, by their numbers in the block, and that one's dtype
+    holds     weights that it changes in its forward or returns, by their numbers in the block: these stay on the
+              device, `why`
     is_of_its_own  it tells nothing of the next call: the forward raised
     """
 
-    forward_work_bytes: int = 0
-    backward_work_bytes: int = 0
-    saved_bytes: int = 0
-    boundary_bytes: int = 0
-    carried_bytes: int = 0
-    at_home: bool = True
-    forward_s: float = 0.0
-    backward_s: float = 0.0
+    profile: BlockProfile = BlockProfile("", 0, at_home=True)  # noqa: RUF009
     whole: str = ""
     opens: bool = True
     holds: tuple[int, ...] = ()
-    keeps: str = ""
-    clones: bool = False
-    writes_buffers: bool = True
-    casts: frozenset[tuple[int, torch.dtype]] = frozenset()
     why: str = ""
-    num_saved: int = 0
-    promotes_again: bool = False  # in the backward: it saves a weight, or what only a repetition makes
     is_of_its_own: bool = False
 
 
@@ -121,12 +107,13 @@ class Measurement:
                 shared.take_back()
         if not measure.holds:  # else it is measured once more
             self._refuse_change(self._shared_change() or ("" if self._is_table and not drew else self._filled))
-        if drew:  # of all reasons the one that says most
-            measure = replace(measure, keeps=f"{block.name} draws from Python's or NumPy's random numbers")
+        keeps = measure.profile.keeps
         changing = next((type(x).__name__ for x in objects if not stays_as_it_is(x)), None)
-        if changing and not measure.keeps:
-            measure = replace(measure, keeps=f"{block.name} is given an object, a {changing}, that others may change")
-        return measure
+        if drew:  # of all reasons the one that says most
+            keeps = f"{block.name} draws from Python's or NumPy's random numbers"
+        elif changing and not keeps:
+            keeps = f"{block.name} is given an object, a {changing}, that others may change"
+        return replace(measure, profile=replace(measure.profile, keeps=keeps))
 
     def _shared_change(self) -> str:
         with self._meter.paused():
@@ -147,7 +134,7 @@ class Measurement:
             self._held = [(p.data, p.data.clone()) for p in block.held]
         try:
             with noting_draws(draws):
-                measure = self._forward_and_backward(self._forward_alone(), draws)
+                measure = BlockMeasure(self._forward_and_backward(*self._forward_alone(), draws))
         except (torch.OutOfMemoryError, WritesInputError):
             raise
         except _FoundError as found:
@@ -179,7 +166,7 @@ class Measurement:
             twin.note()
         return twin
 
-    def _forward_alone(self) -> tuple[BlockMeasure, list[torch.Tensor]]:
+    def _forward_alone(self) -> tuple[BlockProfile, list[torch.Tensor]]:
         """As in training, but what is saved is dropped: what that tells, and its outputs."""
         block, twin = self._block, self._twin()
         stay = {s._cdata for x in (*twin.tensors, *twin.buffers) for s in storages_of(x)}
@@ -215,7 +202,9 @@ class Measurement:
             why, writes_buffers = twin.look(outputs)
         if self._put_back_held():
             why = "changes a weight that is held"
-        measure = BlockMeasure(
+        profile = BlockProfile(
+            block.name,
+            block.weight_bytes,
             forward_work_bytes=max(0, forward_work - boundary),  # what it makes and leaves is the step's from then on
             boundary_bytes=boundary,
             carried_bytes=max(copied_bytes(twin.tensors), copied_bytes(made)),
@@ -224,19 +213,21 @@ class Measurement:
             keeps=why and f"{block.name} {why}",
             clones=self._clones,
             writes_buffers=writes_buffers,
-            num_saved=num_saved,
-            promotes_again=promotes_again,
+            saved_counts=frozenset([num_saved]),
+            visits=1 + promotes_again,  # in the backward, if it saves a weight, or what only a repetition makes
         )
-        return measure, [x.detach().clone() for x in made]
+        return profile, [x.detach().clone() for x in made]
 
-    def _forward_and_backward(self, alone: tuple[BlockMeasure, list[torch.Tensor]], draws: DrawRecord) -> BlockMeasure:
+    def _forward_and_backward(
+        self, alone: BlockProfile, first: Sequence[torch.Tensor], draws: DrawRecord
+    ) -> BlockProfile:
         """As a repetition and its backward."""
-        (measure, first), twin = alone, self._twin(gone=True)
+        twin = self._twin(gone=True)
         with self._measured() as used:
             start = self._meter.trial_bytes
             outputs = tensors_in(twin.forward(_as_it_is, _as_it_is))  # or a checkpoint around took it for its own
             saved = self._meter.trial_bytes - start
-            keeps, name, same = measure.keeps, self._block.name, _are_same(first, outputs)
+            keeps, name, same = alone.keeps, self._block.name, _are_same(first, outputs)
             if not keeps and draws.state is None and not same:
                 keeps = f"{name} makes other values when it is repeated"
             if self._filled and draws.state is None and same:  # who finds it filled computes what who fills it does
@@ -253,8 +244,8 @@ class Measurement:
         with self._meter.paused():
             _, writes_buffers = twin.look(None)
         return replace(
-            measure, backward_work_bytes=backward_work, backward_s=backward_s, saved_bytes=saved, keeps=keeps,
-            writes_buffers=measure.writes_buffers or writes_buffers, casts=casts,
+            alone, backward_work_bytes=backward_work, backward_s=backward_s, saved_bytes=saved, keeps=keeps,
+            writes_buffers=alone.writes_buffers or writes_buffers, casts=casts,
         )  # fmt: skip
 
     def _casts(
@@ -307,7 +298,8 @@ class Measurement:
 def _after(error: Exception, name: str) -> BlockMeasure:
     if "saved tensor hooks" in str(error):
         return BlockMeasure(whole=f"{name} takes gradients within its forward by torch.func")
-    return BlockMeasure(keeps=f"{name} raises {type(error).__name__}", is_of_its_own=True)
+    keeps = f"{name} raises {type(error).__name__}"
+    return BlockMeasure(BlockProfile(name, 0, at_home=True, keeps=keeps), is_of_its_own=True)
 
 
 def _refuse_iterators(block: Block, objects: Sequence[Any]) -> None:

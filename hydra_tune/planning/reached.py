@@ -26,7 +26,6 @@ from hydra_tune.host_buffer import digest, version_of
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
 _MOST_BYTES = 1_000_000  # of an array that is read
 _FEW_BYTES = 65_536  # of a tensor that is read byte by byte, in sixteen times its memory
-_MOST_FUNCTIONS = 1_000
 _PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
 _FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names) - {"collections"}
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
@@ -109,7 +108,7 @@ def globals_of(module: nn.Module, forward: Any) -> dict[str, Any]:
                 methods.setdefault(name, []).append(of_property)
     own = getattr(forward, "__func__", None)
     left, met = [*methods.get("forward", ()), *([own] if isinstance(own, types.FunctionType) else [])], set[int]()
-    while left and len(met) < _MOST_FUNCTIONS:
+    while left:
         function = left.pop()
         if id(function) in met:
             continue

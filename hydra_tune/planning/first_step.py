@@ -152,7 +152,7 @@ class FirstStep:
             for weight in [block.slot_parameters[i] for i in measure.holds]:
                 block = self._trial.hold_weight(block, weight, measure.why or "its block changes it in its forward")
         if measure.whole:
-            self._trial.open_block(block, measure.whole, opens=measure.opens)
+            self._trial.open_block(block, measure.whole, opens=True)
             return None
         self._trained.add(block.name)
         profile = measure.profile

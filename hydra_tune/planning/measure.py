@@ -41,8 +41,7 @@ class BlockMeasure:
 
     profile   bytes and seconds; why its activations are kept, if they are; casts are of weights that it uses only
               through autocast's copy, by their numbers in the block
-    whole     why it is to stay on the device with its own graph, or to be opened into its children; empty if not
-    opens     its children do instead
+    whole     why it is to be opened into its children, or to stay on the device with its own graph; empty if not
     holds     weights that it changes in its forward or returns, by their numbers in the block: these stay on the
               device, `why`
     is_of_its_own  it tells nothing of the next call: the forward raised
@@ -50,7 +49,6 @@ class BlockMeasure:
 
     profile: BlockProfile = BlockProfile("", 0, at_home=True)  # noqa: RUF009
     whole: str = ""
-    opens: bool = True
     holds: tuple[int, ...] = ()
     why: str = ""
     is_of_its_own: bool = False
@@ -61,11 +59,11 @@ class WritesInputError(Exception):
 
 
 class _FoundError(Exception):
-    """The block is not to be run apart: why. Nor are its children, unless it `opens`; or only without these weights."""
+    """The block is not to be run apart, or only without these weights: why."""
 
-    def __init__(self, why: str, *, opens: bool = True, holds: tuple[int, ...] = ()) -> None:
+    def __init__(self, why: str, *, holds: tuple[int, ...] = ()) -> None:
         super().__init__(why)
-        self.measure = BlockMeasure(holds=holds, why=why) if holds else BlockMeasure(whole=why, opens=opens)
+        self.measure = BlockMeasure(holds=holds, why=why) if holds else BlockMeasure(whole=why)
 
 
 class Measurement:

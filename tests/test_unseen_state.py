@@ -192,7 +192,7 @@ def test_a_pilot_and_a_repetition_leave_no_trace(kind, where, budget):
 
 # ---- what a block's copy shares with it ----
 
-GENERATOR, LOSSES, SEEN = torch.Generator(), [], []
+GENERATOR, LOSSES, SEEN, STEP = torch.Generator(), [], [], 0
 
 
 class DrawsFromAGlobal(scripts.Layer):
@@ -203,6 +203,13 @@ class DrawsFromAGlobal(scripts.Layer):
 class AppendsToAGlobal(scripts.Layer):
     def forward(self, x, *_):
         LOSSES.append(x.square().mean())
+        return super().forward(x)
+
+
+class CountsInAGlobal(scripts.Layer):
+    def forward(self, x, *_):
+        global STEP
+        STEP += 1
         return super().forward(x)
 
 
@@ -255,7 +262,8 @@ class CountsUnderALock(scripts.Layer):
     ("kind", "name"),
     [
         (DrawsFromAGlobal, "the global GENERATOR"), (AppendsToAGlobal, "the global LOSSES"),
-        (HooksForAGlobal, "the global SEEN"), (DrawsInAClosure, "draw"), (CountsInAFunction, "count"),
+        (CountsInAGlobal, "the global STEP"), (HooksForAGlobal, "the global SEEN"), (DrawsInAClosure, "draw"),
+        (CountsInAFunction, "count"),
         (CountsUnderALock, "counter"),
     ],
 )  # fmt: skip

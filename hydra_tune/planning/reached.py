@@ -14,7 +14,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +37,13 @@ _FOLLOWED = (  # for all that their classes are somebody else's
 STRUCTURE = frozenset((  # attributes of modules that are no state of theirs
     "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs", "forward", "_apply",
 ))  # fmt: skip
+
+
+class _Global(NamedTuple):
+    """It may be set anew."""
+
+    names: Mapping[str, Any]
+    name: str
 
 
 class Reached(Fingerprint):
@@ -71,7 +78,8 @@ class Reached(Fingerprint):
 
     def _read(self) -> dict[str, Hashable]:
         self._known = {}
-        return {name: self._of(value, 0) for name, value in self._roots.items()}
+        values = ((k, v.names.get(v.name) if type(v) is _Global else v) for k, v in self._roots.items())
+        return {name: self._of(value, 0) for name, value in values}
 
     def _of_object(self, value: Any, depth: int) -> Hashable:
         if value is _PYTHONS or value is getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None):
@@ -114,12 +122,12 @@ def globals_of(module: nn.Module, forward: Any) -> dict[str, Any]:
             continue
         met.add(id(function))
         for name in _names_in(function.__code__):
-            value = function.__globals__.get(name)
             left += methods.get(name, ())
+            value = function.__globals__.get(name, function)
             if isinstance(value, types.FunctionType):
                 left += [] if _is_foreign(value.__module__) else [value]
-            elif value is not None and not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
-                found[f"the global {name}"] = value
+            elif not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+                found[f"the global {name}"] = _Global(function.__globals__, name)
     return found
 
 

@@ -27,7 +27,7 @@ from hydra_tune.own_forward import StandIn, own_forward_of
 _STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
 _FEW = 8  # elements of a buffer that may be a setting, no running value
 _MANY = 1024  # of a tensor or an array that is an attribute
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 _numbers: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
 _count = itertools.count()
@@ -86,7 +86,7 @@ class Fingerprint:
     def _of(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, type):
             return self.number(value)
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             return marshal.dumps(value, 2)  # of any length, to the bit
         if depth > self.deepest:
             return self.number(type(value))

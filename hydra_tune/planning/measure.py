@@ -22,7 +22,7 @@ from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.hooks import HOOKS_OF_MODULES
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes
-from hydra_tune.meter import TrialMeter, storages_of
+from hydra_tune.meter import TrialMeter, is_counted, storages_of
 from hydra_tune.planning.reached import Reached, globals_of
 from hydra_tune.planning.twin import Twin, stays_as_it_is, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
@@ -161,7 +161,7 @@ class Measurement:
     def _twin(self, *, gone: bool = False) -> Twin:
         twin = Twin(self._block, self._model, self._at, self._call, clones=self._clones, gone=gone)
         with self._meter.paused():
-            twin.note()
+            twin.note_buffers() if gone else twin.note()
         return twin
 
     def _forward_alone(self) -> tuple[BlockProfile, list[torch.Tensor]]:
@@ -206,7 +206,7 @@ class Measurement:
             forward_work_bytes=max(0, forward_work - boundary),  # what it makes and leaves is the step's from then on
             boundary_bytes=boundary,
             carried_bytes=max(copied_bytes(twin.tensors), copied_bytes(made)),
-            at_home=self._clones or self._shared.has_tensors or twin.is_at_home(outputs),
+            at_home=self._clones or any(map(is_counted, self._shared.tensors)) or twin.is_at_home(outputs),
             forward_s=forward_s,
             keeps=why and f"{block.name} {why}",
             clones=self._clones,

@@ -12,7 +12,7 @@ import functools
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.quasirandom import SobolEngine
 
-from hydra_tune.fingerprint import Fingerprint
+from hydra_tune.fingerprint import PLAIN, Fingerprint
 from hydra_tune.host_buffer import digest, version_of
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
@@ -58,8 +58,9 @@ class Reached(Fingerprint):
         self._modules = set(map(id, module.modules()))
         self._roots = dict(others)
         for prefix, part in module.named_modules():
-            own = {name: value for name, value in vars(part).items() if name not in (*STRUCTURE, *without)}
-            self._roots |= {f"{prefix}.{name}".lstrip("."): value for name, value in own.items()}
+            for name, value in vars(part).items():
+                if type(value) not in PLAIN and name not in STRUCTURE and name not in without:
+                    self._roots[f"{prefix}.{name}".lstrip(".")] = value
         self._before = self._read()
         self._met = self._known
 
@@ -69,8 +70,8 @@ class Reached(Fingerprint):
         return [name for name, state in self._before.items() if state != before[name]]
 
     @property
-    def has_tensors(self) -> bool:
-        return any(isinstance(met, torch.Tensor) for met, _ in self._met.values())
+    def tensors(self) -> list[torch.Tensor]:
+        return [met for met, _ in self._met.values() if isinstance(met, torch.Tensor)]
 
     def has(self, objects: Sequence[Any]) -> bool:
         """Whether one of these was among them."""
@@ -82,6 +83,8 @@ class Reached(Fingerprint):
         return {name: self._of(value, 0) for name, value in values}
 
     def _of_object(self, value: Any, depth: int) -> Hashable:
+        if type(value) in (list, dict, OrderedDict) and not value:
+            return 0
         if value is _PYTHONS or value is getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None):
             return None  # the process's own generators are another matter
         if isinstance(value, nn.Module):  # hidden from the model, a teacher in a list

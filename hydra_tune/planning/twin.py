@@ -78,6 +78,9 @@ class Twin:
         objects = [x for x in self.given if not isinstance(x, torch.Tensor)]
         self._reached = Reached(self.module, {"an argument": objects, _BUFFERS: self._buffers, **notes})
 
+    def note_buffers(self) -> None:
+        self._reached = Reached(nn.Module(), {_BUFFERS: self._buffers})
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Those that it is given."""

@@ -9,15 +9,13 @@ name, for a notebook makes two of one name: each has a number, which is never gi
 
 from __future__ import annotations
 
-import enum
-import functools
 import hashlib
 import itertools
-import os
+import marshal
 import types
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +25,9 @@ from torch import nn
 from hydra_tune.own_forward import StandIn, own_forward_of
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
-_MOST_ITEMS = 1_000  # of a container; larger ones are data, and count by their size
 _FEW = 8  # elements of a buffer that may be a setting, no running value
 _MANY = 1024  # of a tensor or an array that is an attribute
-_DEEPEST = 12
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 _numbers: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
 _count = itertools.count()
@@ -52,6 +48,9 @@ class PlanKey:
 class Fingerprint:
     """Reads values into what has a short `repr`, equal for equals: names, numbers and digests."""
 
+    most_items = 1_000  # of a container; larger ones are data, and count by their size
+    deepest = 12
+
     def __init__(self) -> None:
         self._kinds: set[type] = set()
         # What was met, by id. Values are kept: the next one may get the id of one that is collected.
@@ -70,70 +69,64 @@ class Fingerprint:
         self._modules.update(map(id, model.modules()))
         return _digest([(name, self.number(type(m)), self._of_module(m)) for name, m in model.named_modules()])
 
+    def tensors_within(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        """Those that these objects lead to."""
+        self._of(values, 0)
+        return [met for met, _ in self._known.values() if isinstance(met, torch.Tensor)]
+
     def _of_module(self, module: nn.Module) -> Hashable:
         own = {k: v for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k}
         buffers = module._buffers
         if type(module).__module__.startswith("torch.nn."):
             own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
             buffers = {}  # they decide nothing (a count of batches)
-        values = [(k, None if b is None else _of_tensor(b, _FEW)) for k, b in buffers.items()]
+        values = [(k, None if b is None else _values_of(b, _FEW)) for k, b in buffers.items()]
         return (*((k, self._of(v, 0)) for k, v in own.items()), *values, self._of(own_forward_of(module), 0))
 
     def _of(self, value: Any, depth: int) -> Hashable:
-        kind = self.number(type(value))
-        if isinstance(value, enum.Enum):
-            return kind, value._name_, self._of(value._value_, depth + 1)
-        if isinstance(value, _PLAIN):
-            return kind, self.number(value) if isinstance(value, type) else _spell(value)
-        if depth > _DEEPEST:
-            return (kind,)
+        if isinstance(value, type):
+            return self.number(value)
+        if type(value) in PLAIN:
+            return marshal.dumps(value, 2)  # of any length, to the bit
+        if depth > self.deepest:
+            return self.number(type(value))
         if id(value) not in self._known:
-            self._known[id(value)] = value, (kind,)  # met again within itself
+            kind = self.number(type(value))
+            self._known[id(value)] = value, kind  # met again within itself
             self._known[id(value)] = value, _digest((kind, self._of_object(value, depth + 1)))
         return self._known[id(value)][1]
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
+        return _values_of(tensor, _MANY)
 
     def _of_object(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, StandIn):
             return self._of(value.own, depth)
-        attributes = _attributes_of(value)
-        own = None if attributes is None else self._of(attributes, depth)
-        if isinstance(value, torch.Tensor):
-            return _of_tensor(value, _MANY), own
         if isinstance(value, nn.Module):
             return None if id(value) in self._modules else (self.of_model(value), _weights_of(value))
-        if isinstance(value, types.MappingProxyType):
-            value = dict(value)
-        if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
-            if len(value) > _MOST_ITEMS:
+        if isinstance(value, (torch.dtype, torch.device, types.ModuleType)):
+            return str(value)
+        if type(value).__module__ == "numpy":
+            return getattr(value, "shape", None), repr(value.tolist()) if getattr(value, "size", 1) <= _MANY else None
+        own = self._of(vars(value), depth) if hasattr(value, "__dict__") else None
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value), own
+        if isinstance(value, (list, tuple, set, frozenset, deque, dict, types.MappingProxyType)):
+            if len(value) > self.most_items:
                 return len(value), own
-            items = value.items() if isinstance(value, dict) else value
+            items = value.items() if isinstance(value, (dict, types.MappingProxyType)) else value
             return tuple(self._of(item, depth) for item in items), own
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             defaults = value.__defaults__ or (), value.__kwdefaults__ or {}
-            inside = tuple(self._of(x, depth) for x in (*cells, *defaults))
-            return value.__module__, value.__qualname__, self._of(value.__code__, depth), inside, own
-        if isinstance(value, types.CodeType):
-            constants = tuple(self._of(x, depth) for x in value.co_consts)
-            names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
-            counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
-            handlers = getattr(value, "co_exceptiontable", b"")  # before Python 3.11 in its bytecode
-            return value.co_name, value.co_firstlineno, value.co_code, handlers, constants, names, counts
-        if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
-            function = self._of(getattr(value, "__func__", None), depth)
-            return value.__qualname__, function, self._of(getattr(value, "__self__", None), depth)
-        if isinstance(value, functools.partial):
-            return self._of((value.func, value.args, value.keywords), depth), own
-        if isinstance(value, os.PathLike):
-            return _spell(os.fspath(value))
-        if type(value).__module__ == "numpy":
-            return getattr(value, "shape", None), repr(value.tolist()) if getattr(value, "size", 1) <= _MANY else None
-        slots = tuple((name, self._of(getattr(value, name, None), depth)) for name in slots_of(type(value)))
-        return own, slots or (self._of(_reduced(value), depth) if own is None else None)
+            return marshal.dumps(value.__code__, 2), self._of([value.__module__, *cells, *defaults], depth), own
+        if isinstance(value, types.MethodType):
+            return self._of([value.__func__, value.__self__], depth)
+        return self._of(_reduced(value), depth), own
 
 
-def _of_tensor(tensor: torch.Tensor, most: int) -> Hashable:
-    """Its values, if they are few."""
+def _values_of(tensor: torch.Tensor, most: int) -> Hashable:
+    """Themselves, if they are few."""
     few = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() <= most
     return tuple(tensor.shape), tensor.dtype, repr(tensor.tolist()) if few else None
 
@@ -142,36 +135,19 @@ def _weights_of(module: nn.Module) -> Hashable:
     return tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
 
 
-def _attributes_of(value: Any) -> Any:
+def _reduced(value: Any) -> Any:
+    """What pickle would keep of an object; None of what it can't keep (a lock, a generator)."""
     try:
-        return vars(value)
-    except Exception:  # it has none, or a `__getattr__` of its own
+        reduced = value.__reduce_ex__(2)
+    except Exception:
         return None
+    return list(reduced[:3]) if isinstance(reduced, tuple) else reduced
 
 
 def slots_of(kind: type) -> list[str]:
     """The names of attributes that instances have in slots."""
     found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     return [name for names in found for name in ((names,) if isinstance(names, str) else names) if name[:2] != "__"]
-
-
-def _reduced(value: Any) -> Any:
-    """What pickle would keep of an object without attributes; None of what it can't keep (a lock, a generator)."""
-    try:
-        reduced = value.__reduce_ex__(2)
-    except Exception:
-        return None
-    return reduced[:3] if isinstance(reduced, tuple) else reduced
-
-
-def _spell(value: Any) -> str:
-    """As its base class does: a subclass may have any `repr`."""
-    if isinstance(value, int):
-        return int.__format__(value, "x")  # of any length
-    for base in (float, complex, str, bytes):
-        if isinstance(value, base):
-            return base.__repr__(value)
-    return repr(value)
 
 
 def _digest(parts: object) -> bytes:

@@ -15,7 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,9 @@ from hydra_tune.config import format_bytes
 from hydra_tune.errors import BudgetError, MixedDevicesError
 from hydra_tune.fork import gate, new_in_child
 from hydra_tune.host_buffer import parts_of
+
+if TYPE_CHECKING:
+    from hydra_tune.planning.first_step import FirstStep
 
 _COPIES_INTO = (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
 _COPY_TO = torch.ops.aten._to_copy
@@ -33,14 +36,6 @@ _meters_of: dict[int, tuple[Meter, ...]] = {}  # by storage; several where trial
 
 
 os.register_at_fork(after_in_child=_meters_of.clear)  # nothing that the child inherits is on a device
-
-
-class FirstStep(Protocol):
-    """What is told of the operators of a trial's first step."""
-
-    def before_writing(self, tensors: Iterable[torch.Tensor]) -> None: ...
-
-    def outgrow(self) -> bool: ...
 
 
 class DeviceOutOfMemoryError(torch.OutOfMemoryError):
@@ -63,56 +58,49 @@ class Meter:
         self.name = name
         self.budget_bytes = budget_bytes
         self.enforce = enforce
-        self.live_bytes = 0
         self.peak_bytes = 0
-        self._trial_bytes: defaultdict[int, int] = defaultdict(int)
-        self._window_peak: dict[int, int] = {}
-        self._limits: dict[int, int] = {}
+        self.trial_bytes: defaultdict[int, int] = defaultdict(int)
+        self.window_peak: dict[int, int] = {}  # of trials, the highest bytes since one has asked for it
+        self.limits: dict[int, int] = {}  # of trials: others need the rest
         self._storages: dict[int, Counted] = {}
         self._pid = os.getpid()
 
-    def add(self, trial: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of `tensors` that are not counted yet.
+    @property
+    def live_bytes(self) -> int:
+        return sum(self.trial_bytes.values())
+
+    def add(self, trial: int, tensors: Iterable[torch.Tensor], *, as_copies: bool = False) -> None:
+        """Count the storages of `tensors` that are not counted yet, and what others have grown by. `as_copies` of what
+        a GPU would have a copy of: the bytes of a batch, not of the data set it views.
 
         Raises:
             DeviceOutOfMemoryError: a virtual device holds more than its budget.
         """
         for tensor in tensors:
-            for storage in storages_of(tensor):
-                self._add(trial, storage, storage.nbytes())
-
-    def add_copy(self, trial: int, tensor: torch.Tensor) -> None:
-        """Count a tensor that a GPU would have a copy of: the bytes of a batch, not of the data set it views."""
-        for storage in storages_of(tensor) if tensor.numel() else ():
-            self._add(trial, storage, min(storage.nbytes(), tensor.numel() * tensor.element_size()))
+            for storage in storages_of(tensor) if tensor.numel() or not as_copies else ():
+                most = tensor.numel() * tensor.element_size() if as_copies else storage.nbytes()
+                self._add(trial, storage, min(storage.nbytes(), most))
 
     def _add(self, trial: int, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        key = storage._cdata
-        with _lock:
-            if key in self._storages or storage.device.type == "meta" or self._is_forked:
-                return
-            self._check(trial, num_bytes)
-            self._enter(key, storage, trial, num_bytes)
-
-    def _check(self, trial: int, num_bytes: int) -> None:
-        too_many = self.enforce and self.live_bytes + num_bytes > self.budget_bytes
-        if num_bytes and (too_many or self._trial_bytes[trial] + num_bytes > self._limits.get(trial, inf)):
-            raise self._out_of_memory(num_bytes)
-
-    def note_growth(self, storage: torch.UntypedStorage) -> None:
-        """Count what an operator has made this storage larger by, as where it writes an `out=`.
-
-        Raises:
-            DeviceOutOfMemoryError: as `add` does.
-        """
         key, storage_bytes = storage._cdata, storage.nbytes()
         with _lock:
+            if storage.device.type == "meta" or self._is_forked:
+                return
             counted = self._storages.get(key)
-            if counted is not None and storage_bytes > counted.storage_bytes:
-                more = storage_bytes - counted.storage_bytes
-                self._check(counted.trial, more)
-                self._storages[key] = counted._replace(num_bytes=counted.num_bytes + more, storage_bytes=storage_bytes)
-                self._count(counted.trial, more)
+            if counted is not None:
+                trial, num_bytes = counted.trial, storage_bytes - counted.storage_bytes
+            if num_bytes <= 0 and counted is not None:
+                return
+            too_many = self.enforce and self.live_bytes + num_bytes > self.budget_bytes
+            if num_bytes and (too_many or self.trial_bytes[trial] + num_bytes > self.limits.get(trial, inf)):
+                raise self._out_of_memory(num_bytes)
+            if counted is None:
+                self._enter(key, storage, trial, num_bytes)
+            else:
+                self._storages[key] = counted._replace(
+                    num_bytes=counted.num_bytes + num_bytes, storage_bytes=storage_bytes
+                )
+                self._count(trial, num_bytes)
 
     def _enter(self, key: int, storage: torch.UntypedStorage, trial: int, num_bytes: int) -> None:
         if key not in self._storages:
@@ -142,57 +130,31 @@ class Meter:
         if self._is_forked:
             return
         with _lock:
-            if key in self._storages:
-                self._remove(key)
-
-    def _remove(self, key: int) -> None:
-        others = tuple(meter for meter in _meters_of.pop(key, ()) if meter is not self)
-        if others:
-            _meters_of[key] = others
-        counted = self._storages.pop(key)
-        self._count(counted.trial, -counted.num_bytes)
+            counted = self._storages.pop(key, None)
+            if counted is not None:
+                others = tuple(meter for meter in _meters_of.pop(key, ()) if meter is not self)
+                if others:
+                    _meters_of[key] = others
+                self._count(counted.trial, -counted.num_bytes)
 
     def _count(self, trial: int, num_bytes: int) -> None:
-        self.live_bytes += num_bytes
-        self._trial_bytes[trial] += num_bytes
+        self.trial_bytes[trial] += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if trial in self._window_peak:
-            self._window_peak[trial] = max(self._window_peak[trial], self._trial_bytes[trial])
-
-    def trial_bytes(self, trial: int) -> int:
-        return self._trial_bytes[trial]
-
-    def limit(self, trial: int, num_bytes: int | None) -> None:
-        """Raise where the trial would have more than these bytes, for others need the rest."""
-        with _lock:
-            self._limits.pop(trial, None)
-            if num_bytes is not None:
-                self._limits[trial] = num_bytes
-
-    def start_window(self, trial: int) -> int:
-        """Start to note the trial's highest bytes from here on; its bytes now."""
-        with _lock:
-            self._window_peak[trial] = self._trial_bytes[trial]
-            return self._trial_bytes[trial]
-
-    def window_peak(self, trial: int) -> int:
-        return self._window_peak[trial]
+        if trial in self.window_peak:
+            self.window_peak[trial] = max(self.window_peak[trial], self.trial_bytes[trial])
 
     def end_trial(self, trial: int) -> None:
-        """Forget the trial's storages; those that live on belong to the user's host memory from here on."""
+        """Forget the trial's storages; those that live on belong to the user's host memory from here on. Who was
+        interrupted may have counted wrongly."""
         with _lock:
             for key, counted in self._storages.copy().items():  # which shrinks where garbage is collected
-                if counted.trial == trial:
+                if counted.trial == trial or counted.ref() is None:
                     self._forget(key)
-            self.recount()
-            for of_trials in (self._window_peak, self._trial_bytes, self._limits):
+            self.trial_bytes.clear()
+            for counted in self._storages.copy().values():
+                self.trial_bytes[counted.trial] += counted.num_bytes
+            for of_trials in (self.window_peak, self.limits):
                 of_trials.pop(trial, None)
-
-    def storages(self, trial: int) -> list[torch.UntypedStorage]:
-        """That live, of this trial."""
-        with _lock:
-            found = [counted.ref() for counted in self._storages.copy().values() if counted.trial == trial]
-        return [storage for storage in found if storage is not None]
 
     def hand_over(self, trial: int, to: Meter) -> None:
         """The trial's storages are that device's from here on."""
@@ -200,19 +162,8 @@ class Meter:
             for key, counted in self._storages.copy().items():
                 storage = counted.ref()
                 if counted.trial == trial and storage is not None:
-                    self._remove(key)
-                    to._enter(key, storage, trial, counted.num_bytes)
-
-    def recount(self) -> None:
-        """Of those that live."""
-        with _lock:
-            for key, counted in self._storages.copy().items():
-                if counted.ref() is None:
                     self._forget(key)
-            self._trial_bytes.clear()
-            for counted in self._storages.copy().values():
-                self._trial_bytes[counted.trial] += counted.num_bytes
-            self.live_bytes = sum(self._trial_bytes.values())
+                    to._enter(key, storage, trial, counted.num_bytes)
 
 
 class TrialMeter:
@@ -225,9 +176,9 @@ class TrialMeter:
         self.counting = always
         self._outside_start: int | None = None
         self._outside_peak = 0
-        self._is_outside = True  # of visits to shards
         self._starts_later = False
         self._first: weakref.ref[FirstStep] | None = None  # a mode on the thread's stack keeps this meter
+        self.within_checkpoint = False  # one that is not reentrant, since this was said to be False
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
     @property
@@ -239,10 +190,7 @@ class TrialMeter:
     def first(self, first: FirstStep | None) -> None:
         self._first = None if first is None else weakref.ref(first)
 
-    @property
-    def is_idle(self) -> bool:
-        """Outside of models and pilots, whose work would be counted."""
-        return not (self.inside or self.first)
+    # ---- for each operator ----
 
     def device_of(self, operator: Any, inputs: list[torch.Tensor]) -> Meter | None:
         """Where an operator on these inputs makes its outputs; None: in host memory, or nowhere new.
@@ -257,31 +205,23 @@ class TrialMeter:
         found = [(t, meters) for t in inputs if (meters := _known(t))]
         if not found:
             return self.meter if self.inside and not inputs else None
-        if packet is _COPY_TO:
-            return self.meter
-        sets = [meters for t, meters in found if t.dim() and t.numel()] or [found[0][1]]
-        common = [meter for meter in sets[0] if all(meter in meters for meters in sets)]
-        if common:
-            return self.meter if self.meter in common else common[0]
-        if self.always:
-            first = sets[0][0]
-            second = next(meters for meters in sets if first not in meters)[0]
-            where = " of another pool" if second.name == first.name else ""
-            raise MixedDevicesError(
-                f"Expected all tensors to be on the same device, but found at least two devices, {first.name} and "
-                f"{second.name}{where}! (in {operator}, of trial {self.trial}) Give other trials numbers (.item(), "
-                ".tolist()), or copy a tensor into the trial that uses it (.to(device, copy=True))."
-            )
-        return self.meter
-
-    def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An operator is about to change these in place."""
         if self.first is not None:
-            self.first.before_writing(tensors)
-
-    def outgrow(self) -> bool:
-        """Whether there is more room now for what was to be made."""
-        return self.first is not None and self.first.outgrow()
+            hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False) or (None,)
+            self.within_checkpoint |= getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+        sets = [meters for t, meters in found if t.dim() and t.numel()] or [found[0][1]]
+        common = set(sets[0]).intersection(*sets)
+        if packet is _COPY_TO or self.meter in common or not (common or self.always):
+            return self.meter
+        if common:
+            return next(meter for meter in sets[0] if meter in common)
+        first = sets[0][0]
+        second = next(meters for meters in sets if first not in meters)[0]
+        where = " of another pool" if second.name == first.name else ""
+        raise MixedDevicesError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {first.name} and "
+            f"{second.name}{where}! (in {operator}, of trial {self.trial}) Give other trials numbers (.item(), "
+            ".tolist()), or copy a tensor into the trial that uses it (.to(device, copy=True))."
+        )
 
     def refusal_of(self, error: torch.OutOfMemoryError) -> Exception:
         """What ends the trial: outside of visits a first step cannot run an operator otherwise."""
@@ -289,36 +229,39 @@ class TrialMeter:
             return error
         return BudgetError(f"a first step has no room on {self.meter.name}: {error}")
 
-    def note_growth(self, written: Iterable[torch.Tensor]) -> None:
-        """Count what an operator has enlarged."""
+    def observe(self, device: Meter | None, made: list[torch.Tensor], written: Iterable[torch.Tensor] = ()) -> None:
+        """Count what an operator made there, and what it has enlarged of others."""
         for tensor in written:
-            for storage in storages_of(tensor):
-                for meter in _meters_of.get(storage._cdata, ()):
-                    meter.note_growth(storage)
-
-    def observe(self, device: Meter | None, outputs: list[torch.Tensor]) -> None:
-        """Count what an operator made there."""
+            for meter in _known(tensor):
+                meter.add(self.trial, [tensor])
         if self._starts_later:
             self._starts_later = False
             self.outside_starts()
         if device is not None:
-            device.add(self.trial, outputs)
+            device.add(self.trial, made)
+
+    # ---- figures ----
 
     @property
     def trial_bytes(self) -> int:
-        return self.meter.trial_bytes(self.trial)
+        return self.meter.trial_bytes[self.trial]
 
     def start_window(self) -> int:
         """Start to note the highest `trial_bytes` from here on; what it is now."""
-        return self.meter.start_window(self.trial)
+        with _lock:
+            self.meter.window_peak[self.trial] = self.trial_bytes
+            return self.trial_bytes
 
     @property
     def window_peak(self) -> int:
-        return self.meter.window_peak(self.trial)
+        return self.meter.window_peak[self.trial]
 
     def limit(self, num_bytes: int | None) -> None:
-        """Raise where the trial would have more than these bytes at home."""
-        self.meter.limit(self.trial, num_bytes)
+        """Raise where the trial would have more than these bytes at home, for others need the rest."""
+        with _lock:
+            self.meter.limits.pop(self.trial, None)
+            if num_bytes is not None:
+                self.meter.limits[self.trial] = num_bytes
 
     # ---- what a step has outside of its visits to shards ----
 
@@ -355,8 +298,7 @@ class TrialMeter:
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that arrived on the device by a copy, not by an operator."""
-        for tensor in tensors:
-            self.meter.add_copy(self.trial, tensor)
+        self.meter.add(self.trial, tensors, as_copies=True)
 
     def move(self, to: Meter) -> None:
         """The trial's home is another one, and so is that of all it has."""

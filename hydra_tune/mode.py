@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -73,58 +73,46 @@ class TrialMode(ThreadMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if self._made is not None:
-            self.hide_from_backward()
-        return self._run(func, args, kwargs or {})
+            self._hide_from_backward()
+        kwargs, meter = kwargs or {}, self.meter
+        if meter is None or not meter.counting:
+            return self._run(func, args, kwargs)
+        writes, first = _is_mutable(func), meter.first
+        if writes and first is not None:
+            first.before_writing(_written_by(func, args, kwargs))
+        try:
+            return self._count(meter, func, args, kwargs)
+        except torch.OutOfMemoryError as error:  # of a GPU's allocator, which nobody can ask before
+            if writes or not isinstance(func, OpOverload) or first is None or not first.outgrow():
+                raise meter.refusal_of(error) from None
+        return self._count(meter, func, args, kwargs)
+
+    def _count(self, meter: TrialMeter, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        inputs = _tensors((args, *kwargs.values()))
+        device = meter.device_of(func, inputs)
+        out = self._run(func, args, kwargs)
+        if device is not None:
+            made, written = _made(func, args, inputs, out)
+            meter.observe(device, made, written if _is_mutable(func) else ())
+        return out
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        meter = self.meter if self.meter is not None and self.meter.counting else None
-        inputs = _tensors((args, *kwargs.values())) if meter is not None else []
-        if meter is not None and _is_mutable(func):
-            meter.before_writing(_written_by(func, args, kwargs))
-        try:
-            return self._observed(func, args, kwargs, meter, inputs)
-        except torch.OutOfMemoryError as error:  # of a GPU's allocator, which nobody can ask before
-            schema = getattr(func, "_schema", None)
-            if meter is None:
-                raise
-            if schema is None or schema.is_mutable or not meter.outgrow():
-                raise meter.refusal_of(error) from None
-        return self._observed(func, args, kwargs, meter, inputs)
-
-    def _observed(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        meter: TrialMeter | None,
-        inputs: list[torch.Tensor],
-    ) -> Any:
-        device = meter.device_of(func, inputs) if meter is not None else None
-        if (keys := _keys_of(func)) is not None:
-            with _included(keys):
-                out = self._called(func, args, kwargs)
-        else:
-            out = self._called(func, args, kwargs)
-        if meter is not None and device is not None:
-            made, written = _made(func, args, inputs, out)
-            if _is_mutable(func):
-                meter.note_growth(written)
-            meter.observe(device, made)
+        keys = _keys_of(func)
+        with nullcontext() if keys is None else _included(keys):
+            if func is _GROUP_NORM_BACKWARD and args[1].is_cpu:
+                out: Any = _group_norm_backward(*args)
+            else:
+                out = func(*args, **kwargs)
         if func in _ASKS_FOR_MODES and torch.is_grad_enabled():
             self._made = _tensors((out,))[0]
         return out
 
-    def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if func is _GROUP_NORM_BACKWARD and args[1].is_cpu:
-            return _group_norm_backward(*args)
-        return func(*args, **kwargs)
-
-    def hide_from_backward(self) -> None:
+    def _hide_from_backward(self) -> None:
         """Some operators' derivatives are computed otherwise, in the last bit, where a mode is active. The node of such
         an operator is there once autograd has taken its output; the engine puts back modes after each node."""
         made, self._made = self._made, None
         if made is not None and made.grad_fn is not None:
-            made.grad_fn.register_prehook(_without_modes)
+            made.grad_fn.register_prehook(drop_modes)
 
 
 def _group_norm_backward(*args: Any) -> Sequence[torch.Tensor | None]:
@@ -160,18 +148,14 @@ def _calls_others(func: Any) -> bool:
     if not torch._C._dispatch_has_kernel(func.name()):
         return False  # of TorchScript alone, as a subclass is asked for its layout by
     has = func.has_kernel_for_dispatch_key
-    return _is_implicit(func) or (any(map(has, _COMPOSED)) and not any(map(has, _OWN)) and not _is_view(func))
+    is_view = any(made.alias_info and not made.alias_info.is_write for made in func._schema.returns)
+    return _is_implicit(func) or (any(map(has, _COMPOSED)) and not any(map(has, _OWN)) and not is_view)
 
 
 @cache
 def _is_implicit(func: OpOverload) -> bool:
     """Whether autograd, where it is on, tells the operators apart that it is composed of."""
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
-
-
-@cache
-def _is_view(func: OpOverload) -> bool:
-    return any(made.alias_info and not made.alias_info.is_write for made in func._schema.returns)
 
 
 @cache
@@ -194,18 +178,14 @@ def _included(keys: DispatchKeySet) -> AbstractContextManager[None]:
 
 
 def watch(mode: TrialMode) -> None:
-    """From here on, beneath the modes that are active: who has entered one of those leaves it before this one."""
-    stack = _get_current_dispatch_mode_stack()
-    left = [m for m in stack if isinstance(m, TrialMode) and m.meter is None and not m.stays]  # of trials that are gone
-    _replace(stack, [mode, *(m for m in stack if m not in left)])
+    """From here on, beneath the modes that are active: who has entered one of those leaves it before this one. Those of
+    trials that are gone are left no more."""
+    _keep(lambda each: not isinstance(each, TrialMode) or each.meter is not None or each.stays, mode)
 
 
 def unwatch(mode: TrialMode) -> None:
     """No more, in this thread, wherever it is among the modes."""
-    stack = _get_current_dispatch_mode_stack()
-    others = [each for each in stack if each is not mode]
-    if len(others) < len(stack):
-        _replace(stack, others)
+    _keep(lambda each: each is not mode)
 
 
 def let_go(mode: TrialMode) -> None:
@@ -213,23 +193,20 @@ def let_go(mode: TrialMode) -> None:
     mode.meter = None
 
 
-def _replace(stack: Sequence[TorchDispatchMode], others: Iterable[TorchDispatchMode]) -> None:
-    for _ in stack:
-        _pop_mode()
-    for mode in others:
-        _push_mode(mode)
-
-
-def _without_modes(_: Any) -> None:
-    drop_modes()
-
-
-def drop_modes() -> None:
+def drop_modes(*_: Any) -> None:
     """Those of all trials: a forked loader worker inherits its parent's modes, but not the trial."""
+    _keep(lambda each: not isinstance(each, TrialMode))
+
+
+def _keep(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode) -> None:
+    """Of the thread's modes, above these."""
     stack = _get_current_dispatch_mode_stack()
-    others = [mode for mode in stack if not isinstance(mode, TrialMode)]
-    if len(others) < len(stack):
-        _replace(stack, others)
+    modes = [*more, *filter(wanted, stack)]
+    if modes != stack:
+        for _ in stack:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
 
 
 os.register_at_fork(after_in_child=drop_modes)

@@ -51,9 +51,9 @@ from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, let_go, unwatch, watch
 from hydra_tune.planner import Planner
-from hydra_tune.planning.around import weights_in
 from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
 from hydra_tune.planning.kind import Kind
+from hydra_tune.planning.twin import weights_in
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import ProcessState, Surroundings, autocast_mode
 from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind

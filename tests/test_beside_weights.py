@@ -32,24 +32,6 @@ class OwnGenerator(Script):
             return super().forward(x) * (torch.rand(WIDTH, generator=self.generator) > 0.2).to(x.device)
 
 
-_GENERATOR = torch.Generator()
-
-
-class GlobalGenerator(Script):
-    """No attribute and no argument leads to it; blocks and their root draw from it."""
-
-    class Layer(Layer):
-        def forward(self, x, *_):
-            return super().forward(x) + 0.1 * torch.rand(WIDTH, generator=_GENERATOR).to(x.device)
-
-    def forward(self, model, x):
-        return model(x) * torch.rand(8, generator=_GENERATOR).to(x.device)
-
-    def model(self):
-        _GENERATOR.manual_seed(3)
-        return super().model()
-
-
 class CountsInContainers(Script):
     """Of classes of one's own, with attributes beside the items; some with very many of these."""
 
@@ -76,11 +58,10 @@ class CountsInContainers(Script):
 class GeneratorsOfOthers(Script):
     class Layer(Layer):
         def set_up(self):
-            self.random, rng = random.Random(1), numpy.random.default_rng(1)
-            self.draw = lambda: float(rng.random())  # kept in a closure
+            self.random, self.numpys = random.Random(1), numpy.random.default_rng(1)
 
         def forward(self, x):
-            return super().forward(x) * (1 + self.random.random() + self.draw())
+            return super().forward(x) * (1 + self.random.random() + float(self.numpys.random()))
 
 
 class ForkedRandomState(Script):
@@ -284,16 +265,21 @@ class HooksItsActivations(Script):
     """A hook that a forward puts on an activation sees the gradients of training alone."""
 
     class Layer(Layer):
+        def set_up(self):
+            self.seen = []
+
         def forward(self, x):
             y = super().forward(x)
             if y.requires_grad:
-                y.register_hook(lambda grad: seen.append(grad.abs().sum()))
+                y.register_hook(lambda grad: self.seen.append(grad.abs().sum()))
             return y
 
     def run(self, pool=None):
-        global seen
-        seen = []
-        return [*super().run(pool), *seen]
+        left = super().run(pool)
+        return [*left, *(grad for layer in self.layers for grad in layer.seen)]
+
+    def after(self, model, optimizer):
+        self.layers = model.layers
 
 
 class PatchesAForward(Script):
@@ -468,7 +454,7 @@ class TeacherByData(Script):
 
 
 SCRIPTS = [
-    GlobalGenerator, CountsInContainers, OwnGenerator, GeneratorsOfOthers, ForkedRandomState, KeptInObjects,
+    CountsInContainers, OwnGenerator, GeneratorsOfOthers, ForkedRandomState, KeptInObjects,
     KeptInOtherObjects, HidesATeacher, NotesOnActivations, KeptInATensor, ReadsWhatItKept, CountsFromALaterStep,
     KeepsFromTraining, SharesATable, FillsAQueue, GivesAnObject, HooksItsActivations, PatchesAForward,
     ReturnsAnObject, ReturnsWeightsInAnObject, SwapsInAnAverage, LendsToOneOfTwo, OtherStrides, TransposesInPlace,

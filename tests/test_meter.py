@@ -49,7 +49,7 @@ def test_storages_count_once_while_they_live_and_one_too_many_is_refused(meters)
         meter.add(1, [torch.zeros(1)])
     assert isinstance(error.value, torch.OutOfMemoryError), "as a GPU's"
     del a
-    assert (meter.live_bytes, meter.trial_bytes(0), meter.peak_bytes) == (600, 0, 1000)
+    assert (meter.live_bytes, meter.trial_bytes[0], meter.peak_bytes) == (600, 0, 1000)
     meter.end_trial(1)
     assert meter.live_bytes == 0
 
@@ -242,7 +242,7 @@ def test_a_tensor_on_both_devices_goes_with_either(pair, meters):
     left, right = pair
     batch = torch.ones(100)[:10]
     for meter in meters:
-        meter.add_copy(0, batch)
+        meter.add(0, [batch], as_copies=True)
     with on(meters[0]):
         left + batch[:10]
         right + batch

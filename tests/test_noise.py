@@ -92,14 +92,14 @@ def test_what_other_threads_draw_while_a_block_is_measured_stays_drawn(monkeypat
         drawn.append(torch.rand(1).item())
         return found
 
-    def measured(measurement, twin, records):
+    def measured(measurement):
         thread = threading.Thread(target=lambda: drawn.append(torch.rand(1).item()))
         thread.start(), thread.join()
-        return train_twin(measurement, twin, records)
+        return forward_alone(measurement)
 
-    train_twin = Measurement._train
+    forward_alone = Measurement._forward_alone
     monkeypatch.setattr(Measurement, "run", beside)
-    monkeypatch.setattr(Measurement, "_train", measured)
+    monkeypatch.setattr(Measurement, "_forward_alone", measured)
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
         train(pool, 1)
     assert len(set(drawn)) == len(drawn) > 1

@@ -427,36 +427,6 @@ def test_a_loss_that_a_block_leaves_aside(where, budget):
     assert_as_in_plain_pytorch(scenario, budget)
 
 
-PENALTIES = []
-
-
-class KeepsGlobally(Layer):
-    def forward(self, x):
-        x = super().forward(x)
-        PENALTIES.append(x.square().mean())
-        return x
-
-
-@both_budgets
-def test_losses_in_a_global_list(budget):
-    """A measure leaves none there."""
-
-    def scenario(prepare):
-        torch.manual_seed(0)
-        model = Net()
-        model.layers[1] = KeepsGlobally(WIDTH, True)
-        model, optimizer = made(prepare, model)
-        for _ in range(2):
-            PENALTIES.clear()
-            loss = loss_on(model, *batch()) + sum(PENALTIES)
-            loss.backward()
-            optimizer.step()
-        PENALTIES.clear()
-        return loss.item(), left_by(model, optimizer)
-
-    assert_as_in_plain_pytorch(scenario, budget)
-
-
 class EndsEarly(Net):
     def forward(self, x, early=False):
         self.kept = self.layers[0](self.embedding(x))

@@ -1,6 +1,7 @@
 """State beside weights and buffers that a forward changes in ways that no version of a tensor tells of, and marks that
 a block leaves on what it is given."""
 
+import threading
 from argparse import Namespace
 from collections import OrderedDict
 from functools import partial
@@ -75,18 +76,6 @@ class Tally(SimpleNamespace):
 class CountsInKeys(CountsInASet):
     def keep(self):
         self.counters = dict.fromkeys([Tally(calls=0)])
-
-
-class CountsInAFunction:
-    def keep(self):
-        def count():
-            count.calls += 1
-            return count.calls
-
-        count.calls, self.count = 0, count
-
-    def use(self, x):
-        return x / self.count()
 
 
 class TakesTurns:
@@ -193,12 +182,140 @@ def keeps(kind, where):
 @pytest.mark.parametrize(
     "kind",
     [
-        Draws, Walks, CountsALot, CountsInArguments, CountsInASet, CountsInKeys, CountsInAFunction, TakesTurns, Adapts,
+        Draws, Walks, CountsALot, CountsInArguments, CountsInASet, CountsInKeys, TakesTurns, Adapts,
         SetsData, WritesThroughNumPy, SetsTheTensor, Resizes, Normalises, NormalisesByWeights,
     ],
 )  # fmt: skip
 def test_a_pilot_and_a_repetition_leave_no_trace(kind, where, budget):
     assert_trains_as_in_plain_pytorch(keeps(kind, where), budget)
+
+
+# ---- what a block's copy shares with it ----
+
+GENERATOR, LOSSES, SEEN, STEP = torch.Generator(), [], [], 0
+
+
+class DrawsFromAGlobal(scripts.Layer):
+    def forward(self, x, *_):
+        return super().forward(x) + torch.rand(WIDTH, generator=GENERATOR)
+
+
+class AppendsToAGlobal(scripts.Layer):
+    def forward(self, x, *_):
+        LOSSES.append(x.square().mean())
+        return super().forward(x)
+
+
+class CountsInAGlobal(scripts.Layer):
+    def forward(self, x, *_):
+        global STEP
+        STEP += 1
+        return super().forward(x)
+
+
+class HooksForAGlobal(scripts.Layer):
+    def forward(self, x, *_):
+        y = super().forward(x)
+        y.register_hook(lambda gradient: SEEN.append(gradient.abs().sum()))
+        return y
+
+
+class DrawsInAClosure(scripts.Layer):
+    def set_up(self):
+        generator = np.random.default_rng(1)
+        self.draw = lambda: float(generator.random())
+
+    def forward(self, x, *_):
+        return super().forward(x) * self.draw()
+
+
+class CountsInAFunction(scripts.Layer):
+    def set_up(self):
+        def count():
+            count.calls += 1
+            return count.calls
+
+        count.calls, self.count = 0, count
+
+    def forward(self, x, *_):
+        return super().forward(x / self.count())
+
+
+class CountsUnderALock(scripts.Layer):
+    """What has a lock can't be copied."""
+
+    class Counter:
+        def __init__(self):
+            self.lock, self.calls = threading.Lock(), 0
+
+    def set_up(self):
+        self.counter = self.Counter()
+
+    def forward(self, x, *_):
+        with self.counter.lock:
+            self.counter.calls += 1
+        return super().forward(x / self.counter.calls)
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (DrawsFromAGlobal, "the global GENERATOR"), (AppendsToAGlobal, "the global LOSSES"),
+        (CountsInAGlobal, "the global STEP"), (HooksForAGlobal, "the global SEEN"), (DrawsInAClosure, "draw"),
+        (CountsInAFunction, "count"),
+        (CountsUnderALock, "counter"),
+    ],
+)  # fmt: skip
+def test_what_a_block_shares_with_its_copy_and_changes_is_refused_by_name(kind, name, budget):
+    """Its measure would have drawn, counted or appended as well."""
+    words = rf"the forward of layers\.0 has changed {name}, .* Make it an attribute of the module"
+    with (
+        hydra_tune.ShardPool(["cpu"], scripts.BUDGETS[budget]) as pool,
+        pytest.raises(hydra_tune.PrepareError, match=words),
+    ):
+        scripts.step(Net(kind), pool).sum().backward()
+    assert pool.devices[0].used_bytes == 0
+
+
+TABLES = {}
+
+
+class LooksUp(scripts.Layer):
+    """In a table of all models, which the first call fills."""
+
+    def forward(self, x, *_):
+        if len(x) not in TABLES:
+            TABLES[len(x)] = torch.linspace(0, 1, len(x))[:, None]
+        return super().forward(x + TABLES[len(x)])
+
+
+class FillsATable(Script):
+    Layer = LooksUp
+
+    def model(self):
+        TABLES.clear()
+        return super().model()
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_a_global_table_that_a_first_call_fills_is_found_filled(budget):
+    assert_trains_as_in_plain_pytorch(FillsATable, budget)
+
+
+class DrawsATable(LooksUp):
+    def forward(self, x, *_):
+        if not TABLES:
+            TABLES[0] = torch.rand(WIDTH)
+        return super(LooksUp, self).forward(x + TABLES[0])
+
+
+def test_a_global_table_that_is_drawn_is_refused():
+    """What filled it was a copy, whose draws are taken back."""
+    TABLES.clear()
+    words, pool = "has changed the global TABLES", hydra_tune.ShardPool(["cpu"], scripts.BUDGETS["spilled"])
+    with pool, pytest.raises(hydra_tune.PrepareError, match=words):
+        scripts.step(Net(DrawsATable), pool)
 
 
 class Observed(scripts.Layer):

@@ -13,12 +13,11 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import RepeatedCall, hooks_of_checkpoint
@@ -27,41 +26,24 @@ from hydra_tune.config import format_bytes
 from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.meter import TrialMeter, storages_of
+from hydra_tune.meter import storages_of
 from hydra_tune.partition import UNMEASURED, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.process_state import casts_to, remembers_casts
-from hydra_tune.residency import Residency
 from hydra_tune.shard import BlockProfile
-from hydra_tune.tree import flatten_call
+from hydra_tune.tree import flatten_call, tensors_in
+
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
 
 TOO_LARGE = "it does not fit the budget: "
-
-
-class Measured(Protocol):
-    """What a first step needs of the trial it is of."""
-
-    meter: TrialMeter
-    residency: Residency
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    def have_alone(self) -> int:
-        """Wait until the other trials' steps have ended; the bytes that there are then."""
-
-    def measuring(self) -> AbstractContextManager[None]: ...
-
-    def open_block(self, block: Block, reason: str, *, opens: bool) -> None: ...
-
-    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block: ...
 
 
 class FirstStep:
     """`profiles` by the names of blocks, in the order in which they ran."""
 
-    def __init__(self, trial: Measured, kind: Kind, free_bytes: int, *, beside: bool) -> None:
+    def __init__(self, trial: Trial, kind: Kind, free_bytes: int, *, beside: bool) -> None:
         self.kinds = [kind]
         self.free_bytes = free_bytes
         self.profiles: dict[str, BlockProfile] = {}
@@ -169,14 +151,15 @@ class FirstStep:
             for weight in [block.slot_parameters[i] for i in measure.holds]:
                 block = self._trial.hold_weight(block, weight, measure.why or "its block changes it in its forward")
         if measure.whole:
-            self._trial.open_block(block, measure.whole, opens=measure.opens)
+            self._trial.open_block(block, measure.whole, opens=True)
             return None
         self._trained.add(block.name)
-        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or measure.keeps
-        block.clones |= measure.clones
-        block.casts |= measure.casts
-        block.saved_counts |= {measure.num_saved}
-        self._note(block, measure)
+        profile = measure.profile
+        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or profile.keeps
+        block.clones |= profile.clones
+        block.casts |= profile.casts
+        block.saved_counts |= profile.saved_counts
+        self._note(block, profile)
         return block
 
     @contextmanager
@@ -189,20 +172,21 @@ class FirstStep:
         device.synchronize()
         seconds = time.perf_counter() - start_s
         used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
-        self._note(block, BlockMeasure(used, 0, 0, kept, forward_s=seconds))
+        self._note(block, BlockProfile("", 0, used, boundary_bytes=kept, forward_s=seconds, visits=1))
         total = self._totals.get(block.name, 0)
         self._totals[block.name] = max(total, meter.window_peak - self._start_bytes)
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Should one of its inputs be changed in place before its backward, the call needs clones of them."""
-        for storage in {s._cdata: s for tensor in inputs for s in storages_of(tensor)}:
+        for storage in _memory_of(inputs):
             self._watched.setdefault(storage, []).append(weakref.ref(call))
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
-        if self._guarded and any(s._cdata in self._guarded for tensor in tensors for s in storages_of(tensor)):
+        written = _memory_of(tensors)
+        if not written.isdisjoint(self._guarded):
             raise WritesInputError
-        for storage in {s._cdata for tensor in tensors for s in storages_of(tensor)}:
+        for storage in written:
             for reference in self._watched.pop(storage, ()):
                 call = reference()
                 if call is not None and not call.block.clones:
@@ -215,7 +199,7 @@ class FirstStep:
         leaves, structure = flatten_call(args, kwargs)
         places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
         given = tuple(
-            (shape_of(x), x.dtype, x.requires_grad, _parts_of(x) if x.is_nested else _strides_of(x), places[id(x)])
+            (shape_of(x), x.dtype, x.requires_grad, _layout_of(x), places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
@@ -238,7 +222,7 @@ class FirstStep:
             try:
                 at = self.copy_of(block)
                 measurement = Measurement(block, trial.model, at, trial.residency.device, trial.meter)
-                self._guarded = {s._cdata for x in flatten_call(args, kwargs)[0] for s in _storages_of(x)}
+                self._guarded = _memory_of(tensors_in((args, kwargs)))
                 with trial.measuring():
                     try:
                         return measurement.run(args, kwargs)
@@ -253,38 +237,33 @@ class FirstStep:
                 self._guarded = set()
                 trial.meter.outside_starts()
 
-    def _note(self, block: Block, measure: BlockMeasure) -> None:
-        forward_work, backward_work = measure.forward_work_bytes, measure.backward_work_bytes
-        for i, dtype in measure.casts:  # all at once, and not one after another, as measured
+    def _note(self, block: Block, profile: BlockProfile) -> None:
+        """Of this block, or of one like it."""
+        forward_work, backward_work = profile.forward_work_bytes, profile.backward_work_bytes
+        for i, dtype in profile.casts:  # all at once, and not one after another, as measured
             forward_work += block.slot_parameters[i].numel() * dtype.itemsize
         if hooks_of_checkpoint() is not None:  # its backward clones one weight after another
             backward_work += max(map(storage_bytes, block.slot_parameters), default=0)
-        profile = BlockProfile(
-            block.name, block.weight_bytes, forward_work, backward_work,
-            measure.saved_bytes, measure.boundary_bytes,
-            measure.forward_s, measure.backward_s, visits=1 + measure.promotes_again,
-            keeps=block.keeps, clones=block.clones, writes_buffers=measure.writes_buffers, casts=block.casts,
-            saved_counts=block.saved_counts,
+        profile = replace(
+            profile, name=block.name, weight_bytes=block.weight_bytes, forward_work_bytes=forward_work,
+            backward_work_bytes=backward_work, keeps=block.keeps,
+            clones=block.clones, casts=block.casts, saved_counts=block.saved_counts,
         )  # fmt: skip
         known = self.profiles.pop(block.name, None)
         if known is not None:
-            profile = larger_of(known, profile)
-            # where all is resident, each call keeps its own
-            profile = replace(profile, saved_bytes=known.saved_bytes + measure.saved_bytes)
+            saved = known.saved_bytes + profile.saved_bytes  # where all is resident, each call keeps its own
+            profile = replace(larger_of(known, profile), saved_bytes=saved)
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
 
 
-def _parts_of(tensor: torch.Tensor) -> Hashable:
-    """Of a nested tensor with strides, how its memory is parted."""
-    nests = tensor.is_nested and tensor.layout is torch.strided
-    return tuple(map(tuple, tensor._nested_tensor_size().tolist())) if nests else None
+def _layout_of(tensor: torch.Tensor) -> Hashable:
+    """How its memory is parted; None of what is not strided."""
+    if tensor.layout is not torch.strided:
+        return None
+    return tuple(map(tuple, tensor._nested_tensor_size().tolist())) if tensor.is_nested else tensor.stride()
 
 
-def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return tensor.stride() if tensor.layout is torch.strided else None
-
-
-def _storages_of(value: Any) -> list[torch.UntypedStorage]:
-    return storages_of(value) if isinstance(value, torch.Tensor) else []
+def _memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}

@@ -113,7 +113,7 @@ class Drops(nn.Module):
     [
         pytest.param(lambda: random.random(), "draws from Python's or NumPy's random numbers", id="Python's"),
         pytest.param(lambda: np.random.rand(), "draws from Python's or NumPy's random numbers", id="NumPy's"),
-        pytest.param(captured, "changes draw", id="Python's in an attribute"),
+        pytest.param(captured, "draws from Python's or NumPy's random numbers", id="Python's in an attribute"),
         pytest.param(imported, "changes draw", id="NumPy's in an attribute"),
     ],
 )

@@ -194,9 +194,9 @@ class Planner:
             trial.residency.bring_home(trial.optimizers)
         return first
 
-    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
+    def open_block(self, block: Block, reason: str) -> None:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
-        opened = self._opened(block, reason) if opens else None
+        opened = self._opened(block, reason)
         if opened is None and reason.startswith(TOO_LARGE):
             budget = self._trial.device.budget_bytes
             raise BlockTooLargeError(

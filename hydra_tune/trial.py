@@ -51,7 +51,7 @@ from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, let_go, unwatch, watch
 from hydra_tune.planner import Planner
-from hydra_tune.planning.first_step import TOO_LARGE, FirstStep
+from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.planning.twin import weights_in
 from hydra_tune.pool import ShardPool
@@ -60,7 +60,7 @@ from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, r
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
-from hydra_tune.shard import Direction, Task, TrialPlan
+from hydra_tune.shard import TOO_LARGE, Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.tree import flatten_call, map_tensors, tensors_in
 
@@ -117,7 +117,7 @@ class Trial:
         self.steps = Steps(self)
         self._roots: list[_Root] = []  # the models that it has prepared, as long as they live
         self.ended = False
-        self._plain = False  # the model, again
+        self.is_plain = False  # it has let go of its model
         self._callers = Callers()
         self._process = gate.process
         self.random_state: RandomState | None = None  # the runner's, where there is one
@@ -186,11 +186,6 @@ class Trial:
         """The first of them."""
         return next(iter(self.optimizers), None)
 
-    @property
-    def is_plain(self) -> bool:
-        """It has let go of its model."""
-        return self._plain
-
     def summary(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -243,7 +238,7 @@ class Trial:
 
     def end(self) -> None:
         """Give back every byte; the model is plain again, on the host, with its current weights."""
-        if self._plain:
+        if self.is_plain:
             return
         self.ended = True
         self._task = None
@@ -257,7 +252,7 @@ class Trial:
                 root.let_go()
             for model in self.models:  # so far `release` may be called again, should it have failed
                 give_back(model, self)
-            self._plain = True
+            self.is_plain = True
         self.planner.close()
         self.steps.close()
         self.resumption = None
@@ -711,7 +706,7 @@ class Trial:
             for weight in error.weights:
                 block = self.hold_weight(block, weight, "its block returns it")
             return self._evaluate(block, args, kwargs, given)
-        self.planner.open_block(block, TOO_LARGE + reason, opens=True)
+        self.planner.open_block(block, f"{TOO_LARGE}: {reason}")
         return block.forward(args, kwargs)
 
     def _evaluate(
@@ -1082,9 +1077,6 @@ class Trial:
             yield
         finally:
             self._visiting = False
-
-    def open_block(self, block: Block, reason: str, *, opens: bool) -> None:
-        self.planner.open_block(block, reason, opens=opens)
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         block = self.planner.hold_weight(block, weight, reason)

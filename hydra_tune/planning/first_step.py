@@ -31,13 +31,11 @@ from hydra_tune.partition import UNMEASURED, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
 from hydra_tune.process_state import casts_to, remembers_casts
-from hydra_tune.shard import BlockProfile
+from hydra_tune.shard import TOO_LARGE, BlockProfile
 from hydra_tune.tree import flatten_call, tensors_in
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
-
-TOO_LARGE = "it does not fit the budget: "
 
 
 class FirstStep:
@@ -137,7 +135,7 @@ class FirstStep:
         if not torch.is_grad_enabled():
             return block  # it is measured while it runs, for nothing is kept of it
         if not block.has_its_weights:
-            self._trial.open_block(block, f"{block.name} is called with other weights than its own", opens=True)
+            self._trial.planner.open_block(block, f"{block.name} is called with other weights than its own")
             return None
         while True:
             key = self._key(block, args, kwargs)
@@ -151,7 +149,7 @@ class FirstStep:
             for weight in [block.slot_parameters[i] for i in measure.holds]:
                 block = self._trial.hold_weight(block, weight, measure.why or "its block changes it in its forward")
         if measure.whole:
-            self._trial.open_block(block, measure.whole, opens=True)
+            self._trial.planner.open_block(block, measure.whole)
             return None
         self._trained.add(block.name)
         profile = measure.profile
@@ -232,7 +230,7 @@ class FirstStep:
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():
-                    return BlockMeasure(whole=TOO_LARGE + str(error))
+                    return BlockMeasure(whole=f"{TOO_LARGE}: {error}")
             finally:
                 self._guarded = set()
                 trial.meter.outside_starts()

@@ -66,7 +66,7 @@ class StepReady:
 
 @dataclass(slots=True)
 class Outgrown:
-    """The trial's pilot, or first step, needs more than is reserved for it, and so its device to itself until it is done."""
+    """The trial's pilot needs more than is reserved for it, and so its device to itself until it is done."""
 
     trial: int
 

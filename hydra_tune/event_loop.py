@@ -42,8 +42,6 @@ class EventLoop:
     def __init__(self, devices: Sequence[Device], machine: Machine, num_threads: int) -> None:
         self._devices = tuple(devices)
         self._machine = machine
-        for device, state in zip(devices, machine.devices, strict=True):
-            device.ledger = state.ledger
         self._lock = threading.RLock()
         gate.guard(self._lock)
         self._trials: weakref.WeakValueDictionary[int, Trial] = weakref.WeakValueDictionary()  # a model owns its trial
@@ -76,7 +74,7 @@ class EventLoop:
         """Between tasks; wait until the scheduler grants it."""
         with self._lock:
             self.check_open(trial)
-            self._end_abandoned()
+            self.end_abandoned()
             self.tell_between_tasks(trial, event)
             try:
                 instruction: InstructionT = self._await(trial.id, (answer,), partial(self.check_open, trial))
@@ -125,7 +123,7 @@ class EventLoop:
                     self.check_open(trial)
                     self._handle(ready)
                 else:
-                    self._end_task(after[0], after[1], asked_s, ready)
+                    self.release(*after, ready)
                     self.check_open(trial)
                 waits = not lease.granted
                 granted = self._await(task.trial, (e.Promote, e.Run), check)
@@ -148,13 +146,12 @@ class EventLoop:
                 self._wake_first(self._machine.trials[task.trial].home)
             raise
 
-    def release(self, task: Task, start_s: float) -> None:
+    def release(self, task: Task, start_s: float, then: e.TaskReady | None = None) -> None:
+        """It has begun at that time, and ends now."""
         with self._lock:
-            self._end_task(task, start_s, self._trace.now_s(), None)
-
-    def _end_task(self, task: Task, start_s: float, end_s: float, then: e.TaskReady | None) -> None:
-        seconds = self._clocks[self._machine.trials[task.trial].home].end(task, start_s, end_s)
-        self._handle(e.Done(task, seconds, then), end_s)
+            end_s = self._trace.now_s()
+            seconds = self._clocks[self._machine.trials[task.trial].home].end(task, start_s, end_s)
+            self._handle(e.Done(task, seconds, then), end_s)
 
     def _note_start(self, task: Task, device: int, waited_since_s: float | None) -> float:
         """Of a task, in seconds; and what it and its device have waited for until now."""
@@ -327,7 +324,7 @@ class EventLoop:
             lease.wake.wait(wait_s)
         if wait.shall_collect() and any(not t.of_runner and t.id != number for t in self._trials.values()):
             collect_beside()
-        self._end_abandoned()
+        self.end_abandoned()
         begun = self._machine.tasks_begun + sum(turn.begun for turn in self._turns if turn is not None)
         if wait.shall_warn(begun) and not lease.granted:
             self._warn_of_wait(number)
@@ -361,14 +358,16 @@ class EventLoop:
 
     # ---- ends ----
 
-    def _end_abandoned(self) -> None:
-        for _ in range(len(self._abandoned)):
-            number = self._abandoned.popleft()
-            if number in self._copying:
-                self._abandoned.append(number)
-            elif number in self.leases:
-                self._summaries[number]["state"] = "ended"
-                self._forget(number)
+    def end_abandoned(self) -> None:
+        """Take back what trials held whose models were collected."""
+        with self._lock:
+            for _ in range(len(self._abandoned)):
+                number = self._abandoned.popleft()
+                if number in self._copying:
+                    self._abandoned.append(number)
+                elif number in self.leases:
+                    self._summaries[number]["state"] = "ended"
+                    self._forget(number)
 
     def _forget(self, number: int) -> None:
         self._drop_turn(self.leases[number])

@@ -91,6 +91,8 @@ class ShardPool(EventLoop):
             links_bytes_per_s=[device.link_bytes_per_s for device in opened],
             alignment_bytes=ALIGNMENT_BYTES,
         )
+        for device, state in zip(opened, machine.devices, strict=True):
+            device.ledger = state.ledger
         super().__init__(opened, machine, self.num_threads)
 
     @property
@@ -108,7 +110,7 @@ class ShardPool(EventLoop):
     def report(self) -> dict[str, Any]:
         """Plain data on what each device and each trial, ended ones included, has done so far."""
         with self._lock:
-            self._end_abandoned()
+            self.end_abandoned()
             self._settle_clocks()
             for trial in self._trials.values():
                 self.note_summary(trial)
@@ -229,7 +231,7 @@ class ShardPool(EventLoop):
 
         with self._lock:
             self.check_usable()
-            self._end_abandoned()
+            self.end_abandoned()
             number = next(self._ids)
             name = name or f"trial {number}"
             self._check_host_bytes(name, host_bytes)
@@ -285,11 +287,6 @@ class ShardPool(EventLoop):
             if trial.id in self.leases:  # else an interrupted end is repeated
                 self._forget(trial.id)
             self._trials.pop(trial.id, None)
-
-    def end_abandoned(self) -> None:
-        """Take back what trials held whose models were collected."""
-        with self._lock:
-            self._end_abandoned()
 
     def share(self, key: PlanKey, measure: StepMeasure) -> None:
         """Keep what a first step has shown for the trials to come; let go of what none can need, for a class of its

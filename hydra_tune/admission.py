@@ -3,15 +3,14 @@
     admissions   trials that want what they hold for life, and pilots that want the device empty
     entries      steps, pilots, and steps that have outgrown their estimate
 
-Both are served in the order in which they came, but that pilots and estimated steps, whose bytes nobody knows yet, are
-under way one at a time on a device: those that come after one that waits for another do not. Steps come and go while
+Both are served in the order in which they came, but that pilots, whose bytes nobody knows yet, are under way one at a
+time on a device: those that come after one that waits for another do not. Steps come and go while
 a trial awaits its bytes for life; but where it awaits nothing else than that they end, only `STEPS_LET_BY` more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TypeAlias
 
 from hydra_tune.events import (
@@ -134,14 +133,14 @@ class Admission:
                 break
             entered += made
             device.steps_let_by += overtakes
-            if _is_estimate(request):
+            if isinstance(request, PilotReady):
                 device.unmeasured = request.trial
             device.entries.remove(request)
         return entered
 
     def awaits_measuring(self, device: DeviceState, request: Request) -> bool:
-        """Whether another pilot or estimated step must be over before."""
-        return _is_estimate(request) and device.unmeasured is not None
+        """Whether another pilot must be over before."""
+        return isinstance(request, PilotReady) and device.unmeasured is not None
 
     def _start_pilot(self, device: DeviceState, request: PilotReady) -> list[Instruction]:
         """Beside others with what these can spare, if that is enough; or alone. Nothing, where neither can be now."""
@@ -186,24 +185,7 @@ class Admission:
             device.ledger.grow_pilot()
         return [*dropped, Alone(request.trial)]
 
-    def confine(self, device: DeviceState, trial: int, step_bytes: int) -> list[Instruction] | None:
-        """From all of the device to a step of so many bytes; None where what others hold leaves too few for that."""
-        state, ledger = self._trials[trial], device.ledger
-        plan = replace(state.its_plan(), step_bytes=step_bytes)
-        if ledger.held_bytes + plan.step_bytes + plan.task_bytes > ledger.budget_bytes:
-            return None
-        state.plan = plan
-        ledger.leave_step(trial)
-        dropped = self._slots.make_room(device, step_bytes)
-        ledger.enter_step(trial, step_bytes)
-        return dropped
-
     def yet_to_start(self, device: DeviceState) -> int:
         """What the work of who has the lease, and awaits its shard, is to take: it may be away from its reservation."""
         task = device.running
         return 0 if task is None or device.started else self._trials[task.trial].work_bytes(task, device.index)
-
-
-def _is_estimate(request: Request) -> bool:
-    """Nobody knows its bytes yet."""
-    return isinstance(request, PilotReady) or (isinstance(request, StepReady) and request.estimated)

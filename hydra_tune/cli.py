@@ -24,11 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # trials' threads outnumber the cores; read when torch loads
     try:
-        status: int = options.command(options)
+        return int(options.command(options))
     except (HydraTuneError, OSError) as error:
         print(f"hydra-tune: {error}", file=sys.stderr)
         return 1
-    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,7 +70,7 @@ def _demo(options: argparse.Namespace) -> int:
     from hydra_tune.demo.sweep import QUICK, Settings, run
 
     proof = run(QUICK if options.quick else Settings(), options.out, say)["proof"]
-    return 0 if proof["losses_equal"] and proof["weights_equal"] else 1
+    return not (proof["losses_equal"] and proof["weights_equal"])
 
 
 def say(line: str) -> None:
@@ -185,23 +184,13 @@ def _figures(found: Simulation, baselines_s: dict[str, float]) -> dict[str, Any]
 
 def _tables(found: Simulation, baselines_s: dict[str, float]) -> str:
     seconds = {"simulated": found.makespan_s, "lower bound": found.lower_bound_s, **baselines_s}
-    makespans = [["", "makespan_s", "of simulated"]]
-    makespans += [[name, f"{of_s:.1f}", f"{of_s / found.makespan_s:.3f}"] for name, of_s in seconds.items()]
+    lines = [f"{'':42}{'makespan_s':>14}{'of simulated':>14}"]
+    lines += [f"{name:42}{of_s:14.1f}{of_s / found.makespan_s:14.3f}" for name, of_s in seconds.items()]
     causes = sorted({cause for of in found.stalled_s for cause in of})
-    devices = [["device", "busy_s", "busy", *causes]]
+    lines += ["", f"{'device':8}{'busy_s':>10}{'busy':>8}" + "".join(f"{cause:>16}" for cause in causes)]
     for number, (busy_s, stalled_s) in enumerate(zip(found.busy_s, found.stalled_s, strict=True)):
-        stalls = [f"{stalled_s.get(cause, 0.0):.1f}" for cause in causes]
-        devices.append([str(number), f"{busy_s:.1f}", f"{found.utilisation[number]:.1%}", *stalls])
-    return f"{_aligned(makespans)}\n\n{_aligned(devices)}"
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    """The first column to the left, the others to the right."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = []
-    for name, *cells in rows:
-        padded = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
-        lines.append("  ".join([name.ljust(first), *padded]).rstrip())
+        stalls = "".join(f"{stalled_s.get(cause, 0.0):16.1f}" for cause in causes)
+        lines.append(f"{number:<8}{busy_s:10.1f}{found.utilisation[number]:8.1%}{stalls}")
     return "\n".join(lines)
 
 

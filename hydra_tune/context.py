@@ -6,7 +6,6 @@ import threading
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -64,21 +63,13 @@ class Context:
         if last is None:
             return None
         its_pool = getattr(last(), "pool", None)  # may be garbage with its trial, whose blocks may refer to their model
-        is_dropped = collect_until(partial(_is_dropped, last))
+        is_dropped = collect_until(lambda: (trial := last()) is None or trial.ended or not trial.has_model)
         if its_pool is not None:
             its_pool.end_abandoned()  # what it has counted lives on: a table that a library keeps for all models
         live = last()
-        if live is None or live.ended:
-            return None
-        if is_dropped:
+        if live is not None and not live.ended and is_dropped:
             live.end()  # its owner has dropped it; a loss or an optimizer that nobody has rebound yet keeps the trial
-            return None
-        return live if live.pool is pool else None
-
-
-def _is_dropped(reference: weakref.ref[Trial]) -> bool:
-    trial = reference()
-    return trial is None or trial.ended or not trial.has_model
+        return None if live is None or live.ended or live.pool is not pool else live
 
 
 def current_context() -> Context:

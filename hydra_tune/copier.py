@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -16,7 +15,6 @@ import torch
 from hydra_tune.fork import gate
 
 logger = logging.getLogger("hydra_tune")
-
 _Jobs = deque[Callable[[], None]]
 
 
@@ -43,8 +41,8 @@ class Copier:
         if not self._jobs or (self._thread is not None and self._thread.is_alive()):
             return
         wakes: SimpleQueue[bool] = SimpleQueue()  # in a forked child, the former one's lock may be another thread's
-        work = partial(_work, self._jobs, wakes, self._num_threads)
-        self._thread = threading.Thread(target=work, name=f"copies of {self._name}", daemon=True)
+        work = (self._jobs, wakes, self._num_threads)
+        self._thread = threading.Thread(target=_work, args=work, name=f"copies of {self._name}", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -61,10 +59,9 @@ def _work(jobs: _Jobs, wakes: SimpleQueue[bool], num_threads: int) -> None:
         while jobs:
             try:
                 jobs[0]()
-            except BaseException:  # it has told who waits for it
-                logger.warning("a copy has failed; its task makes it", exc_info=True)
-            finally:
-                jobs.popleft()  # it knows its pool
+            except BaseException:  # its task copies itself, and will meet it, too
+                logger.debug("a copy has failed; its task makes it", exc_info=True)
+            jobs.popleft()  # it knows its pool
 
 
 @contextmanager

@@ -20,13 +20,12 @@ from hydra_tune.shard import Task, TrialPlan
 @dataclass(slots=True)
 class TrialAdded:
     """`total_steps` mini-batches are to come, if that is known. `host_bytes` of host memory are its own until it
-    ends. With `travels`, its tasks may run on any device, and unless its `home_stays`, its steps begin on any."""
+    ends. With `travels`, its tasks may run on any device, and its steps begin on any."""
 
     trial: int
     total_steps: int | None = None
     host_bytes: int = 0
     travels: bool = False
-    home_stays: bool = False
 
 
 @dataclass(slots=True)
@@ -62,15 +61,12 @@ class PlanReady:
 
 @dataclass(slots=True)
 class StepReady:
-    """With `estimated`, nobody has measured such a step: it may prove to have outgrown what its plan reserves."""
-
     trial: int
-    estimated: bool = False
 
 
 @dataclass(slots=True)
 class Outgrown:
-    """The trial's estimated step needs more than is reserved for it, and so its device to itself until it is done."""
+    """The trial's pilot needs more than is reserved for it, and so its device to itself until it is done."""
 
     trial: int
 
@@ -78,11 +74,11 @@ class Outgrown:
 @dataclass(slots=True)
 class StepDone:
     """`trained`: it was a mini-batch, not an evaluation. With `keeps_bytes` the script has an activation of it still:
-    another step follows without having to enter, with what this one has, or where that was all, with so much."""
+    another step follows without having to enter, with what this one has."""
 
     trial: int
     trained: bool = True
-    keeps_bytes: int | None = None
+    keeps_bytes: bool = False
 
 
 @dataclass(slots=True)

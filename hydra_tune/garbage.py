@@ -26,18 +26,12 @@ def collect_until(enough: Callable[[], bool]) -> bool:
         for _ in range(_MOST_TRIES):
             if enough():
                 return True
-            before = _num_collections()
+            before = gc.get_stats()[2]["collections"]  # those that have come to their end
             gc.collect()
-            if _num_collections() > before:
+            if gc.get_stats()[2]["collections"] > before:
                 break
             time.sleep(_PAUSE_S)
     return enough()
-
-
-def _num_collections() -> int:
-    """How many have come to their end."""
-    number: int = gc.get_stats()[2]["collections"]
-    return number
 
 
 def collect_beside() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from hydra_tune.device import Device
+from hydra_tune.events import Instruction
 from hydra_tune.shard import Direction, Task
 
 LOOK_S = 0.02  # how often one that waits looks at the holder; idle for so long, it computes on the host
@@ -33,8 +34,10 @@ Ran: TypeAlias = tuple[int, Direction, float, Any, float, Any]  # and when it en
 class Lease:
     """One trial's. `revoked` is also what it is while it has none; the pool's lock guards all that others change."""
 
-    def __init__(self, trial: int, now_s: Callable[[], float]) -> None:
+    def __init__(self, trial: int, now_s: Callable[[], float], wake: threading.Condition) -> None:
         self.trial = trial
+        self.granted: deque[Instruction] = deque()  # what the scheduler has said to it
+        self.wake = wake  # of its thread, where that waits for such
         self.task = Task(trial, 0, 0, Direction.FORWARD)  # that the machine believes to run
         self.device: Device | None = None  # where, while the turn lasts
         self.busy = False  # in a task, or at its edges
@@ -48,8 +51,7 @@ class Lease:
         self._ran: deque[Ran] = deque()
         self.since_s = 0.0  # of the quantum
         self.told_s = 0.0  # until when what it did was told
-        self.watcher: int | None = None  # the trial, among those that wait, which looks at the holder
-        self.seen = 0, 0.0  # by the watcher: tasks begun, and when it last was busy
+        self.seen = 0, 0.0  # by who looks at the holder: tasks begun, and when it last was busy
         self._now_s = now_s
         self._mark: Callable[[], Any] | None = None
         self._running: _Running | None = None
@@ -66,7 +68,7 @@ class Lease:
         now_s = self._now_s()
         self.task, self.device, self.in_step, self.is_noted = task, device, True, False
         self.since_s = self.told_s = now_s
-        self.watcher, self.seen = None, (self.begun, now_s)
+        self.seen = self.begun, now_s
         self._mark = None if device.mark() is None else device.mark
         self._running = None
         self.busy, self.revoked = True, False  # last
@@ -74,7 +76,7 @@ class Lease:
     def close(self) -> None:
         """It has no turn any more."""
         self.revoked = True  # first
-        self.device, self.busy, self._running, self.watcher = None, False, None, None
+        self.device, self.busy, self._running = None, False, None
 
     def revoke(self) -> bool:
         """Let the turn end; whether the holder is between two tasks, and who asks is to end it now."""
@@ -82,7 +84,7 @@ class Lease:
         return not self.busy
 
     def is_idle(self, now_s: float) -> bool:
-        """For a while, as far as the watcher has looked; or as it is the watcher's own thread."""
+        """For a while, as far as who asks has looked; or as it is the holder's own thread."""
         if not self.busy and self.thread == threading.get_ident():
             return True
         if self.busy or self.begun != self.seen[0]:

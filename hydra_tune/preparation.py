@@ -118,8 +118,8 @@ def prepare(
     if beside is None:
         context.register(trial)
     interrupts.install()
-    each = zip_longest(plain, progress)
-    wrapped = [PreparedLoader.standing_for(loader, weakref.ref(trial), its_progress) for loader, its_progress in each]
+    its = weakref.ref(trial)
+    wrapped = [PreparedLoader.standing_for(loader, its, of_it) for loader, of_it in zip_longest(plain, progress)]
     return (model, optimizer, *wrapped) if optimizer is not None or loaders else model
 
 

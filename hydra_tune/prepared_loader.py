@@ -54,7 +54,8 @@ class PreparedLoader:
     def __iter__(self) -> PreparedLoader:
         (loader, reference, progress), trial = self._prepared, _living(self)
         if trial is not None:
-            _between_tasks(trial)
+            if trial.is_here:  # a thread that fetches ahead comes at any time
+                trial.boundary()
             if progress is not None and trial.resumption is not None:
                 trial.resumption.before_iteration(progress)
         with gate.one_at_a_time:  # now, not at the first batch: it may draw a seed
@@ -88,7 +89,8 @@ def _method(name: str) -> Callable[..., Any]:
 
 def _next_of(prepared: PreparedLoader, trial: Trial) -> Any:
     """The next batch; once it is there, what came before it may be written."""
-    _between_tasks(trial)
+    if trial.is_here:
+        trial.boundary()
     (loader, _, progress), resumption = prepared._prepared, trial.resumption
     if progress is None or resumption is None:
         return next(loader)
@@ -132,9 +134,3 @@ def _living(loader: PreparedLoader) -> Trial | None:
     """Its trial; where that has ended, the model is plain and on the host, and so are the batches."""
     trial = loader._prepared[1]()
     return None if trial is None or trial.ended else trial
-
-
-def _between_tasks(trial: Trial) -> None:
-    """A thread that fetches ahead comes at any time."""
-    if trial.is_here:
-        trial.boundary()

@@ -12,7 +12,7 @@ a turn lasts. To the machine it is one task; what the trial does meanwhile, step
 no clock here: whoever has one says when a quantum is over, and the policy decides who goes on.
 
 A trial has a home device, whose bytes its step reserves. If it travels, its tasks may run on any device that has room
-at the time, and the next step may begin on another one, unless its home stays (on GPUs what it holds is there).
+at the time, and the next step may begin on another one.
 
 No deadlock: a trial is admitted only if, beside everything held for life, each admitted trial's largest
 task still fits; a step enters only if, beside all entered steps, the largest task of any of them fits; a pilot leaves
@@ -66,7 +66,7 @@ from hydra_tune.ledger import Ledger
 from hydra_tune.policy import Policy, ShardedLRTF
 from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.ready import ReadyTasks, Waiting
-from hydra_tune.shard import Direction, Shard, ShardState, Task, TrialPlan
+from hydra_tune.shard import Direction, Shard, Task, TrialPlan
 from hydra_tune.slots import Slots
 from hydra_tune.state import NO_TRIAL, DeviceState, TaskState, TrialState
 
@@ -134,13 +134,6 @@ class Machine:
                 return home.index, home.unmeasured if self.admission.awaits_measuring(home, request) else None
         return None
 
-    def shard_state(self, trial: int, shard: int, device: int | None = None) -> ShardState:
-        """On this device, else at home."""
-        state = self.devices[self.trials[trial].home if device is None else device]
-        if (trial, shard) not in state.ledger.slots:
-            return ShardState.SPILLED
-        return ShardState.IN_FLIGHT if (trial, shard) in state.in_flight else ShardState.RESIDENT
-
     def task_state(self, trial: int) -> TaskState | None:
         """Of the one task that the trial has in flight; None if it has none."""
         if trial in self.ready.of:
@@ -155,10 +148,6 @@ class Machine:
     def tasks_begun(self) -> int:
         """On all devices so far."""
         return sum(queue.given for queue in self.ready.queues)
-
-    def is_alone(self, trial: int) -> bool:
-        """Whether its home is all its own."""
-        return self._home(trial).exclusive == trial
 
     def idle_cause(self, device: int) -> str:
         """Why this device runs no task; empty where it does."""
@@ -196,9 +185,7 @@ class Machine:
             home = self._least_loaded()
             home.trials.add(event.trial)
             progress = Progress(event.trial, self.neighbours, event.total_steps)
-            self.trials[event.trial] = TrialState(
-                home.index, event.travels, event.host_bytes, progress, event.home_stays
-            )
+            self.trials[event.trial] = TrialState(home.index, event.travels, event.host_bytes, progress)
             placed.append(Place(event.trial, home.index))
             del self.arrivals[0]
         return placed
@@ -295,7 +282,7 @@ class Machine:
         trial, device = self.trials[event.trial], self._home(event.trial)
         assert trial.admitted and event.trial not in device.ledger.steps, self._impossible(event)
         homes, moved = {trial.home}, list[Instruction]()
-        if trial.travels and not (trial.home_stays or event.estimated):
+        if trial.travels:
             device = self._choose_home(event.trial)
             if trial.home not in homes:
                 homes.add(trial.home)
@@ -337,15 +324,9 @@ class Machine:
         trial.lacks_room = False
         assert self.task_state(event.trial) is not TaskState.RUNNING, self._impossible(event)
         self._stop(event.trial)
-        dropped: list[Instruction] | None = []
-        if event.keeps_bytes is None:
+        if not event.keeps_bytes:
             device.ledger.leave_step(event.trial)
-        elif device.exclusive == event.trial:
-            dropped = self.admission.confine(device, event.trial, event.keeps_bytes)
-        if dropped is None:
-            return []
-        device.end_measuring(event.trial)
-        return [*dropped, *self._advance(device)]
+        return self._advance(device)
 
     def _on_Outgrown(self, event: Outgrown) -> list[Instruction]:
         device = self._home(event.trial)

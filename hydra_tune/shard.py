@@ -11,16 +11,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 
-class ShardState(Enum):
-    """SPILLED    host copy only; no device memory.
-    IN_FLIGHT  both copies; only the copy stream may touch either.
-    RESIDENT   the device copy is current and equals the host copy."""
-
-    SPILLED = "spilled"
-    IN_FLIGHT = "in flight"
-    RESIDENT = "resident"
-
-
 class Direction(str, Enum):
     FORWARD = "F"
     BACKWARD = "B"

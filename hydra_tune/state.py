@@ -31,7 +31,6 @@ class TrialState:
     travels: bool
     host_bytes: int
     progress: Progress
-    home_stays: bool = False
     plan: TrialPlan | None = None
     admitted: bool = False
     on: int | None = None  # the device that its task is running on, or promised to
@@ -68,7 +67,7 @@ class DeviceState:
     waiting: Waiting | None = None  # the promised task, once it is ready
     in_flight: set[SlotKey] = field(default_factory=set)
     steps_let_by: int = 0  # since the first of the admissions awaits nothing but that steps end
-    unmeasured: int | None = None  # the trial whose pilot or estimated step is under way; one at a time
+    unmeasured: int | None = None  # the trial whose pilot or first step is under way; one at a time
     exclusive: int | None = None  # that trial, where it has the device to itself
     trials: set[int] = field(default_factory=set)  # at home here
 

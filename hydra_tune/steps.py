@@ -108,8 +108,7 @@ class Steps:
             )
         trial.residency.await_gradients()
         self._num_backwards -= 1  # the next one ends a step, too
-        assert trial.plan is not None
-        trial.pool.tell_between_tasks(trial, StepDone(trial.id, keeps_bytes=trial.plan.step_bytes))
+        trial.pool.tell_between_tasks(trial, StepDone(trial.id, keeps_bytes=True))
 
     # ---- its forwards and backwards ----
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 Span = Mapping[str, Any]
+_WHEN = itemgetter("start_s", "end_s")
 STREAMS = ("compute", "copies (promote)", "copies (spill)")
 _STREAM = {"run": 0, "stall": 0, "promote": 1, "spill": 2}
 _HATCH = {"run": "", "stall": "", "promote": "/", "spill": "\\"}
@@ -40,7 +42,7 @@ def chrome_trace(spans: Iterable[Span], device_names: Sequence[str]) -> dict[str
     names = {(pid, stream, 0): label for pid in range(len(device_names)) for stream, label in enumerate(STREAMS)}
     ends_us: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of each track's lanes
     placed = []
-    for span in _sorted(spans):
+    for span in sorted(spans, key=_WHEN):
         start_us, end_us = round(span["start_s"] * 1e6), round(span["end_s"] * 1e6)  # whole, so that neighbours meet
         waits = span["kind"] == "wait"
         track = (len(device_names), span["trial"]) if waits else (span["device"], _STREAM[span["kind"]])
@@ -79,7 +81,7 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
         ) from error
     drawn: defaultdict[int, list[Span]] = defaultdict(list)
     stalls: list[Span] = []
-    for span in _sorted(spans):
+    for span in sorted(spans, key=_WHEN):
         if span["kind"] != "wait":
             (stalls if span["kind"] == "stall" else drawn[span["trial"]]).append(span)
     bars = [
@@ -134,10 +136,6 @@ def checked_path(path: str | PathLike[str]) -> Path:
         )
     check_folder(path, "a timeline")
     return path
-
-
-def _sorted(spans: Iterable[Span]) -> list[Span]:
-    return sorted(spans, key=lambda span: (span["start_s"], span["end_s"]))
 
 
 def _called(what: str, name: str, pid: int, tid: int) -> list[dict[str, Any]]:

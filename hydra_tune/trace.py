@@ -133,8 +133,7 @@ class TaskClock:
         self._idle.append((since_s, cause))
 
     def begin(self, now_s: float) -> None:
-        moments = pairwise([*self._idle, (now_s, "")])
-        stalls = [(start_s, end_s, cause) for (start_s, cause), (end_s, _) in moments]
+        stalls = [(start_s, end_s, cause) for (start_s, cause), (end_s, _) in pairwise([*self._idle, (now_s, "")])]
         self._idle, mark = [], self._device.mark()
         if mark is not None:  # its own stall is another one, for most of the same reason
             self._begun = mark, max(stalls, key=lambda stall: stall[1] - stall[0])[2] if stalls else ""

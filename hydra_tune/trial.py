@@ -106,7 +106,7 @@ class Trial:
         self.id = number
         self.pool = pool
         self.stop = stop
-        self.lease = pool.lease_of(number)
+        self.lease = pool.leases[number]
         self.name = name or f"trial {number}"
         self.of_runner = False  # whose trials end with their objective
         self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise

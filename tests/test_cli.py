@@ -19,18 +19,18 @@ def workload(tmp_path):
 def test_a_table_shows_the_schedule_beside_what_others_take(workload, capsys):
     assert main(["simulate", workload, "--devices", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "                                           makespan_s  of simulated",
-        "simulated                                         6.0         1.000",
-        "lower bound                                       6.0         1.000",
-        "model parallelism                                12.0         2.000",
-        "model parallelism, activations kept               6.0         1.000",
-        "task parallelism, as if each trial fitted         8.0         1.333",
-        "one spilled trial at a time, prefetched          12.0         2.000",
-        "one spilled trial a device, prefetched            8.0         1.333",
+        "                                              makespan_s  of simulated",
+        "simulated                                            6.0         1.000",
+        "lower bound                                          6.0         1.000",
+        "model parallelism                                   12.0         2.000",
+        "model parallelism, activations kept                  6.0         1.000",
+        "task parallelism, as if each trial fitted            8.0         1.333",
+        "one spilled trial at a time, prefetched             12.0         2.000",
+        "one spilled trial a device, prefetched               8.0         1.333",
         "",
-        "device  busy_s    busy",
-        "0          6.0  100.0%",
-        "1          6.0  100.0%",
+        "device      busy_s    busy",
+        "0              6.0  100.0%",
+        "1              6.0  100.0%",
     ]
 
 
@@ -38,8 +38,8 @@ def test_stalls_are_told_by_cause_and_every_option_counts(workload, capsys):
     options = ["--devices", "1", "--memory", "10B", "--link", "10", "--policy", "fifo", "--no-double-buffering"]
     assert main(["simulate", workload, *options]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        "device  busy_s   busy  gradients  promotion",
-        "0         12.0  40.0%        6.0       12.0",
+        "device      busy_s    busy       gradients       promotion",
+        "0             12.0   40.0%             6.0            12.0",
     ]
 
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hydra_tune
 from hydra_tune.context import TrialContext, current_context
+from hydra_tune.events import TrialEnded
 from hydra_tune.interrupts import interrupts
 from models import gpt
 from waiting import wait_until
@@ -193,13 +194,14 @@ def test_others_get_a_trials_room_only_once_it_is_empty(way, where, monkeypatch)
 
     Where a module's hook raises, PyTorch keeps the module's output in a closure for as long as the exception lives.
     """
-    left, original = [], hydra_tune.ShardPool._forget
+    left, original = [], hydra_tune.ShardPool._handle
 
-    def forget(pool, number):
-        left.append((pool._devices[0].meter.live_bytes, len(alive(seen["activations"]))))
-        original(pool, number)
+    def handle(pool, event, at_s=None):
+        if isinstance(event, TrialEnded):
+            left.append((pool._devices[0].meter.live_bytes, len(alive(seen["activations"]))))
+        original(pool, event, at_s)
 
-    monkeypatch.setattr(hydra_tune.ShardPool, "_forget", forget)
+    monkeypatch.setattr(hydra_tune.ShardPool, "_handle", handle)
     seen = defaultdict(list)
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import pool as pool_module
+from hydra_tune import event_loop
 from hydra_tune.context import current_context
 from hydra_tune.events import Done, Recall, Run, StepReady, TaskReady
 from hydra_tune.policy import Fifo
@@ -197,7 +197,7 @@ def prepared_elsewhere(pool, model):
 
 def test_two_models_of_one_thread_do_not_wait_for_each_other(monkeypatch):
     """Though two threads have prepared them: who asks is the holder's own thread, which cannot be in a task."""
-    monkeypatch.setattr(pool_module, "LOOK_S", 3600.0)
+    monkeypatch.setattr(event_loop, "LOOK_S", 3600.0)
     monkeypatch.setattr("hydra_tune.lease.LOOK_S", 3600.0)
     with hydra_tune.ShardPool(["cpu"], "64MiB", policy=Fifo(quantum_s=3600.0)) as pool:
         models = [prepared_elsewhere(pool, net()) for _ in range(2)]

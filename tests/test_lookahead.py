@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import pool as pool_module
+from hydra_tune import event_loop
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.context import current_context
@@ -220,7 +220,7 @@ def test_a_trial_is_stopped_while_it_waits_for_a_shard_that_is_on_its_way(monkey
     held, free_slot, freed = HeldUp(monkeypatch), Device.free_slot, []
 
     def watched(device, offset, num_bytes):
-        freed.extend(copy for each in pool._copying.values() for copy in each if copy.promote.offset == offset)
+        freed.extend(copy for each in pool._copying.values() for copy in each if copy.offset == offset)
         free_slot(device, offset, num_bytes)
 
     def stop():
@@ -232,7 +232,7 @@ def test_a_trial_is_stopped_while_it_waits_for_a_shard_that_is_on_its_way(monkey
         held.go_on.set()
 
     monkeypatch.setattr(current_context(), "stop", Stop())
-    monkeypatch.setattr(pool_module, "_LOOK_AROUND_S", 0.01)
+    monkeypatch.setattr(event_loop, "_LOOK_AROUND_S", 0.01)
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         model = Net()
         settle(model, pool)
@@ -423,6 +423,7 @@ def test_an_unknown_policy_is_refused():
 
 def test_a_job_that_ends_a_copy_threads_work_leaves_nobody_waiting(caplog):
     """Its thread died with the jobs behind it, whose trials waited for ever."""
+    caplog.set_level("DEBUG", "hydra_tune")
     copier, done = Copier("cpu:0", 1), []
 
     def ends():

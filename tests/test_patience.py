@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import garbage, pool
+from hydra_tune import event_loop, garbage
 from waiting import WAIT_S, wait_until
 
 
@@ -31,7 +31,7 @@ def train(shared, width=96):
 )
 def test_who_waits_for_what_is_kept_says_for_whom(limits, words, monkeypatch, caplog):
     monkeypatch.setattr(garbage, "WARN_S", 0.05)
-    monkeypatch.setattr(pool, "_LOOK_AROUND_S", 0.02)
+    monkeypatch.setattr(event_loop, "_LOOK_AROUND_S", 0.02)
     with hydra_tune.ShardPool(["cpu"], **limits) as shared:
         kept = train(shared)
         thread = threading.Thread(target=train, args=(shared,))
@@ -51,7 +51,7 @@ class Slow(nn.Linear):
 
 def test_whoever_waits_for_a_pilot_is_left_in_peace(monkeypatch, caplog):
     monkeypatch.setattr(garbage, "WARN_S", 0.05)
-    monkeypatch.setattr(pool, "_LOOK_AROUND_S", 0.02)
+    monkeypatch.setattr(event_loop, "_LOOK_AROUND_S", 0.02)
 
     def pilot(shared):
         model = hydra_tune.prepare(nn.Sequential(*(Slow(96, 96) for _ in range(8))), pool=shared)

@@ -54,7 +54,7 @@ from hydra_tune.policy import (
 )
 from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.schedule import PATIENCE, Machine
-from hydra_tune.shard import BlockProfile, Direction, Shard, ShardState, Task, TrialPlan
+from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
 from hydra_tune.state import TaskState
 
 
@@ -93,9 +93,9 @@ def test_one_trial_alone(machine):
     assert machine.handle(StepReady(0)) == [Enter(0)]
     first, second = task(0, 0), task(0, 1)
     assert machine.handle(TaskReady(first)) == [Promote(first, 0, 0, 30)]
-    assert machine.shard_state(0, 0) is ShardState.IN_FLIGHT
+    assert machine.devices[0].in_flight == {(0, 0)}
     assert machine.handle(Promoted(first, 0)) == [Run(first, 0)]
-    assert machine.shard_state(0, 0) is ShardState.RESIDENT
+    assert machine.devices[0].in_flight == set()
     assert machine.handle(Done(first)) == []
     assert machine.handle(TaskReady(second)) == [Promote(second, 0, 30, 30)]
     assert machine.handle(Promoted(second, 0)) == [Run(second, 0)]
@@ -104,7 +104,7 @@ def test_one_trial_alone(machine):
     assert machine.handle(TaskReady(back)) == [Run(back, 0)], "it is resident still"
     assert machine.handle(Done(back)) == []
     assert machine.handle(Invalidated(0)) == [Drop(0, 0, 0, 0, 30), Drop(0, 1, 0, 30, 30)]
-    assert machine.shard_state(0, 0) is ShardState.SPILLED
+    assert machine.trials[0].slots == set()
     assert machine.handle(StepDone(0)) == []
     assert machine.handle(TrialEnded(0)) == []
     assert machine.devices[0].ledger.used_bytes == 0
@@ -317,49 +317,26 @@ def test_one_pilot_at_a_time_and_who_is_behind_it_does_not_wait(machine):
     assert started.trial == 2 and started.beside
 
 
-def test_a_step_that_outgrows_its_estimate_waits_for_the_others_to_be_done(machine):
-    admitted(machine, 0, 1, 2, held=0)
-    assert machine.handle(StepReady(0, estimated=True)) == [Enter(0)]
-    assert machine.handle(StepReady(1)) == [Enter(1)]
-    assert machine.handle(Outgrown(0)) == []
-    assert machine.handle(StepReady(2)) == [], "it is behind"
-    assert machine.handle(StepDone(1)) == [Alone(0)]
-    assert machine.handle(StepReady(1)) == []
-    assert machine.handle(StepDone(0)) == [Enter(2), Enter(1)]
-    machine.validate()
-
-
-def test_a_step_whose_activations_are_kept_is_known_all_the_same(machine):
-    """The next estimated step need not wait until the script has let go of them."""
+def test_a_pilot_that_outgrows_what_it_has_waits_for_the_others_to_be_done(machine):
     admitted(machine, 0, 1, held=0)
-    assert machine.handle(StepReady(0, estimated=True)) == [Enter(0)]
-    assert machine.handle(StepReady(1, estimated=True)) == []
-    assert machine.handle(StepDone(0, keeps_bytes=10)) == [Enter(1)]
-    assert machine.devices[0].ledger.steps == {0: 10, 1: 10}
+    assert machine.handle(StepReady(0)) == [Enter(0)]
+    machine.handle(TrialAdded(2))
+    assert machine.handle(PilotReady(2, least_bytes=10)) == [StartPilot(2, 50, beside=True)]
+    assert machine.handle(Outgrown(2)) == []
+    assert machine.handle(StepReady(1)) == [], "it is behind"
+    assert machine.handle(StepDone(0)) == [Alone(2)]
+    assert machine.devices[0].ledger.steps == {2: 100}
+    assert machine.handle(StepReady(0)) == []
+    assert machine.handle(PilotDone(2, 60)) == [Enter(1), Enter(0)]
+
+
+def test_a_step_of_which_the_script_keeps_activations_goes_on_as_the_next(machine):
+    admitted(machine, 0, held=0)
+    assert machine.handle(StepReady(0)) == [Enter(0)]
+    assert machine.handle(StepDone(0, keeps_bytes=True)) == []
+    assert machine.devices[0].ledger.steps == {0: 10}
     assert machine.handle(StepDone(0)) == []
-    assert machine.devices[0].ledger.steps == {1: 10}
-
-
-@pytest.mark.parametrize(("keeps_bytes", "confined"), [(60, True), (61, False)])
-def test_a_step_that_had_all_keeps_what_it_needs_if_that_leaves_room_for_its_tasks(machine, keeps_bytes, confined):
-    admitted(machine, 0, 1)
-    assert machine.handle(StepReady(0, estimated=True)) == [Enter(0)]
-    assert machine.handle(Outgrown(0)) == [Alone(0)]
-    assert machine.handle(StepReady(1)) == []
-    assert machine.handle(StepDone(0, keeps_bytes=keeps_bytes)) == [], "its tasks take 40"
-    assert machine.is_alone(0) is not confined
-    assert machine.devices[0].ledger.steps == {0: keeps_bytes if confined else 10}
-    assert machine.handle(StepDone(0)) == [Enter(1)]
-
-
-def test_one_estimated_step_at_a_time(machine):
-    """Two that had outgrown theirs would wait for each other."""
-    admitted(machine, 0, 1, 2, held=0)
-    assert machine.handle(StepReady(0, estimated=True)) == [Enter(0)]
-    assert machine.handle(StepReady(1, estimated=True)) == []
-    assert machine.handle(StepReady(2)) == [Enter(2)]
-    assert machine.handle(StepDone(0)) == [Enter(1)]
-    machine.validate()
+    assert machine.devices[0].ledger.steps == {}
 
 
 def test_trials_go_to_the_device_with_fewest():
@@ -445,7 +422,7 @@ def test_while_a_task_computes_the_shard_of_the_next_is_promoted():
     first, second = task(0, 0, step=2), task(0, 1, step=2)
     assert machine.handle(TaskReady(first)) == [Promote(first, 0, 0, 40)]
     assert machine.handle(Promoted(first, 0)) == [Run(first, 0), Promote(second, 0, 40, 40, ahead=True)]
-    assert (machine.shard_state(0, 0), machine.shard_state(0, 1)) == (ShardState.RESIDENT, ShardState.IN_FLIGHT)
+    assert machine.devices[0].in_flight == {(0, 1)}
     assert machine.handle(Promoted(second, 0)) == []
     assert machine.handle(Done(first, 1.0, TaskReady(second))) == [Run(second, 0)]
     machine.validate()
@@ -613,7 +590,7 @@ def test_a_task_runs_where_nothing_does_and_its_step_goes_on_at_home():
     assert machine.handle(TaskReady(b)) == []
     machine.handle(Promoted(a, 0))
     assert machine.handle(Done(c, 1.0)) == [Promote(b, 1, 30 + 40, 30)]
-    assert machine.shard_state(2, 0, device=1) is ShardState.RESIDENT
+    assert (1, 0) in machine.trials[2].slots
     assert 2 in machine.devices[0].ledger.steps
     assert machine.handle(Invalidated(2)) == [Drop(2, 0, 1, 0, 30)]
     machine.validate()
@@ -656,20 +633,18 @@ def test_a_shard_that_needs_what_is_held_runs_at_home():
     machine.validate()
 
 
-@pytest.mark.parametrize("home_stays", [False, True])
-def test_a_home_that_stays_is_that_of_the_next_step_too_whose_tasks_travel(home_stays):
+def test_a_step_begins_where_fewer_trials_are_at_home():
     machine = Machine([100, 100], Fifo(), least_ahead_bytes=None)
     for trial in (0, 1, 2):
-        machine.handle(TrialAdded(trial, travels=True, home_stays=home_stays))
+        machine.handle(TrialAdded(trial, travels=True))
         machine.handle(PlanReady(trial, plan()))
     machine.handle(TrialEnded(1))
-    moved = [] if home_stays else [Move(2, 1)]
-    assert machine.handle(StepReady(2)) == [*moved, Enter(2)], "the second device is nobody's"
+    assert machine.handle(StepReady(2)) == [Move(2, 1), Enter(2)], "the second device is nobody's"
     machine.handle(StepReady(0))
     a, c = task(0, 0), task(2, 0)
     assert machine.handle(TaskReady(a)) == [Promote(a, 0, 0, 30)]
     assert machine.handle(TaskReady(c)) == [Promote(c, 1, 0, 30)]
-    assert machine.trials[2].home == (0 if home_stays else 1)
+    assert machine.trials[2].home == 1
     machine.handle(Promoted(c, 1))
     machine.handle(Done(c, 1.0))
     assert machine.handle(StepDone(2)) == []
@@ -816,24 +791,25 @@ class Player:
         self.asked = {}  # and with which event
 
     def script(self, trial):
-        """What a trial asks and which answer it waits for, as a generator of (event, answer). Even trials
-        measure their first step, which proves larger than estimated; every third says when it has been through."""
-        final, measures = self.plans[trial], trial % 2 == 0
+        """What a trial asks and which answer it waits for, as a generator of (event, answer). The plan of
+        even trials has grown after their first step; every third says when it has been through."""
+        final, grows = self.plans[trial], trial % 2 == 0
         total_steps = self.steps if trial % 3 else None
         yield TrialAdded(trial, total_steps, host_bytes=10, travels=self.travels[trial]), Place
         least_bytes = None if trial % 3 == 1 else self.rng.randrange(100)
         yield PilotReady(trial, least_bytes=least_bytes), StartPilot
+        if self.machine._home(trial).exclusive is None and self.rng.random() < 0.5:
+            yield Outgrown(trial), Alone
+            self.check_alone(trial)
         yield PilotDone(trial, self.rng.randrange(100)), None
-        yield PlanReady(trial, replace(final, step_bytes=final.step_bytes // 2) if measures else final), Admit
+        yield PlanReady(trial, replace(final, step_bytes=final.step_bytes // 2) if grows else final), Admit
         kept = False
         for step in range(1, self.steps + 1):
-            if step > 1 and measures and not kept:
+            if step > 1 and grows and not kept:
                 yield PlanReady(trial, final), Admit
-                measures = False
-            estimated = step == 1 and measures
-            outgrown_at = self.rng.randrange(10) if estimated and self.rng.random() < 0.5 else None
+                grows = False
             if not kept:
-                yield StepReady(trial, estimated), Enter
+                yield StepReady(trial), Enter
             yield Invalidated(trial), None
             shards = range(len(self.plans[trial].shards))
             visits = [task(trial, s, step=step) for s in shards]
@@ -841,20 +817,17 @@ class Player:
             if trial % 5 == 4 and step == 2 and len(shards) > 1:  # not in the order of the step before
                 visits[0], visits[1] = visits[1], visits[0]
             yield self.ready(visits[0]), Run
-            for number, (visit, after) in enumerate(zip(visits, [*visits[1:], None], strict=True)):
+            for visit, after in zip(visits, [*visits[1:], None], strict=True):
                 seconds = self.rng.random()
-                if after is None or self.rng.random() < 0.3 or number == outgrown_at:
+                if after is None or self.rng.random() < 0.3:
                     yield Done(visit, seconds), None
-                    if number == outgrown_at:
-                        yield Outgrown(trial), Alone
-                        self.check_alone(trial)
                     if after is not None:
                         yield self.ready(after), Run
                 else:
                     yield Done(visit, seconds, self.ready(after)), Run
             yield Reported(trial, self.rng.random()), None
             kept = step < self.steps and self.rng.random() < 0.1
-            yield StepDone(trial, keeps_bytes=final.step_bytes if kept else None), None
+            yield StepDone(trial, keeps_bytes=kept), None
         yield TrialEnded(trial), None
 
     def check_alone(self, trial):

@@ -79,7 +79,7 @@ class TurnsPool(hydra_tune.ShardPool):
     def __init__(self, *args, turns_seed, **kwargs):
         super().__init__(*args, **kwargs)
         self.turns = Turns(turns_seed)
-        self._wake = Wakes(self)
+        self.leases = Leases(self)
         self.story = []  # all that the scheduler was told, and has said
         ticks = itertools.count()
         self._trace.now_s = lambda: float(next(ticks))
@@ -96,12 +96,13 @@ class TurnsPool(hydra_tune.ShardPool):
         self.story.append(self._machine._story[-1])
 
 
-class Wakes(dict):
+class Leases(dict):
     def __init__(self, pool):
         self._pool = pool
 
-    def __setitem__(self, number, condition):
-        super().__setitem__(number, Waits(self._pool))
+    def __setitem__(self, number, lease):
+        lease.wake = Waits(self._pool)
+        super().__setitem__(number, lease)
 
 
 def run_in_turns(monkeypatch, pool, objectives):

@@ -1,0 +1,399 @@
+"""What a pool and its trials' threads tell the scheduler, and how what it says is carried out.
+
+The machine decides under the pool's lock; a trial's own thread does the trial's work outside of it. So it does
+promotions, but for those made ahead, which a device's thread copies (`copier`). In a turn that lasts it goes on by
+itself, without the lock, and says in sums what it has done (`lease`); whatever else it tells the pool ends the turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hydra_tune import events as e
+from hydra_tune.config import format_bytes
+from hydra_tune.copier import Copier
+from hydra_tune.device import Device
+from hydra_tune.errors import PoolClosedError, TrialStopped
+from hydra_tune.fork import gate
+from hydra_tune.garbage import Wait, collect_beside
+from hydra_tune.interrupts import interrupts
+from hydra_tune.lease import LOOK_S, Lease
+from hydra_tune.schedule import Machine
+from hydra_tune.shard import Task
+from hydra_tune.trace import BETWEEN, TaskClock, Trace
+
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
+
+logger = logging.getLogger("hydra_tune")
+InstructionT = TypeVar("InstructionT", bound=e.Instruction)
+_LOOK_AROUND_S = 1.0  # nobody says that a model was collected
+
+
+class EventLoop:
+    """Of one pool. Methods without an underscore are for trials, and take the lock."""
+
+    def __init__(self, devices: Sequence[Device], machine: Machine, num_threads: int) -> None:
+        self._devices = tuple(devices)
+        self._machine = machine
+        self._lock = threading.RLock()
+        gate.guard(self._lock)
+        self._trials: weakref.WeakValueDictionary[int, Trial] = weakref.WeakValueDictionary()  # a model owns its trial
+        self._abandoned: deque[int] = deque()  # collected with their models; only noted there, ended later
+        self._summaries: dict[int, dict[str, Any]] = {}  # of all trials, ended ones included
+        self.leases: dict[int, Lease] = {}  # of each trial
+        self._turns: list[Lease | None] = [None] * len(devices)  # those that last
+        self._copiers = [Copier(device.name, num_threads) for device in devices]
+        self._copying: dict[int, list[e.Promote]] = {}  # ahead of their tasks, by trial
+        self._trace = Trace()
+        self._clocks = [TaskClock(self._trace, device) for device in devices]
+        self._closed = False
+
+    # ---- between tasks ----
+
+    def tell(self, event: e.Event) -> None:
+        with self._lock:
+            self._handle(event)
+
+    def tell_between_tasks(self, trial: Trial, event: e.Event) -> None:
+        """While no turn of the trial's lasts, and none of its copies is under way."""
+        with self._lock:
+            self.give_back(trial)
+            self.await_copies(trial)
+            self._handle(event)
+
+    def ask(
+        self, trial: Trial, event: e.PilotReady | e.PlanReady | e.StepReady | e.Outgrown, answer: type[InstructionT]
+    ) -> InstructionT:
+        """Between tasks; wait until the scheduler grants it."""
+        with self._lock:
+            self.check_open(trial)
+            self.end_abandoned()
+            self.tell_between_tasks(trial, event)
+            try:
+                instruction: InstructionT = self._await(trial.id, (answer,), partial(self.check_open, trial))
+            except BaseException:  # it may go on, and ask anew
+                self._handle(e.Withdrawn(trial.id))
+                raise
+            return instruction
+
+    def enter_step(self, trial: Trial) -> None:
+        self.ask(trial, e.StepReady(trial.id), e.Enter)
+        self.leases[trial.id].in_step = True
+
+    def leave_step(self, trial: Trial, *, trained: bool) -> None:
+        with self._lock:
+            self.give_back(trial)
+            self.await_copies(trial)
+            lease = self.leases[trial.id]
+            if lease.in_step:  # else who ended its turn has told so
+                lease.in_step = False
+                self._handle(e.StepDone(trial.id, trained))
+
+    def check_open(self, trial: Trial) -> None:
+        """The task boundary at which a trial stops that is to, or whose pool is closed."""
+        trial.stop.check()
+        if self._closed and trial.of_runner:
+            raise TrialStopped("the pool was closed")
+        if self._closed:
+            raise PoolClosedError(
+                "a prepared model runs in its pool, but that was closed. Call hydra_tune.release(model) to go on in "
+                "plain PyTorch; then it may be prepared in a new ShardPool, too."
+            )
+
+    # ---- tasks ----
+
+    def acquire(self, task: Task, after: tuple[Task, float] | None = None) -> float:
+        """Wait for the lease and the shard; when the task began, in seconds. `after` is the task that ends with this,
+        and when it began."""
+        trial, lease, ready = self._trials[task.trial], self.leases[task.trial], e.TaskReady(task, at_home=True)
+        check = partial(self.check_open, trial)
+        try:
+            with self._lock:
+                asked_s = self._trace.now_s()
+                if self.give_back(trial):
+                    after = None
+                if after is None:
+                    self.check_open(trial)
+                    self._handle(ready)
+                else:
+                    self.release(*after, ready)
+                    self.check_open(trial)
+                waits = not lease.granted
+                granted = self._await(task.trial, (e.Promote, e.Run), check)
+                device = self._devices[granted.device]
+                if isinstance(granted, e.Run):
+                    return self._note_start(task, device.number, asked_s if waits else None)
+                self._handle(e.Promoted(task, device.number))  # by this thread: as a part of the task
+                self._await(task.trial, (e.Run,), check)
+                promote_s = self._trace.now_s()
+            trial.promote_shard(device, task.shard, granted.offset, granted.num_bytes)
+            with self._lock:
+                self._trace.note("promote", task, device.number, promote_s, self._trace.now_s())
+                return self._note_start(task, device.number, asked_s)
+        except BaseException:
+            with self._lock:
+                self._drop_turn(lease)
+                self.await_copies(trial)
+                self._handle(e.Failed(task))
+                lease.granted.clear()
+                self._wake_first(self._machine.trials[task.trial].home)
+            raise
+
+    def release(self, task: Task, start_s: float, then: e.TaskReady | None = None) -> None:
+        """It has begun at that time, and ends now."""
+        with self._lock:
+            end_s = self._trace.now_s()
+            seconds = self._clocks[self._machine.trials[task.trial].home].end(task, start_s, end_s)
+            self._handle(e.Done(task, seconds, then), end_s)
+
+    def _note_start(self, task: Task, device: int, waited_since_s: float | None) -> float:
+        """Of a task, in seconds; and what it and its device have waited for until now."""
+        start_s, lease = self._trace.now_s(), self.leases[task.trial]
+        if waited_since_s is not None:
+            self._trace.note("wait", task, device, waited_since_s, start_s)
+        self._clocks[device].begin(start_s)
+        if lease.is_open:
+            lease.start(task, start_s)
+        return start_s
+
+    # ---- turns that last ----
+
+    def give_back(self, trial: Trial) -> bool:
+        """In the trial's thread: its turn, if one lasts, ends here. Whether one did."""
+        lease = self.leases[trial.id]
+        if not lease.is_open:  # seldom true
+            return False
+        with self._lock:
+            lease.end()
+            if lasted := lease.is_open:  # still
+                self._end_turn(lease)
+            return lasted
+
+    def hear(self, trial: Trial) -> None:
+        """What the trial has done in its turn, which ends if it is to."""
+        lease = self.leases[trial.id]
+        with self._lock:
+            if lease.is_open and lease.revoked:
+                self._end_turn(lease)
+            elif lease.is_open:
+                self._note_ran(lease)
+
+    def _end_turn(self, lease: Lease) -> None:
+        """Its holder is between two tasks, in whatever thread this is."""
+        task, in_step = lease.task, lease.in_step
+        assert lease.device is not None
+        clock = self._clocks[lease.device.number]
+        self._drop_turn(lease)
+        if clock.cause == "":
+            clock.idles(lease.told_s, BETWEEN)
+        self._handle(e.Done(task))
+        if not in_step:
+            self._handle(e.StepDone(lease.trial, trained=False))  # those that trained were told
+
+    def _drop_turn(self, lease: Lease) -> None:
+        """If one lasts; of its end the machine is told nothing."""
+        if lease.device is not None:
+            self._turns[lease.device.number] = None
+            lease.revoke()  # first
+            self._note_ran(lease)
+            lease.close()
+
+    def _note_ran(self, lease: Lease) -> None:
+        tasks = lease.take_ran()
+        steps = lease.num_steps - lease.told_steps
+        lease.told_steps += steps
+        if lease.device is None or not (tasks or steps):
+            return
+        seconds = self._clocks[lease.device.number].ran(lease.trial, tasks, lease.told_s)
+        if tasks:
+            step, *_, lease.told_s, _ = tasks[-1]
+            self._summaries[lease.trial]["steps"] = step
+        self._handle(e.Worked(lease.trial, seconds, steps))
+
+    def _look_at_turn(self, trial: int) -> float:
+        """That of who is in the trial's way, if it waits for one that lasts and is the first to; for how many seconds
+        it may wait now."""
+        state = self._machine.trials.get(trial)
+        lease = None if state is None else self._turns[state.home]
+        if lease is None or lease.device is None or lease.trial == trial:
+            return _LOOK_AROUND_S
+        if lease.revoked:
+            if not lease.busy:
+                self._end_turn(lease)
+            return _LOOK_AROUND_S
+        device = lease.device.number
+        waiting = self._machine.ready.oldest(device)
+        if waiting is None or waiting.task.trial != trial:
+            return _LOOK_AROUND_S
+        now_s = self._trace.now_s()
+        if lease.is_idle(now_s):
+            if lease.revoke():
+                self._end_turn(lease)
+            return LOOK_S
+        quantum_s = self._machine.policy.quantum_s
+        if now_s - lease.since_s >= quantum_s:
+            self._note_ran(lease)
+            lease.since_s = now_s
+            self._handle(e.Expired(device))
+        return min(LOOK_S, max(quantum_s, 1e-3))
+
+    def _wake_first(self, device: int) -> None:
+        """Of those that wait for a turn that lasts: this one looks at its holder from here on."""
+        waiting = self._machine.ready.oldest(device)
+        if waiting is not None and self._turns[device] is not None:
+            self.leases[waiting.task.trial].wake.notify_all()
+
+    # ---- instructions ----
+
+    def _handle(self, event: e.Event, at_s: float | None = None) -> None:
+        """It has happened then, or now."""
+        recalled: list[Lease] = []
+        for instruction in self._machine.handle(event):
+            if isinstance(instruction, e.Drop):
+                self._drop(instruction)
+            elif isinstance(instruction, e.Promote) and instruction.ahead:
+                self._copying.setdefault(instruction.task.trial, []).append(instruction)
+                self._copiers[instruction.device].submit(partial(_copy_ahead, weakref.ref(self), instruction))
+            elif isinstance(instruction, e.Move):
+                self._trials[instruction.trial].move_home(self._devices[instruction.device])
+            elif isinstance(instruction, e.Recall):
+                recalled.append(self.leases[instruction.trial])
+            else:
+                trial = instruction.task.trial if isinstance(instruction, (e.Promote, e.Run)) else instruction.trial
+                lease = self.leases[trial]
+                if isinstance(instruction, e.Run) and instruction.lasts:
+                    self._turns[instruction.device] = lease
+                    lease.open(instruction.task, self._devices[instruction.device])
+                    self._wake_first(instruction.device)
+                lease.granted.append(instruction)
+                lease.wake.notify_all()
+        for device, clock in enumerate(self._clocks):
+            cause = self._machine.idle_cause(device)
+            if cause not in ("", clock.cause):
+                clock.idles(self._trace.now_s() if at_s is None else at_s, cause)
+        for lease in recalled:
+            if lease.revoke() and lease.is_open:
+                self._end_turn(lease)
+
+    def _drop(self, drop: e.Drop) -> None:
+        trial = self._trials.get(drop.trial)
+        if trial is not None:
+            trial.drop_shard(self._devices[drop.device], drop.shard)
+        self._devices[drop.device].free_slot(drop.offset, drop.num_bytes)
+        self._trace.count("dropped_bytes", drop.device, drop.trial, drop.num_bytes)
+
+    def await_copies(self, trial: Trial) -> None:
+        """Those of this trial that are under way: host memory may not change, nor the slot go, before they are made.
+        Who has the lock keeps others from beginning one meanwhile."""
+        if trial.id in self._copying:  # seldom
+            with self._lock:
+                while trial.id in self._copying:
+                    for copier in self._copiers:
+                        copier.keep_going()
+                    self.leases[trial.id].wake.wait(_LOOK_AROUND_S)
+
+    # ---- waiting ----
+
+    def _await(self, number: int, answers: tuple[type, ...], check: Callable[[], None]) -> Any:
+        """The next instruction to this trial; `check` ends the waiting."""
+        granted = self.leases[number].granted
+        if not granted:
+            wait = Wait()
+            while not granted:
+                interrupts.check()
+                check()
+                self._wait(number, wait)
+        instruction = granted.popleft()
+        assert isinstance(instruction, answers), (instruction, answers)
+        return instruction
+
+    def _wait(self, number: int, wait: Wait) -> None:
+        """Until it is told something, for a while. A plain script's trial, which nobody ends, ends as garbage."""
+        lease = self.leases[number]
+        for copier in self._copiers:
+            copier.keep_going()
+        wait_s = self._look_at_turn(number)
+        if not lease.granted:
+            lease.wake.wait(wait_s)
+        if wait.shall_collect() and any(not t.of_runner and t.id != number for t in self._trials.values()):
+            collect_beside()
+        self.end_abandoned()
+        begun = self._machine.tasks_begun + sum(turn.begun for turn in self._turns if turn is not None)
+        if wait.shall_warn(begun) and not lease.granted:
+            self._warn_of_wait(number)
+
+    def _warn_of_wait(self, number: int) -> None:
+        machine, turns = self._machine, zip(self._machine.devices, self._turns, strict=True)
+        if any(d.ledger.pilot is not None or (d.running and (turn is None or turn.busy)) for d, turn in turns):
+            return
+        bytes_of = machine.reserved_bytes if number in machine.trials else lambda i: machine.trials[i].host_bytes
+        others = [i for i in machine.trials if i != number and bytes_of(i)]
+        if others:
+            logger.warning(
+                "%s %s, and no task has begun for a while: %s. What is not busy elsewhere (loading, validation, a "
+                "pause) is kept for nothing: by its optimizer, a loss, or an exception that came through its frame. "
+                "Drop that, or call hydra_tune.release(model).",
+                self._summaries[number]["name"],
+                self._state(number),
+                ", ".join(f"{self._summaries[i]['name']} has {format_bytes(bytes_of(i))}" for i in others),
+            )
+
+    def _state(self, number: int) -> str:
+        """What the trial says itself; if it is live, what it waits for."""
+        state: str = self._summaries[number]["state"]
+        awaited = self._machine.awaits(number) if state == "live" and number in self._machine.trials else None
+        if awaited is None:
+            return state
+        device, measured = awaited
+        if measured is not None:
+            return f"waits for the pilot or first step of {self._summaries[measured]['name']}"
+        return f"waits for memory of {self._devices[device].name}"
+
+    # ---- ends ----
+
+    def end_abandoned(self) -> None:
+        """Take back what trials held whose models were collected."""
+        with self._lock:
+            for _ in range(len(self._abandoned)):
+                number = self._abandoned.popleft()
+                if number in self._copying:
+                    self._abandoned.append(number)
+                elif number in self.leases:
+                    self._summaries[number]["state"] = "ended"
+                    self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._drop_turn(self.leases[number])
+        for device in self._devices:  # before others may have its bytes
+            device.meter.end_trial(number)
+        self._handle(e.TrialEnded(number))
+        del self.leases[number]
+
+
+def _copy_ahead(reference: weakref.ref[EventLoop], promote: e.Promote) -> None:
+    """In a device's copy thread. It may have been submitted twice; one that failed is made again when the task runs."""
+    loop = reference()
+    if loop is None or promote not in loop._copying.get(promote.task.trial, ()):
+        return
+    start_s, trial = loop._trace.now_s(), loop._trials.get(promote.task.trial)
+    try:
+        if trial is not None and not trial.ended:
+            device = loop._devices[promote.device]
+            trial.promote_shard(device, promote.task.shard, promote.offset, promote.num_bytes, ahead=True)
+    finally:
+        del trial
+        with loop._lock:
+            copying = loop._copying[promote.task.trial]
+            copying.remove(promote)
+            if not copying:
+                del loop._copying[promote.task.trial]
+            loop._trace.note("promote", promote.task, promote.device, start_s, loop._trace.now_s())
+            loop.leases[promote.task.trial].wake.notify_all()
+            loop._handle(e.Promoted(promote.task, promote.device))

@@ -30,7 +30,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.fork import new_in_child
-from hydra_tune.hooks import keep_only_pytorchs
+from hydra_tune.glance import keep_only_pytorchs
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.around import Around, weights_in

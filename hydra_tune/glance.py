@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_tune.hooks import user_hooks
-
+HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
 _SWITCHES = frozenset((bool, str, type(None), torch.Tensor))
 
 
@@ -54,9 +54,33 @@ def glance_at(model: nn.Module) -> Glance:
         tuple(needs_gradient),
         tuple(buffers),
         tuple([module.training for module in modules]),
-        tuple([id(module) for module in modules if user_hooks(module)]),
+        tuple([id(module) for module in modules if _has_users_hook(module)]),
         tuple([_switches_of(owner) for owner in owners.values()]),
     )
+
+
+def _has_users_hook(module: nn.Module) -> bool:
+    own = vars(module)
+    return any(
+        not _origin_of(hook).startswith(_LIBRARIES)
+        for kind in HOOKS_OF_MODULES
+        if own.get(kind)
+        for hook in own[kind].values()
+    )
+
+
+def keep_only_pytorchs(module: nn.Module) -> None:
+    """Of the hooks on a copy of a module: PyTorch's compute weights, all others tell somebody of a call."""
+    for kind in HOOKS_OF_MODULES:
+        hooks = vars(module).get(kind, {})
+        for key in [key for key, hook in hooks.items() if not _origin_of(hook).startswith("torch.")]:
+            del hooks[key]
+
+
+def _origin_of(hook: Any) -> str:
+    """The module that its code is in."""
+    hook = getattr(hook, "func", hook)  # functools.partial
+    return getattr(hook, "__module__", None) or type(hook).__module__
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import (
 )
 
 from hydra_tune.meter import TrialMeter, is_counted, storages_of
-from hydra_tune.thread_mode import ThreadMode
 
 _aten = torch.ops.aten
 _ASKS_FOR_MODES = {
@@ -54,6 +53,30 @@ _OWN = (DispatchKey.CPU, DispatchKey.CUDA)
 _RESOLVE = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
 _NOTES_VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 _AUTOCASTS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+
+
+class ThreadMode(TorchDispatchMode):
+    """Enters and leaves the thread's stack, and that is all: PyTorch's own modes note for the process, too, that
+    one is active, and put back what each has found; where threads come and go, that stays wrong."""
+
+    def __init__(self) -> None: ...
+
+    def __enter__(self) -> Any:
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _pop_mode()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import its compiler at the first operator, which takes seconds, and ask it at each."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays compiled, and is not seen."""
+        return True
 
 
 class TrialMode(ThreadMode):

@@ -5,29 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_
-from types import BuiltinFunctionType, FunctionType
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-State = dict[str, Any]  # by the attribute's name
-
 _STRUCTURE = frozenset((  # not what a module is set to
     "_parameters", "_buffers", "_modules", "_apply", "_flat_weights", "_flat_weight_refs",
 ))  # fmt: skip
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((
-    bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, BuiltinFunctionType,
-))  # fmt: skip
+_CHILDREN = itemgetter("_modules")
 
 
-class Build(NamedTuple):
-    """Of each module its children by name, in order, and its class."""
+class State(NamedTuple):
+    """`found` is by identity and order: an equal number in a new object is put back for nothing."""
 
+    found: tuple[list[int], list[int], list[type]] | None
+    attributes: list[dict[str, Any]]  # of each module by name
     children: list[list[tuple[str, nn.Module | None]]]
     classes: list[type]
+    is_rebuilt: bool  # has other children, or classes, than at first
 
 
 class ModuleStates:
@@ -36,87 +34,54 @@ class ModuleStates:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._latest: list[State | None] = [None] * len(modules)
-        self._same: tuple[list[int], list[int], list[State]] | None = None  # by identity, while all of it is plain
-        self._build = self._first_build = self._read_build()
+        self._first = self._build()
+        self.shared: State | None = None  # the latest, if it keeps nothing large alive: not to be changed
 
-    def build_now(self) -> Build:
-        """As it is now; not to be changed."""
-        if not self.have(self._build):
-            self._build = self._read_build()
-        return self._build
+    def _build(self) -> tuple[Any, Any]:
+        return [[*module._modules.items()] for module in self._modules], list(map(type, self._modules))
 
-    def was_first(self, build: Build) -> bool:
-        """Whether they were so at first."""
-        return build is self._first_build or build == self._first_build
+    def _found(self) -> tuple[list[int], list[int], list[type]]:
+        """In PyTorch's and Python's own functions: it is asked several times a visit."""
+        own = list(map(vars, self._modules))
+        every = [*own, *map(_CHILDREN, own)]
+        values = chain.from_iterable(map(dict.values, every))
+        return list(map(id, values)), list(map(len, every)), list(map(type, self._modules))
 
-    def have(self, build: Build) -> bool:
-        return self._read_build() == build
+    def now(self) -> State:
+        """The caller's own, unless it is `shared`."""
+        found = self._found()
+        if self.shared is not None and self.shared.found == found:
+            return self.shared
+        build = self._build()
+        state = State(found, list(map(dict, map(vars, self._modules))), *build, build != self._first)
+        keeps = any(_keeps(v) for own in state.attributes for k, v in own.items() if k not in _OF_EVERY_MODULE)
+        self.shared = None if keeps else state
+        return state
 
-    def _read_build(self) -> Build:
-        return Build([[*module._modules.items()] for module in self._modules], list(map(type, self._modules)))
+    def are(self, state: State) -> bool:
+        return self._found() == state.found
 
-    def rebuild(self, build: Build) -> None:
-        for module, children, kind in zip(self._modules, *build, strict=True):
+    def set(self, state: State) -> None:
+        stays = _STRUCTURE | {"forward"}  # the first one is the block, which may be cut otherwise since
+        for module, values, children, kind in zip(self._modules, *state[1:4], strict=True):
+            own = vars(module)
+            extra = [k for k, v in own.items() if k not in values and k not in stays and not _is_activation(v)]
+            for name in extra:
+                del own[name]
+            own.update((k, v) for k, v in values.items() if k not in stays)
+            stays = _STRUCTURE
             if [*module._modules.items()] != children:
                 module._modules.clear()
                 module._modules.update(children)
             if type(module) is not kind:
                 module.__class__ = kind
 
-    def now(self) -> list[State]:
-        """Of each module. One that has nothing but plain data is not to be changed; the others are the caller's own."""
-        ids, lengths = self._ids_now()
-        if self._same is not None and self._same[0] == ids and self._same[1] == lengths:
-            return self._same[2]
-        states = []
-        for i, (own, latest) in enumerate(zip(map(vars, self._modules), self._latest, strict=True)):
-            if latest is None or not _is_set(own, latest):
-                latest = dict(own)
-                self._latest[i] = latest if _is_plain(latest) else None  # objects shall not live longer for it
-            states.append(latest)
-        self._same = None if None in self._latest else (ids, lengths, states)
-        return states
 
-    def _ids_now(self) -> tuple[list[int], list[int]]:
-        owns = list(map(vars, self._modules))
-        return list(map(id, chain.from_iterable(map(dict.values, owns)))), list(map(len, owns))
-
-    def are_plain(self, states: Sequence[State]) -> bool:
-        """Whether these, just told by `now`, have no objects, nor tensors."""
-        return self._same is not None and states is self._same[2]
-
-    def are(self, states: Sequence[State]) -> bool:
-        if self._same is not None and states is self._same[2]:
-            return self._ids_now() == self._same[:2]
-        return all(map(_is_set, map(vars, self._modules), states))
-
-    def set(self, states: Sequence[State]) -> None:
-        stays = _STRUCTURE | {"forward"}  # the first one is the block, which may be cut otherwise since
-        for own, values in zip(map(vars, self._modules), states, strict=True):
-            extra = [k for k, v in own.items() if k not in values and k not in stays and not _is_activation(v)]
-            for name in extra:
-                del own[name]
-            own.update((k, v) for k, v in values.items() if k not in stays)
-            stays = _STRUCTURE
-
-
-def _is_set(own: State, then: State) -> bool:
-    """By identity and order: an equal number in a new object is put back for nothing."""
-    return tuple(own) == tuple(then) and all(map(is_, own.values(), then.values()))
-
-
-def _is_plain(state: State) -> bool:
-    others = [value for name, value in state.items() if name not in _OF_EVERY_MODULE]
-    return all(map(_keeps_nothing, others))
-
-
-def _keeps_nothing(value: Any) -> bool:
-    """Alive; a function does by what it closes over, and by its attributes."""
-    kind = type(value)
-    if kind is FunctionType:
-        return value.__closure__ is None and not value.__dict__
-    return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
+def _keeps(value: Any) -> bool:
+    """Memory, which shall not live longer for it."""
+    if isinstance(value, tuple):
+        return any(map(_keeps, value))
+    return isinstance(value, (torch.Tensor, list, dict, set))
 
 
 def _is_activation(value: Any) -> bool:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hydra_tune.host_buffer import tensor_bytes
+from hydra_tune.mode import ThreadMode
 from hydra_tune.randomness import state_kept
 from hydra_tune.shared_random import watching_draws
-from hydra_tune.thread_mode import ThreadMode
 from hydra_tune.tree import tensors_in
 
 logger = logging.getLogger("hydra_tune")

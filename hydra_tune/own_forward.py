@@ -1,4 +1,5 @@
-"""What stands in an attribute of a module, `forward` above all, while the module is prepared.
+"""What stands in an attribute of a module, `forward` above all, while the module is prepared; in a block's, it leads
+each call to the trial.
 
 accelerate and trl set a forward on a module itself, before its class's, as does who patches a model by hand:
 ``model.forward = types.MethodType(wrapped, model)``.
@@ -7,11 +8,15 @@ accelerate and trl set a forward on a module itself, before its class's, as does
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hydra_tune.interrupts import interruptible
+from hydra_tune.interrupts import interruptible, interrupts
+
+if TYPE_CHECKING:
+    from hydra_tune.blocks.block import Block
+    from hydra_tune.trial import Trial
 
 
 class StandIn:
@@ -49,6 +54,35 @@ class StandIn:
             own[self.attribute] = self._before  # in its place among the attributes
         else:
             del own[self.attribute]
+
+
+class BlockForward(StandIn):
+    def __init__(self, block: Block, trial: Trial) -> None:
+        super().__init__(block.module)
+        self.block = block
+        self.trial = trial
+        self.__wrapped__ = self.original  # inspect.signature follows it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block, trial = self.block, self.trial
+        if trial.in_visit or not block.is_current:  # a block within a block; a user's wrapper of one that was cut anew
+            return block.forward(args, kwargs)
+        if not trial.has_model:
+            trial.end()
+            return block.forward(args, kwargs)
+        outputs = trial.run_block(block, args, kwargs)
+        if interrupts.pending:
+            interrupts.check()
+        return outputs
+
+
+def end_orphans(model: nn.Module) -> bool:
+    """End the trials whose own model was collected, while this part of it lives on; whether there were any."""
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    trials = [f.trial for f in forwards if isinstance(f, BlockForward) and not f.trial.has_model]
+    for trial in trials:
+        trial.end()
+    return bool(trials)
 
 
 def own_forward_of(module: nn.Module) -> Callable[..., Any] | None:

@@ -18,7 +18,6 @@ from torch import nn
 
 from hydra_tune import partition
 from hydra_tune.blocks.block import Block, gradient_bytes
-from hydra_tune.blocks.call_site import BlockForward
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
@@ -26,6 +25,7 @@ from hydra_tune.fingerprint import PlanKey
 from hydra_tune.glance import glance_at
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.optim import stepping_bytes
+from hydra_tune.own_forward import BlockForward
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
 from hydra_tune.planning.on_paper import least_bytes
@@ -366,7 +366,7 @@ class Planner:
     def unwrap(self) -> None:
         for block in self.blocks:
             ours = block.module.__dict__.get("forward")
-            block.is_current = False
+            block.is_current, block.module_states.shared = False, None
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
                 ours.give_back()
 

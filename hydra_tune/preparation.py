@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hydra_tune.blocks.call_site import end_orphans
 from hydra_tune.context import current_context
 from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.fork import gate, new_in_child
 from hydra_tune.interrupts import interrupts
 from hydra_tune.optim import training_bytes
+from hydra_tune.own_forward import end_orphans
 from hydra_tune.pool import ShardPool, default_pool
 from hydra_tune.prepared_loader import PreparedLoader, plain_loader, refuse_what_is_no_loader
 from hydra_tune.resumption import extra_states

@@ -95,21 +95,20 @@ class ProcessState(NamedTuple):
 
 
 class Surroundings:
-    """As they are now: autocast, the default device, the choice of kernels, and what the attributes of modules are set
-    to (training mode, flags, numbers, objects, tensors that are no buffers)."""
+    """As they are now: autocast, the default device, the choice of kernels, and the modules of a block."""
 
     def __init__(self, modules: ModuleStates) -> None:
         self._modules = modules
         self._process = ProcessState.now()
-        self._attributes = modules.now()
-        self._build = modules.build_now()
+        self._state = modules.now()
         self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
-        for own in () if modules.are_plain(self._attributes) else self._attributes:
+        for own in () if self._state is modules.shared else self._state.attributes:
             for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
                 if value.grad_fn is None:
                     self._versions = *self._versions, (name, value, version_of(value))
                 else:  # an activation, which would keep its graph
                     del own[name]
+                    self._state = self._state._replace(found=None)
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -120,7 +119,7 @@ class Surroundings:
     def are_rebuilt(self) -> bool:
         """Some modules have other children, or are of other classes, than at first: nobody has noted what those are
         set to."""
-        return not self._modules.was_first(self._build)
+        return self._state.is_rebuilt
 
     @contextmanager
     def restored(self, block: str) -> Iterator[None]:
@@ -132,25 +131,25 @@ class Surroundings:
         """
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
-                raise RuntimeError(
-                    f"a block's attributes stay as they are from its forward to its backward, which repeats the "
-                    f"forward, but {name!r} of block {block} was changed in place in between. Change it after "
-                    f"backward, or assign a new tensor."
-                )
-        modules, attributes, build = self._modules, self._attributes, self._modules.build_now()
-        if build is not self._build:
-            modules.rebuild(self._build)
-        if not modules.are(attributes):
-            attributes = modules.now()
-            modules.set(self._attributes)
+                advice = "Change it after backward, or assign a new tensor."
+                raise changed_in_between("attributes", repr(name), block, advice)
+        modules, present = self._modules, self._state
+        if not modules.are(present):
+            present = modules.now()
+            modules.set(self._state)
         try:
             with self._process.entered(block):
                 yield
         finally:
-            if not modules.are(attributes):
-                modules.set(attributes)
-            if not modules.have(build):
-                modules.rebuild(build)
+            if not modules.are(present):
+                modules.set(present)
+
+
+def changed_in_between(what: str, which: str, block: str, advice: str) -> RuntimeError:
+    return RuntimeError(
+        f"a block's {what} stay as they are from its forward to its backward, which repeats the forward, but {which} "
+        f"of block {block} was changed in place in between. {advice}"
+    )
 
 
 class ThreadSettings:

@@ -23,19 +23,9 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import (
-    Call,
-    CheckpointedCall,
-    Given,
-    KeptCall,
-    OtherBranchError,
-    RepeatedCall,
-    UsedUpCall,
-    hooks_of_checkpoint,
-    is_watched,
-    refuse_hooks,
-)
+from hydra_tune.blocks.call import Call, KeptCall, OtherBranchError, hooks_of_checkpoint, is_watched, refuse_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.callers import Callers
 from hydra_tune.config import checks_enabled
@@ -673,13 +663,14 @@ class Trial:
             return self._evaluate_or_open(block, args, kwargs, given)
         hooks = hooks_of_checkpoint()
         if hooks is not None:
-            checkpointed = CheckpointedCall(block, self, forward_pass, hooks)
+            checkpointed = KeptCall(block, self, forward_pass, hooks)
             return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
         surroundings = Surroundings(block.module_states)
         at_once = self._pass is None  # a checkpoint's repetition, whose own backward follows
         if block.keeps or at_once or surroundings.are_rebuilt or surroundings.choices != self._choices or is_watched():
-            return self.with_room(block, lambda: KeptCall(block, self, forward_pass).run(args, kwargs), lambda: False)
-        call = RepeatedCall(block, self, forward_pass, Given(leaves, structure, given, surroundings))
+            kept = KeptCall(block, self, forward_pass, None)
+            return self.with_room(block, lambda: kept.run(args, kwargs), lambda: False)
+        call = RepeatedCall(block, self, forward_pass, leaves, structure, surroundings)
         if first is not None:
             first.watch(call, given)
         try:
@@ -720,10 +711,8 @@ class Trial:
             copy = self.begin_visit(block, Direction.FORWARD)
             try:
                 weights = copy.leaves(block.slot_parameters)
-                for leaf, p in zip(weights, block.slot_parameters, strict=True):
+                for leaf in weights:
                     leaf.grad = None  # of a run that had no room
-                    if leaf.__dict__ or p.__dict__:
-                        leaf.__dict__ = dict(p.__dict__)
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
@@ -810,9 +799,7 @@ class Trial:
             self.meter.outside_starts_later()
         self._open = self._open_copy = None
 
-    def send_home(
-        self, call: Call | UsedUpCall, gradients: Sequence[torch.Tensor | None]
-    ) -> Sequence[torch.Tensor | None]:
+    def send_home(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Gradients of a call's weights, to host memory, unless these are on the device by now."""
         self._enter_backward(call.forward_pass)
         parameters = call.promoted
@@ -838,13 +825,10 @@ class Trial:
         self._close_backward()
         return sent
 
-    def _sent_late_or_not(
-        self, call: Call | UsedUpCall, gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
+    def _sent_late_or_not(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         parameters = call.promoted
         alone = (
             self.device.spills_behind
-            and isinstance(call, Call)
             and call.forward_pass.calls.get(call.block.name, 0) == 1
             and self.steps.has_one_forward
             and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)

@@ -103,7 +103,7 @@ def trained(pool, mark=0, *, evaluates=False):
             model.layers[1].mark = mark
             refused = pytest.raises(
                 (hydra_tune.PrepareError, RuntimeError),
-                match=r"layers\.1 puts one on a weight in|hooks cannot be registered on non-leaf",
+                match=r"layers\.1 puts a hook on a weight in|hooks cannot be registered on non-leaf",
             )
             with refused, torch.set_grad_enabled(not evaluates):
                 model(x)

@@ -22,7 +22,7 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune import context, process_state, trial
-from hydra_tune.blocks import call
+from hydra_tune.blocks import call, repeated_call
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.context import TrialContext
@@ -149,10 +149,10 @@ def gradients_made_into(change):
     """Each block's gradients are changed as soon as they are there."""
 
     def wrapper(original):
-        def sent_home(this, gradients):
-            return [change(this, grad) for grad in original(this, gradients)]
+        def send_home(this, call, gradients):
+            return [change(call, grad) for grad in original(this, call, gradients)]
 
-        return sent_home
+        return send_home
 
     return wrapper
 
@@ -206,7 +206,7 @@ def plain_layers():
 PITFALLS = {
     "1 dropout in recompute": (
         lambda: Model(*(Layer(dropout=0.5) for _ in range(4))),
-        [(call, "drawing_again", always(lambda *_: nullcontext()))],
+        [(repeated_call, "drawing_again", always(lambda *_: nullcontext()))],
     ),
     "2 buffers updated twice": (
         lambda: Model(*(Layer(norm=lambda: nn.BatchNorm1d(WIDTH, momentum=0.5)) for _ in range(4))),
@@ -230,10 +230,10 @@ PITFALLS = {
     ),
     "8 clipping before all gradients are there": (
         plain_layers,
-        [(call.Call, "sent_home", gradients_made_into(clipped_by_block))],
+        [(trial.Trial, "send_home", gradients_made_into(clipped_by_block))],
     ),
-    "9 scaling shard by shard": (plain_layers, [(call.Call, "sent_home", gradients_made_into(unscaled_by_block))]),
-    "10 accumulation": (plain_layers, [(call.Call, "sent_home", gradients_made_into(overwriting))]),
+    "9 scaling shard by shard": (plain_layers, [(trial.Trial, "send_home", gradients_made_into(unscaled_by_block))]),
+    "10 accumulation": (plain_layers, [(trial.Trial, "send_home", gradients_made_into(overwriting))]),
     "12 a graph outlives its weights": (
         lambda: Caching(*(Cached() for _ in range(4))),
         [(call.Call, "_weight_view", always(nothing))],

@@ -315,7 +315,7 @@ class Thaws(nn.Linear):
 
 
 def test_a_block_that_thaws_its_weight_after_the_first_batch():
-    words = r"but 0 changed one's requires_grad\. Change it outside of forward"
+    words = r"but 0 changes requires_grad of a weight in its forward"
     with hydra_tune.ShardPool(["cpu"], "60KiB") as pool:
         model = nn.Sequential(Thaws(64, 64), *(nn.Linear(64, 64) for _ in range(5)))
         model[0].weight.requires_grad_(False)

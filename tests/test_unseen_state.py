@@ -623,6 +623,6 @@ def test_marks_are_on_the_tensor_that_the_model_has(script, budget):
 
 def test_a_weight_that_its_own_block_thaws_is_refused():
     """It is a tensor of the visit's that the block thaws."""
-    words = r"layers\.0 changed one's requires_grad\. Change it outside"
+    words = r"layers\.0 changes requires_grad of a weight in its forward"
     with pytest.raises(hydra_tune.PrepareError, match=words):
         assert_trains_as_in_plain_pytorch(ThawsLayersOneByOne, "spilled")

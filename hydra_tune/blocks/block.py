@@ -21,14 +21,6 @@ _HAVE_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-def leaf_like(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
-    """A parameter over `data` with the attributes that the user has put on `parameter`."""
-    leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    if parameter.__dict__:
-        leaf.__dict__.update(parameter.__dict__)
-    return leaf
-
-
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Of its `.grad`. Before torch 2.10 always its own."""
     return (parameter.grad_dtype if _HAVE_GRAD_DTYPE and parameter.is_leaf else None) or parameter.dtype

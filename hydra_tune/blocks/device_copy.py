@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_tune.blocks.block import Block, are_trained, leaf_like
+from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.device import Device
 from hydra_tune.host_buffer import HostWeights, places_of, storage_bytes, tensor_bytes, versions_of
 
@@ -132,12 +132,10 @@ class DeviceCopy:
             leaf = self._leaves.get(id(p))
             if leaf is None:
                 with torch.inference_mode(False):
-                    leaf = self._leaves[id(p)] = leaf_like(p, self.weight(p).data)
+                    leaf = self._leaves[id(p)] = nn.Parameter(self.weight(p).data, flag)
             if leaf.requires_grad != flag:
                 leaf.requires_grad_(flag)
-            if p.__dict__ or leaf.__dict__:  # which may be others by now
-                leaf.__dict__.clear()
-                leaf.__dict__.update(p.__dict__)
+            leaf.__dict__ = p.__dict__  # what is noted on it, is noted on the parameter
             found.append(leaf)
         return found
 

@@ -41,11 +41,11 @@ class SharedCasts:
     def bar(self, weights: Iterable[torch.Tensor]) -> None:
         """They are used without it from here on."""
         self._barred.update(map(id, weights))
-        _here.note(self)
+        _here.casts.add(self)
 
     def put(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         if not self._of:
-            _here.note(self)
+            _here.casts.add(self)
         self._of[id(weight)] = cast, weight._version
 
     def free(self, weight: torch.Tensor) -> None:
@@ -71,16 +71,7 @@ class _Here(threading.local):
     """What is to be cleared with the thread's autocast context."""
 
     def __init__(self) -> None:
-        self._noted: list[weakref.ref[SharedCasts]] = []
-
-    def note(self, casts: SharedCasts) -> None:
-        self._noted = [*(r for r in self._noted if r() not in (None, casts)), weakref.ref(casts)]
-
-    def clear(self) -> None:
-        noted, self._noted = self._noted, []
-        for casts in [reference() for reference in noted]:
-            if casts is not None:
-                casts.clear()
+        self.casts: weakref.WeakSet[SharedCasts] = weakref.WeakSet()
 
 
 _here = _Here()
@@ -89,7 +80,9 @@ _clear = torch.clear_autocast_cache
 
 @wraps(_clear)
 def _clear_all() -> None:
-    _here.clear()
+    casts, _here.casts = _here.casts, weakref.WeakSet()
+    for each in casts:
+        each.clear()
     _clear()
 
 

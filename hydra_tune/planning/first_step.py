@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hydra_tune.blocks.block import Block
-from hydra_tune.blocks.call import RepeatedCall, hooks_of_checkpoint
+from hydra_tune.blocks.call import hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import clear_frames
 from hydra_tune.fingerprint import Fingerprint

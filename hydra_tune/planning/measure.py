@@ -20,7 +20,7 @@ from hydra_tune.blocks.block import Block, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
-from hydra_tune.hooks import HOOKS_OF_MODULES
+from hydra_tune.glance import HOOKS_OF_MODULES
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.reached import Reached, globals_of

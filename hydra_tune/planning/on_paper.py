@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.fork import new_in_child
-from hydra_tune.hooks import HOOKS_OF_MODULES
+from hydra_tune.glance import HOOKS_OF_MODULES
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.optim import LiveBytes
 from hydra_tune.tree import map_tensors, tensors_in

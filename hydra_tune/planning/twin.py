@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from hydra_tune.blocks.block import Block, has_hooks, leaf_like
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.fingerprint import Fingerprint
-from hydra_tune.hooks import keep_only_pytorchs
+from hydra_tune.glance import keep_only_pytorchs
 from hydra_tune.host_buffer import versions_of
 from hydra_tune.meter import storages_of
 from hydra_tune.planning.reached import STRUCTURE, Reached

@@ -1,0 +1,262 @@
+"""A call of a block whose forward runs once more in the backward, with the random state, buffers and attributes of the
+first time (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hydra_tune.blocks.block import Block
+from hydra_tune.blocks.call import Call, Versioned, WeightView, _pop_hooks, _push_hooks, memory_of, place_of
+from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.engine import ForwardPass
+from hydra_tune.host_buffer import digest, version_of, versions_of
+from hydra_tune.process_state import Surroundings, changed_in_between
+from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
+from hydra_tune.shard import Direction
+from hydra_tune.tree import Structure, tensors_in, unflatten
+
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
+
+_DEPENDS = (
+    "depends on something that has changed since, as a global, or an object, list or dict that the model changes for "
+    "each layer, or on random numbers other than torch's. Give it what it depends on as an argument, or draw from "
+    "torch's."
+)
+
+
+class Saved:
+    """What autograd has instead of a tensor that it saved; lives as long as that would."""
+
+    __slots__ = ("__weakref__", "value")
+    value: WeightView | Versioned | torch.Tensor | None
+
+
+class _EnoughError(BaseException):
+    """Ends a repetition: all that was saved is there. No model catches it."""
+
+
+class RepeatedCall(Call):
+    """`_saved` are all that autograd has saved, in order, as long as it has them. The first to be asked for promotes
+    the weights again, and repeats the forward; what is a weight, or lies in the memory of an input or buffer, is there
+    without."""
+
+    def __init__(
+        self,
+        block: Block,
+        trial: Trial,
+        forward_pass: ForwardPass,
+        leaves: Sequence[Any],
+        structure: Structure,
+        surroundings: Surroundings,
+    ) -> None:
+        super().__init__(block, trial, forward_pass)
+        self._leaves, self._structure, self._surroundings = leaves, structure, surroundings
+        self._given = self.tensors
+        self._given_versions = versions_of(self._given)
+        self._buffers: Sequence[torch.Tensor | None] = ()
+        self._draws = DrawRecord()
+        self._saved: list[weakref.ref[Saved]] = []
+        self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
+        self._gave_weights = False  # to an operator of the backward under way
+        self._drops = False  # something that a repetition must make
+        self._next = 0  # to be made by the repetition under way
+        self._inputs: list[tuple[int, int]] = []  # where their memory is
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        block = self.block
+        self._inputs = list(map(memory_of, self._given))
+        self._input_versions = self._given_versions
+        if block.clones:
+            self.keep_clones()
+        self._buffers = block.buffers_now()
+        self._inputs += map(memory_of, block.buffers_themselves())
+        self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
+        self._held_versions = versions_of(block.held)
+        with noting_draws(self._draws, self.trial.gpu_generators()):
+            outputs = super().run(args, kwargs)
+        del self._inputs, self._given
+        if self._drops and not block.is_checked:
+            self._looks = list(map(_look_at, tensors_in(outputs)))
+        return outputs
+
+    def rewind(self) -> bool:
+        """As if it had not run, for it had no room; unless it has changed what it was given."""
+        self._saved, self._looks, self._num_saved = [], [], 0
+        rewind(self._draws, self.trial.gpu_generators())
+        self.block.put_back_buffers(self._buffers)
+        self.trial.casts.forget(self.promoted)
+        return self._given_versions == versions_of(self._given)
+
+    def do_without_casts(self) -> bool:
+        """After another branch: autocast casts within the call, as often as that uses a weight. Not where an earlier
+        call of the context has had the same casts, or what the call was given has changed."""
+        may = not self._shares_casts and self.rewind()
+        self.trial.casts.bar(self.block.slot_parameters[i] for i in self._casts)
+        self._casts = {}
+        return may
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What it was given, for the repetition."""
+        return [x for x in self._leaves if isinstance(x, torch.Tensor)]
+
+    def keep_clones(self) -> None:
+        """Of the inputs, which are about to be changed in place."""
+        self._leaves = [
+            x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+            for x in self._leaves
+        ]
+        self._input_versions = versions_of(self.tensors)
+
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        saved = Saved()
+        saved.value = None
+        self._num_saved += 1
+        place = place_of(tensor)
+        if self._start <= place < self._end or self._cast_places:
+            saved.value = self._weight_view(tensor, place)
+        if saved.value is None:
+            for start, end in self._inputs:
+                if start <= place < end:
+                    saved.value = Versioned(tensor, version_of(tensor))
+                    break
+            else:
+                self._drops = True
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def _unpack(self, saved: Saved) -> torch.Tensor:
+        if saved.value is None:
+            self.trial.with_room(self.block, self._repeat, self._rewound)
+        value = saved.value
+        if type(value) is WeightView:
+            self._gave_weights = True
+            return self.weight(value)
+        if type(value) is Versioned:
+            return value.read()
+        if value is None:
+            raise self._made_other("fewer tensors")
+        return value  # type: ignore[return-value]
+
+    def _rewound(self) -> bool:
+        """Not where an operator has a weight already, which would be gone."""
+        gave_weights = self._gave_weights
+        self.forget()
+        return not gave_weights
+
+    def forget(self) -> None:
+        self._gave_weights = False
+        for reference in self._saved:
+            saved = reference()
+            if saved is not None and isinstance(saved.value, torch.Tensor):
+                saved.value = None
+
+    # ---- the repetition ----
+
+    def _repeat(self) -> None:
+        block, trial = self.block, self.trial
+        if self._versions != versions_of(block.slot_parameters) or self._held_versions != versions_of(block.held):
+            raise self._changed_weight()
+        if self._input_versions != versions_of(self.tensors):
+            raise changed_in_between("inputs", "one", block.name, "Give the model a copy of it.")
+        if self._buffer_versions != versions_of([b for b in self._buffers if b is not None]):
+            advice = "Change it after backward, or assign a new tensor."
+            raise changed_in_between("buffers", "one", block.name, advice)
+        trial.visit_backward(self)
+        copy = trial.begin_visit(block, Direction.BACKWARD)
+        try:
+            self._enter(copy)
+            self._next = 0
+            drawing = drawing_again(self._draws, trial.gpu_generators())
+            with self._surroundings.restored(block.name), drawing:
+                self._run_again(copy)
+        finally:
+            del self._copy
+            trial.end_visit(copy, Direction.BACKWARD)
+        if self._next < len(self._saved):
+            raise self._made_other("fewer tensors")
+
+    def _run_again(self, copy: DeviceCopy) -> None:
+        block, caches, gradients = self.block, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+        weights = self._leaves_of(copy)
+        buffers = block.lend_buffers(self._buffers)
+        block.lend(weights)
+        torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit
+        torch._C._set_grad_enabled(True)
+        _push_hooks(self._pack_again, _is_never_unpacked)
+        try:
+            args, kwargs = self._arguments()
+            self._check(block.forward(args, kwargs))
+        except _EnoughError:
+            pass
+        except Exception as error:
+            if not isinstance(error, torch.OutOfMemoryError) and hasattr(error, "add_note"):  # Python 3.10 has none
+                error.add_note(
+                    f"Block {block.name} raised this where its forward is repeated, in backward, and not at first: it "
+                    f"may be that it {_DEPENDS}"
+                )
+            raise
+        finally:
+            _pop_hooks()
+            torch._C._set_grad_enabled(gradients)
+            torch.set_autocast_cache_enabled(caches)
+            block.take_back(weights)
+            block.take_back_buffers(buffers)
+
+    def _check(self, outputs: Any) -> None:
+        """That the first of a block's repetitions has made what its forward made; later ones end as soon as they may.
+        What is saved may be uninitialised memory, and tells nothing."""
+        looks, self._looks = self._looks, []
+        if looks and not _look_alike(looks, list(map(_look_at, tensors_in(outputs)))):
+            raise self._made_other("other values")
+        self.block.is_checked = True
+
+    def _leaves_of(self, copy: DeviceCopy) -> list[torch.Tensor]:
+        weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters, self._trained)]
+        for i, dtype in self._casts.items():
+            weights[i] = weights[i].detach().to(dtype).requires_grad_(weights[i].requires_grad)
+        for i, weight in enumerate(weights):
+            weight.__dict__ = dict(self._attributes[i]) if i in self._attributes else {}
+        return weights
+
+    def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        leaves = self._leaves
+        if self.block.clones:  # no leaves, which may not be changed in place
+            leaves = [
+                x.detach().requires_grad_(x.requires_grad).clone() if isinstance(x, torch.Tensor) else x for x in leaves
+            ]
+        args, kwargs = unflatten(leaves, self._structure)
+        return args, kwargs
+
+    def _pack_again(self, tensor: torch.Tensor) -> None:
+        if self._next >= len(self._saved):
+            raise self._made_other("more tensors")
+        saved = self._saved[self._next]()
+        self._next += 1
+        if saved is not None and saved.value is None:
+            saved.value = tensor
+        if self._next == len(self._saved) and not self._looks:
+            raise _EnoughError
+
+    def _made_other(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"a block's forward may be repeated, but block {self.block.name} made {what} when it was: it {_DEPENDS}"
+        )
+
+
+def _is_never_unpacked(_: Any) -> torch.Tensor:
+    raise AssertionError("a repetition's own graph has no backward")
+
+
+def _look_at(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, float | None]:
+    return tensor.shape, tensor.dtype, digest(tensor.detach())
+
+
+def _look_alike(then: Sequence[Any], now: Sequence[Any]) -> bool:
+    pairs = zip(then, now, strict=False)
+    return len(then) == len(now) and all(a[:2] == b[:2] and (a[2] == b[2] or a[2] != a[2]) for a, b in pairs)

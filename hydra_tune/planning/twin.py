@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from hydra_tune.blocks.block import Block, has_hooks, leaf_like
+from hydra_tune.blocks.block import Block, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.glance import keep_only_pytorchs
@@ -50,8 +50,8 @@ class Twin:
         gone: bool,
     ) -> None:
         self._block, self._at, (leaves, self._structure) = block, at, call
-        self.weights = [leaf_like(leaf, leaf.data) for leaf in at.leaves(block.slot_parameters)]
-        self.held = [leaf_like(p, p.data) for p in block.held]
+        self.weights = list(map(_like, at.leaves(block.slot_parameters)))
+        self.held = list(map(_like, block.held))
         own = zip((*block.slot_parameters, *block.held), (*self.weights, *self.held), strict=True)
         self.asked, given = list[torch.Tensor](), dict[int, torch.Tensor]()
         for leaf in leaves:
@@ -148,6 +148,13 @@ class Twin:
             if any(_is_activation(t) and id(t) not in direct for t in _tensors_of(module)):
                 return "has an activation in an attribute"
         return "puts a hook or an attribute on an input" if list(map(_marks_on, self.given)) != self._marks else ""
+
+
+def _like(parameter: nn.Parameter) -> nn.Parameter:
+    """Over the same values, with what the user has put on it."""
+    leaf = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+    leaf.__dict__.update(parameter.__dict__)
+    return leaf
 
 
 def weights_in(outputs: Any, at: DeviceCopy) -> list[nn.Parameter]:

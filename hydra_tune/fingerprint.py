@@ -10,10 +10,9 @@ name, for a notebook makes two of one name: each has a number, which is never gi
 from __future__ import annotations
 
 import enum
-import functools
 import hashlib
 import itertools
-import os
+import marshal
 import types
 import weakref
 from collections import deque
@@ -114,22 +113,13 @@ class Fingerprint:
             inside = tuple(self._of(x, depth) for x in (*cells, *defaults))
             return value.__module__, value.__qualname__, self._of(value.__code__, depth), inside, own
         if isinstance(value, types.CodeType):
-            constants = tuple(self._of(x, depth) for x in value.co_consts)
-            names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
-            counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
-            handlers = getattr(value, "co_exceptiontable", b"")  # before Python 3.11 in its bytecode
-            return value.co_name, value.co_firstlineno, value.co_code, handlers, constants, names, counts
+            return marshal.dumps(value, 2)  # a later format depends on who else refers to its parts
         if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
             function = self._of(getattr(value, "__func__", None), depth)
             return value.__qualname__, function, self._of(getattr(value, "__self__", None), depth)
-        if isinstance(value, functools.partial):
-            return self._of((value.func, value.args, value.keywords), depth), own
-        if isinstance(value, os.PathLike):
-            return _spell(os.fspath(value))
         if type(value).__module__ == "numpy":
             return getattr(value, "shape", None), repr(value.tolist()) if getattr(value, "size", 1) <= _MANY else None
-        slots = tuple((name, self._of(getattr(value, name, None), depth)) for name in slots_of(type(value)))
-        return own, slots or (self._of(_reduced(value), depth) if own is None else None)
+        return own, None if attributes and not slots_of(type(value)) else self._of(_reduced(value), depth)
 
 
 def _of_tensor(tensor: torch.Tensor, most: int) -> Hashable:
@@ -156,7 +146,7 @@ def slots_of(kind: type) -> list[str]:
 
 
 def _reduced(value: Any) -> Any:
-    """What pickle would keep of an object without attributes; None of what it can't keep (a lock, a generator)."""
+    """What pickle would keep of an object; None of what it can't keep (a lock, a generator)."""
     try:
         reduced = value.__reduce_ex__(2)
     except Exception:

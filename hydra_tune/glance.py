@@ -61,12 +61,11 @@ def glance_at(model: nn.Module) -> Glance:
 
 def _has_users_hook(module: nn.Module) -> bool:
     own = vars(module)
-    return any(
-        not _origin_of(hook).startswith(_LIBRARIES)
-        for kind in HOOKS_OF_MODULES
-        if own.get(kind)
-        for hook in own[kind].values()
-    )
+    for kind in HOOKS_OF_MODULES:
+        hooks = own.get(kind)
+        if hooks and not all(_origin_of(hook).startswith(_LIBRARIES) for hook in hooks.values()):
+            return True
+    return False
 
 
 def keep_only_pytorchs(module: nn.Module) -> None:

@@ -28,7 +28,7 @@ class StandIn:
     def __init__(self, module: nn.Module) -> None:
         before = vars(module).get(self.attribute)
         self.module = module
-        self.own = _own(module, self.attribute)
+        self.own = own_forward_of(module, self.attribute)
         self._before: Any = before._before if isinstance(before, StandIn) else before
 
     @property
@@ -85,12 +85,8 @@ def end_orphans(model: nn.Module) -> bool:
     return bool(trials)
 
 
-def own_forward_of(module: nn.Module) -> Callable[..., Any] | None:
+def own_forward_of(module: nn.Module, attribute: str = StandIn.attribute) -> Callable[..., Any] | None:
     """One set on the module itself; None, if it runs its class's."""
-    return _own(module, StandIn.attribute)
-
-
-def _own(module: nn.Module, attribute: str) -> Callable[..., Any] | None:
     own: Any = vars(module).get(attribute)
     if isinstance(own, StandIn):
         return own.own

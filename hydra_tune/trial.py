@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.blocks.call import Call, KeptCall, OtherBranchError, hooks_of_checkpoint, is_watched, refuse_hooks
+from hydra_tune.blocks.call import Call, KeptCall, hooks_of_checkpoint, is_watched, refuse_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
-from hydra_tune.blocks.shared_casts import SharedCasts
+from hydra_tune.blocks.shared_casts import OtherBranchError, SharedCasts
 from hydra_tune.callers import Callers
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device

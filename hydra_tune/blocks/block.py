@@ -81,7 +81,7 @@ class Block:
             if p is not None and id(p) in numbers
         ]
         self._buffers = [(m._buffers, name) for m in self.modules for name in m._buffers]
-        self._counts_unseen = any(isinstance(m, _NormBase) for m in self.modules)
+        self._has_norms = any(isinstance(m, _NormBase) for m in self.modules)  # which write unseen
         self._recurrent = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.module_states = ModuleStates(self.modules)
         self.own_forward = own_forward_of(self.module)
@@ -151,7 +151,7 @@ class Block:
 
     @property
     def _copies_buffers(self) -> bool:
-        return self.writes_buffers or self._counts_unseen
+        return self.writes_buffers or self._has_norms
 
     def put_back_buffers(self, then: Sequence[torch.Tensor | None]) -> None:
         """The forward has not run after all."""
@@ -173,6 +173,5 @@ class Block:
         return now
 
     def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:
-        if now:
-            for (d, name), value in zip(self._buffers, now, strict=True):
-                d[name] = value
+        for (d, name), value in zip(self._buffers, now, strict=False):
+            d[name] = value

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.shared_casts import OtherBranchError
 from hydra_tune.engine import ForwardPass
 from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import version_of, versions_of
@@ -105,10 +106,6 @@ class Versioned(NamedTuple):
         return self.tensor
 
 
-class OtherBranchError(PrepareError):
-    """A call may use a weight otherwise than as autocast's copy, as which it was given."""
-
-
 class Call:
     """The part that repeating and keeping share. Lives as long as the graph of the call."""
 
@@ -152,11 +149,8 @@ class Call:
             refuse_hooks(block, weights)
             if self._casts and self._num_saved not in block.saved_counts:
                 raise OtherBranchError(
-                    f"a block uses its weights in one way in an autocast context, but this call of {block.name} saves "
-                    f"{self._num_saved} tensors for its backward, where {sorted(block.saved_counts)} were measured: it "
-                    "has taken another branch, in which autocast's copy of a weight may not do, and an earlier call "
-                    "has it, too. Enter torch.autocast for each forward, or raise the pool's memory= until the model "
-                    "is resident."
+                    f"{block.name} saves {self._num_saved} tensors for its backward, where "
+                    f"{sorted(block.saved_counts)} were measured, and an earlier call has this context's cast"
                 )
             if are_trained(weights) != self._trained:
                 raise _touched(block, "changes requires_grad of")

@@ -17,6 +17,17 @@ import torch
 from hydra_tune.errors import PrepareError
 
 
+class OtherBranchError(PrepareError):
+    """A call may use a weight otherwise than as autocast's copy, as which it was given."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"a weight has one use in an autocast context, as its cast, but a call took another branch than was "
+            f"measured: {found}. Enter torch.autocast for each forward, or raise the pool's memory= until the model "
+            "is resident."
+        )
+
+
 class SharedCasts:
     """Of one trial, by the id of the weight. Empty again when the thread leaves its autocast context."""
 
@@ -27,11 +38,7 @@ class SharedCasts:
     def get(self, weight: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """With these `values` of the weight, cast; None where this context has none yet."""
         if id(weight) in self._barred:
-            raise PrepareError(
-                "a weight has one cast in an autocast context, but one was used in a call that took another branch "
-                "than was measured, and is used again. Enter torch.autocast for each forward, or raise the pool's "
-                "memory= until the model is resident."
-            )
+            raise OtherBranchError("one was used without it before")
         cast, version = self._of.get(id(weight), (None, -1))
         if cast is None or version != weight._version or cast.dtype is not dtype:
             return None
@@ -41,11 +48,11 @@ class SharedCasts:
     def bar(self, weights: Iterable[torch.Tensor]) -> None:
         """They are used without it from here on."""
         self._barred.update(map(id, weights))
-        _here.casts.add(self)
+        _here.casts[id(self)] = weakref.ref(self)
 
     def put(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         if not self._of:
-            _here.casts.add(self)
+            _here.casts[id(self)] = weakref.ref(self)
         self._of[id(weight)] = cast, weight._version
 
     def free(self, weight: torch.Tensor) -> None:
@@ -71,7 +78,7 @@ class _Here(threading.local):
     """What is to be cleared with the thread's autocast context."""
 
     def __init__(self) -> None:
-        self.casts: weakref.WeakSet[SharedCasts] = weakref.WeakSet()
+        self.casts: dict[int, weakref.ref[SharedCasts]] = {}  # by id
 
 
 _here = _Here()
@@ -80,9 +87,10 @@ _clear = torch.clear_autocast_cache
 
 @wraps(_clear)
 def _clear_all() -> None:
-    casts, _here.casts = _here.casts, weakref.WeakSet()
-    for each in casts:
-        each.clear()
+    while _here.casts:
+        _, reference = _here.casts.popitem()
+        if (casts := reference()) is not None:
+            casts.clear()
     _clear()
 
 

@@ -44,7 +44,7 @@ class Trains(Protocol):
     @property
     def awaits_backward(self) -> bool: ...
 
-    def run_backward(self, run: Callable[[], Any], *, keeps_graph: bool) -> Any: ...
+    def run_backward(self, run: Callable[..., Any], given: tuple[Any, ...], *, keeps_graph: bool) -> Any: ...
 
     def end_backward(self, backward: Backward, *, failed: bool) -> None: ...
 
@@ -80,7 +80,7 @@ class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
             if trial is None or not trial.awaits_backward:
                 result = _run(self, args, kwargs)
             else:
-                result = trial.run_backward(lambda: _run(self, args, kwargs), keeps_graph=keeps_graph)
+                result = trial.run_backward(_run, (self, args, kwargs), keeps_graph=keeps_graph)
             failed = False
         finally:
             here.backward = outer

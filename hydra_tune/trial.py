@@ -396,7 +396,7 @@ class Trial:
             self._note_for_resumption()
         return outputs
 
-    def run_backward(self, run: Callable[[], ResultT], *, keeps_graph: bool) -> ResultT:
+    def run_backward(self, run: Callable[..., ResultT], given: tuple[Any, ...], *, keeps_graph: bool) -> ResultT:
         """That of a simple step, for all that is known: a hook on the outputs would tell, and costs more."""
         steps, lease = self.steps, self.lease
         self.awaits_backward = trained = False  # one within it is a part of it
@@ -408,7 +408,7 @@ class Trial:
             steps.begin()
             self._go_to(0, Direction.BACKWARD)
         try:
-            result = run()
+            result = run(*given)  # no closure, which the frames of an exception would keep
             trained = True
         finally:
             if lasts and not keeps_graph and lease.end_step(trained=trained):

@@ -70,7 +70,7 @@ def test_gradients_are_added_checkpoint_by_checkpoint(uses, forwards, autocast):
         torch.manual_seed(0)
         return trained(prepare(Net(uses)), forwards, autocast=autocast)
 
-    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET)
+    assert_as_in_plain_pytorch(scenario, num_bytes=BUDGET * 4 // 7 if autocast and forwards == 1 else BUDGET)
 
 
 def test_hooks_fire_for_each_checkpoint():

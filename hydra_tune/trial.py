@@ -889,8 +889,8 @@ class Trial:
             self._sent = []
             if self.planner.first is not None:
                 self.planner.first.failed = True
-            elif not within_backward:
-                self.unwatch()
+            if not (within_forward or within_backward):
+                self._leave_after_error()
             return
         if self._sent:
             self._check_taken()

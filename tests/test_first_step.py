@@ -315,3 +315,22 @@ def test_more_memory_never_refuses_what_less_has_trained():
 
     found = [trains(kib) for kib in range(60, 240, 10)]
     assert found == sorted(found) and {*found} == {False, True}
+
+
+def test_a_first_step_that_is_refused_in_its_backward_leaves_no_mode(monkeypatch):
+    """It was on the thread's stack until the next forward, and counted what other pools' models made."""
+    monkeypatch.setenv("HYDRA_TUNE_CHECKS", "0")
+    refused = []  # in a backward, or before
+    for kib in range(100, 120, 4):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(5)), nn.Linear(64, 10))
+        with hydra_tune.ShardPool(["cpu"], f"{kib}KiB") as pool:
+            hydra_tune.prepare(model, torch.optim.AdamW(model.parameters()), pool=pool)
+            losses = []
+            with pytest.raises(hydra_tune.BudgetError):  # noqa: PT012
+                losses.append(model(torch.randn(16, 64)).sum() + model(torch.randn(16, 64)).sum())
+                losses[0].backward()
+            assert torch._C._len_torch_dispatch_stack() == 0
+            refused += losses
+            hydra_tune.release(model)
+    assert refused

@@ -7,6 +7,7 @@ and its batch. Nothing is known of a model whose control flow looks at values.
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from hydra_tune.optim import LiveBytes
 from hydra_tune.tree import map_tensors, tensors_in
 
 _one_estimates = new_in_child(threading.Lock())  # a fake mode notes for the process that it is active
+_TELLS = logging.getLogger("torch._subclasses.fake_tensor")  # a hundred lines of what it cannot do
 _OF_LOSS = 3  # what a loss makes of the model's outputs: log-probabilities, their gradient, one more
 
 
@@ -35,11 +37,14 @@ def least_bytes(
 ) -> int | None:
     """The least budget that would do, about; None where nobody can tell. `held_bytes` of parameters is what these take
     on the device for a trial's life, with gradients and optimizer state."""
-    try:
-        with _one_estimates:
+    with _one_estimates:
+        said, _TELLS.disabled = _TELLS.disabled, True
+        try:
             return _Estimate(model, blocks, held_bytes).run(args, kwargs)
-    except Exception:  # any model may come
-        return None
+        except Exception:  # any model may come
+            return None
+        finally:
+            _TELLS.disabled = said
 
 
 class _Estimate:

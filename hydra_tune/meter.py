@@ -224,9 +224,11 @@ class TrialMeter:
         )
 
     def refusal_of(self, error: torch.OutOfMemoryError) -> Exception:
-        """What ends the trial: outside of visits a first step cannot run an operator otherwise."""
+        """What ends the trial: outside of visits a first step cannot run an operator otherwise. Nothing is counted from
+        here on: who catches that may not come back, and the mode that counts is still on the thread's stack."""
         if self.first is None or self.inside:
             return error
+        self.first.failed, self.counting = True, self.always
         return BudgetError(f"a first step has no room on {self.meter.name}: {error}")
 
     def observe(self, device: Meter | None, made: list[torch.Tensor], written: Iterable[torch.Tensor] = ()) -> None:

@@ -154,7 +154,8 @@ class Planner:
 
     def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
         """The error that ends a first step, with the least budget that would do. What fits depends on the budget, not
-        on the neighbours: where the step had all of it, trials alike are refused by the same words."""
+        on the neighbours: where the step had all of it, trials alike are refused by the same words. Not where it had
+        several forwards: others may have fewer in a step."""
         first, trial = self.first, self._trial
         if first is None:
             return error
@@ -162,7 +163,7 @@ class Planner:
         least = least_bytes(trial.model, self.blocks, args, kwargs, lambda ps: self._held_bytes(ps, first.trains))
         if least is not None and least > budget_bytes:
             refusal = BudgetError(f"{error} About {format_bytes(least)} would do.").lacking(least, budget_bytes)
-        if first.free_bytes >= budget_bytes:
+        if first.free_bytes >= budget_bytes and trial.steps.num_forwards <= 1:
             trial.pool.refusals[self._key, _comparable(first.kinds[0])] = copy.copy(refusal)
         return refusal
 
@@ -202,7 +203,7 @@ class Planner:
             raise BlockTooLargeError(
                 block.name,
                 f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights, but beside what its step "
-                f"holds {reason}. {self._cut.advice()}",
+                f"holds {reason.rstrip('.')}. {self._cut.advice()}",
             ).lacking(budget + 1, budget)
         self._adopt_cut(opened or self._cut.adding("kept", block.name, reason))
         self._hold(self.blocks)

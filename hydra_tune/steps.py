@@ -29,7 +29,7 @@ class Steps:
         self.number = 0
         self.under_way = False
         self.trains = False  # it has seen a backward
-        self._num_forwards = self._num_backwards = 0
+        self.num_forwards = self._num_backwards = 0
         self._forwards: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
         self._keeps = False  # an activation, of which the script was told
 
@@ -56,12 +56,12 @@ class Steps:
 
     def begin(self) -> None:
         """One that has room."""
-        self.trains, self._num_forwards, self._num_backwards, self.under_way = False, 0, 0, True
+        self.trains, self.num_forwards, self._num_backwards, self.under_way = False, 0, 0, True
 
     @property
     def was_simple(self) -> bool:
         """The last one had one forward, and one backward."""
-        return (self._num_forwards, self._num_backwards) == (1, 1)
+        return (self.num_forwards, self._num_backwards) == (1, 1)
 
     def open_first(self) -> None:
         self.begin()
@@ -118,7 +118,7 @@ class Steps:
         return bool(self._forwards)
 
     def add_forward(self, forward: ForwardPass) -> None:
-        self._num_forwards += 1
+        self.num_forwards += 1
         self._forwards.append(weakref.ref(forward))
 
     @property

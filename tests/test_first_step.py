@@ -5,6 +5,7 @@ import random
 from typing import ClassVar
 
 import numpy
+import optuna
 import pytest
 import torch
 from torch import nn
@@ -334,3 +335,37 @@ def test_a_first_step_that_is_refused_in_its_backward_leaves_no_mode(monkeypatch
             refused += losses
             hydra_tune.release(model)
     assert refused
+
+
+def test_what_refuses_a_step_of_many_forwards_refuses_none_of_one():
+    """Its words were remembered for all trials of the same model and batch, so that a search's order decided."""
+
+    def objective(trial):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(5)), nn.Linear(64, 10))
+        model, optimizer = hydra_tune.prepare(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(2):
+            sum(model(torch.randn(16, 64)).sum() for _ in range(1 if trial.number else 40)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], "260KiB") as pool:
+        study = optuna.create_study()
+        hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(study, objective, n_trials=3)
+    assert [trial.state.name for trial in study.trials] == ["PRUNED", "COMPLETE", "COMPLETE"]
+
+
+def test_a_loss_that_has_no_room_leaves_nothing_that_counts(monkeypatch):
+    monkeypatch.setenv("HYDRA_TUNE_CHECKS", "0")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(5)))
+    hydra_tune.prepare(model, pool=hydra_tune.ShardPool(["cpu"], "130KiB"))
+    with pytest.raises(hydra_tune.BudgetError):
+        model(torch.randn(16, 64)).repeat(1, 60)
+    trial = model.forward.trial
+    before = trial.meter.trial_bytes
+    kept = torch.randn(64, 64).to(torch.float64)
+    assert trial.meter.trial_bytes <= before and not trial.meter.counting
+    del kept
+    hydra_tune.release(model)
+    assert torch._C._len_torch_dispatch_stack() == 0

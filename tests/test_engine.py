@@ -135,3 +135,21 @@ def test_steps_of_one_forward_and_one_backward_have_no_hook(monkeypatch):
         simple(model, torch.randn(2, WIDTH))
         assert len(announced) == num_announced + 1  # there may be other such steps: their graphs are followed
         hydra_tune.release(model)
+
+
+@pytest.mark.parametrize("step", [simple, of_two_backwards, losing_its_turn])
+def test_each_backward_has_the_device(step):
+    """One that runs beside another trial's task would draw from its generator on a GPU."""
+    has = []
+    with hydra_tune.ShardPool(["cpu"], "64MiB") as pool:
+        model = hydra_tune.prepare(net(), pool=pool)
+        trial, device = model.forward.trial, pool._machine.devices[0]
+        for _ in range(STEPS):
+            step(model, torch.randn(2, WIDTH))
+        model[2].weight.register_hook(
+            lambda _: has.append(trial._task is not None and device.running.trial == trial.id)
+        )
+        for _ in range(STEPS):
+            step(model, torch.randn(2, WIDTH))
+        hydra_tune.release(model)
+    assert has == [True] * STEPS * (1 + (step is of_two_backwards))

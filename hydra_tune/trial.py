@@ -360,7 +360,8 @@ class Trial:
         if not self.stop.is_quiet:
             steps.check_between()
         steps.number += 1
-        is_simple = trains and self._steps_are_simple and not steps.under_way and lease.begin_step(steps.number)
+        is_simple = trains and self._steps_are_simple and self.resumption is None  # that hears of each backward
+        is_simple = is_simple and not steps.under_way and lease.begin_step(steps.number)
         if is_simple:
             self._task = lease.task
         else:

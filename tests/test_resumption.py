@@ -183,7 +183,7 @@ def test_numbers_after_a_resume_are_the_uninterrupted_ones(tmp_path, loader):
     assert_same_as_uninterrupted(tmp_path, loader=loader, at=(7, 10, 14))
 
 
-@pytest.mark.parametrize("loader", ["shuffled", pytest.param(None, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("loader", ["shuffled", None])
 def test_also_of_a_resident_trial_and_between_checkpoints(tmp_path, loader):
     assert_same_as_uninterrupted(tmp_path, "resident", every=4, at=(7, 11), loader=loader)
 

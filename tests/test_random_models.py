@@ -137,9 +137,6 @@ def check(recipe, share, autocast, accumulate, forwards, grows_by):
     uses_twice = [kind in repr(recipe.layers) for kind in ("twice", "reached")]
     if all(uses_twice) or (any(uses_twice) and (forwards > 1 or len(set(recipe.order)) < len(recipe.order))):
         reject()  # gradients of several uses in each of several calls are added call by call, says docs/limits.md
-    casts_to = {dtype for dtype in ("bf16", "fp16") if dtype in repr((recipe.layers, autocast))}
-    if len(casts_to) > 1 and (forwards > 1 or len(set(recipe.order)) < len(recipe.order)):
-        reject()  # nor does limits.md promise the last bit of contexts of two dtypes around one weight's several uses
     try:
         plain = trained(recipe, None, autocast, accumulate, forwards)
     except RuntimeError:

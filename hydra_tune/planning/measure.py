@@ -265,7 +265,8 @@ class Measurement:
                     direct[number] = direct.get(number, 0) + 1
                     recast[number] = recast.get(number, 0) + (node.name() == "ToCopyBackward0")
         held = {i: "it is used both as it is and as autocast's copy" for i in cast if i in direct}
-        held |= {i: "it is cast several times, perhaps by autocast" for i, times in recast.items() if times > 1}
+        most = 0 if remembers_casts() else 1  # casts; of one that lasts as long as a context around, other calls are users
+        held |= {i: "it is cast several times, perhaps by autocast" for i, times in recast.items() if times > most}
         for i, times in direct.items():
             if times > 1 and gradient_dtype(self._block.slot_parameters[i]) is not own[i].dtype:
                 held[i] = "its gradients are added up in a dtype that is not its own"

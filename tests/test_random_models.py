@@ -185,8 +185,22 @@ CUT_ANEW_BY_A_LATER_PILOT = Recipe(  # which knows nothing of autocast
 )  # fmt: skip
 
 
+CASTS_WITHIN_A_CONTEXT_THAT_IS_OFF = Recipe(  # but remembers the cast for the second forward
+    layers=[("batch norm", 8), ("bf16", ("linear", 8))],
+    order=[0, 1], skips={}, frozen=set(), tied=False, seed=0, batch=6,
+)  # fmt: skip
+
+
+CASTS_OTHERWISE_THAN_THE_CONTEXT_AROUND = Recipe(
+    layers=[("bf16", ("fp16", ("convolution", 8))), ("batch norm", 8)],
+    order=[0, 1, 0], skips={}, frozen=set(), tied=False, seed=0, batch=1, kind=MAPS,
+)  # fmt: skip
+
+
 @ignores_warning
 @given(**CASES)
+@example(recipe=CASTS_WITHIN_A_CONTEXT_THAT_IS_OFF, share=0.4, autocast=["off", "bf16"], accumulate=1, forwards=2)
+@example(recipe=CASTS_OTHERWISE_THAN_THE_CONTEXT_AROUND, share=0.2, autocast=["bf16"] * 3, accumulate=1, forwards=1)
 @example(recipe=CUT_ANEW_BY_A_LATER_PILOT, share=1.0, autocast=["bf16", "none", "bf16"], accumulate=1, forwards=1)
 @example(recipe=A_PILOT_FAILS_IN_BACKWARD, share=0.9124763237245037, autocast=["bf16"] * 3, accumulate=1, forwards=1)
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=SLOW)

@@ -265,7 +265,7 @@ class Measurement:
                     direct[number] = direct.get(number, 0) + 1
                     recast[number] = recast.get(number, 0) + (node.name() == "ToCopyBackward0")
         held = {i: "it is used both as it is and as autocast's copy" for i in cast if i in direct}
-        most = 0 if remembers_casts() else 1  # casts; of one that lasts as long as a context around, other calls are users
+        most = 0 if remembers_casts() else 1  # casts: one that lasts as long as the context around has other calls, too
         held |= {i: "it is cast several times, perhaps by autocast" for i, times in recast.items() if times > most}
         for i, times in direct.items():
             if times > 1 and gradient_dtype(self._block.slot_parameters[i]) is not own[i].dtype:

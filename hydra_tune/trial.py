@@ -888,10 +888,10 @@ class Trial:
         self.residency.await_gradients()
         if failed:
             self._sent = []
-            if self.planner.first is not None:
-                self.planner.first.failed = True
             if not (within_forward or within_backward):
                 self._leave_after_error()
+            elif self.planner.first is not None:
+                self.planner.first.failed = True
             return
         if self._sent:
             self._check_taken()

@@ -21,9 +21,9 @@ td:first-child,th:first-child{{text-align:left}}svg{{width:100%;height:auto}}tex
 <h1>A sweep of models larger than the device</h1>
 <p>{summary}</p><h2>Trials</h2>{table}
 <h2>Training loss</h2>{losses}<h2>Who had the device</h2>{timeline}
-<p>Bars are visits to shards, coloured by trial: forward at the top of each row, backward below; pale bars are
-promotions from host memory. The lowest row is the device, grey where it ran no task (point at it for the cause); the
-rows above are its trials' shards.</p></html>
+<p>Bars are the last visits to shards, as many as a page can draw, coloured by trial: forward at the top of each row,
+backward below; pale bars are promotions from host memory. The lowest row is the device, grey where it ran no task
+(point at it for the cause); the rows above are its trials' shards.</p></html>
 """
 
 

@@ -109,6 +109,9 @@ class Versioned(NamedTuple):
 class Call:
     """The part that repeating and keeping share. Lives as long as the graph of the call."""
 
+    _pack: Callable[[torch.Tensor], Any]  # what autograd saves, and back again
+    _unpack: Callable[[Any], torch.Tensor]
+
     def __init__(self, block: Block, trial: Trial, forward_pass: ForwardPass) -> None:
         self.block = block
         self.trial = trial
@@ -239,12 +242,6 @@ class Call:
 
     def forget(self) -> None:
         """What a repetition has made and nobody has asked for; another backward repeats it."""
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        raise NotImplementedError
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        raise NotImplementedError
 
 
 class KeptCall(Call):

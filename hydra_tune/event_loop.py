@@ -26,6 +26,7 @@ from hydra_tune.interrupts import interrupts
 from hydra_tune.lease import LOOK_S, Lease
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task
+from hydra_tune.state import PROMOTION
 from hydra_tune.trace import BETWEEN, TaskClock, Trace
 
 if TYPE_CHECKING:
@@ -112,31 +113,33 @@ class EventLoop:
     def acquire(self, task: Task, after: tuple[Task, float] | None = None) -> float:
         """Wait for the lease and the shard; when the task began, in seconds. `after` is the task that ends with this,
         and when it began."""
-        trial, lease, ready = self._trials[task.trial], self.leases[task.trial], e.TaskReady(task, at_home=True)
-        check = partial(self.check_open, trial)
+        trial, lease, trace = self._trials[task.trial], self.leases[task.trial], self._trace
         try:
             with self._lock:
-                asked_s = self._trace.now_s()
-                if self.give_back(trial):
+                asked_s = trace.now_s()
+                if lease.is_open and self.give_back(trial):
                     after = None
-                if after is None:
-                    self.check_open(trial)
-                    self._handle(ready)
-                else:
-                    self.release(*after, ready)
-                    self.check_open(trial)
+                self._handle(e.TaskReady(task, True) if after is None else self._end(*after, asked_s, task), asked_s)
+                self.check_open(trial)
                 waits = not lease.granted
-                granted = self._await(task.trial, (e.Promote, e.Run), check)
-                device = self._devices[granted.device]
-                if isinstance(granted, e.Run):
-                    return self._note_start(task, device.number, asked_s if waits else None)
-                self._handle(e.Promoted(task, device.number))  # by this thread: as a part of the task
-                self._await(task.trial, (e.Run,), check)
-                promote_s = self._trace.now_s()
-            trial.promote_shard(device, task.shard, granted.offset, granted.num_bytes)
+                run = self._await(task.trial, (e.Run,), partial(self.check_open, trial))
+                clock = self._clocks[run.device]
+                promote_s = trace.now_s() if waits else asked_s
+                if run.num_bytes:
+                    clock.idles(promote_s, PROMOTION)
+            if run.num_bytes:
+                copied_bytes = trial.residency.promote_shard(task.shard, run.offset, run.num_bytes)
             with self._lock:
-                self._trace.note("promote", task, device.number, promote_s, self._trace.now_s())
-                return self._note_start(task, device.number, asked_s)
+                start_s = trace.now_s()
+                if run.num_bytes:
+                    trace.count("promoted_bytes", run.device, task.trial, copied_bytes)
+                    trace.note("promote", task, run.device, promote_s, start_s)
+                if waits or run.num_bytes:
+                    trace.note("wait", task, run.device, asked_s, start_s)
+                clock.begin(start_s)
+                if lease.is_open:
+                    lease.start(task, start_s)
+                return start_s
         except BaseException:
             with self._lock:
                 self._drop_turn(lease)
@@ -146,22 +149,15 @@ class EventLoop:
                 self._wake_first(self._machine.trials[task.trial].home)
             raise
 
-    def release(self, task: Task, start_s: float, then: e.TaskReady | None = None) -> None:
+    def release(self, task: Task, start_s: float) -> None:
         """It has begun at that time, and ends now."""
         with self._lock:
-            end_s = self._trace.now_s()
-            seconds = self._clocks[self._machine.trials[task.trial].home].end(task, start_s, end_s)
-            self._handle(e.Done(task, seconds, then), end_s)
+            now_s = self._trace.now_s()
+            self._handle(self._end(task, start_s, now_s), now_s)
 
-    def _note_start(self, task: Task, device: int, waited_since_s: float | None) -> float:
-        """Of a task, in seconds; and what it and its device have waited for until now."""
-        start_s, lease = self._trace.now_s(), self.leases[task.trial]
-        if waited_since_s is not None:
-            self._trace.note("wait", task, device, waited_since_s, start_s)
-        self._clocks[device].begin(start_s)
-        if lease.is_open:
-            lease.start(task, start_s)
-        return start_s
+    def _end(self, task: Task, start_s: float, end_s: float, then: Task | None = None) -> e.Done:
+        seconds = self._clocks[self._machine.trials[task.trial].home].end(task, start_s, end_s)
+        return e.Done(task, seconds, None if then is None else e.TaskReady(then, True))
 
     # ---- turns that last ----
 
@@ -258,16 +254,15 @@ class EventLoop:
         for instruction in self._machine.handle(event):
             if isinstance(instruction, e.Drop):
                 self._drop(instruction)
-            elif isinstance(instruction, e.Promote) and instruction.ahead:
+            elif isinstance(instruction, e.Promote):  # ahead of its task
                 self._copying.setdefault(instruction.task.trial, []).append(instruction)
                 self._copiers[instruction.device].submit(partial(_copy_ahead, weakref.ref(self), instruction))
             elif isinstance(instruction, e.Move):
-                self._trials[instruction.trial].move_home(self._devices[instruction.device])
+                self._trials[instruction.trial].residency.move_home(self._devices[instruction.device])
             elif isinstance(instruction, e.Recall):
                 recalled.append(self.leases[instruction.trial])
             else:
-                trial = instruction.task.trial if isinstance(instruction, (e.Promote, e.Run)) else instruction.trial
-                lease = self.leases[trial]
+                lease = self.leases[instruction.task.trial if isinstance(instruction, e.Run) else instruction.trial]
                 if isinstance(instruction, e.Run) and instruction.lasts:
                     self._turns[instruction.device] = lease
                     lease.open(instruction.task, self._devices[instruction.device])
@@ -285,7 +280,7 @@ class EventLoop:
     def _drop(self, drop: e.Drop) -> None:
         trial = self._trials.get(drop.trial)
         if trial is not None:
-            trial.drop_shard(self._devices[drop.device], drop.shard)
+            trial.residency.drop_shard(drop.shard)
         self._devices[drop.device].free_slot(drop.offset, drop.num_bytes)
         self._trace.count("dropped_bytes", drop.device, drop.trial, drop.num_bytes)
 
@@ -382,11 +377,11 @@ def _copy_ahead(reference: weakref.ref[EventLoop], promote: e.Promote) -> None:
     loop = reference()
     if loop is None or promote not in loop._copying.get(promote.task.trial, ()):
         return
-    start_s, trial = loop._trace.now_s(), loop._trials.get(promote.task.trial)
+    start_s, trial, copied_bytes = loop._trace.now_s(), loop._trials.get(promote.task.trial), 0
     try:
         if trial is not None and not trial.ended:
-            device = loop._devices[promote.device]
-            trial.promote_shard(device, promote.task.shard, promote.offset, promote.num_bytes, ahead=True)
+            shard, offset, num_bytes = promote.task.shard, promote.offset, promote.num_bytes
+            copied_bytes = trial.residency.promote_shard(shard, offset, num_bytes, ahead=True)
     finally:
         del trial
         with loop._lock:
@@ -394,6 +389,7 @@ def _copy_ahead(reference: weakref.ref[EventLoop], promote: e.Promote) -> None:
             copying.remove(promote)
             if not copying:
                 del loop._copying[promote.task.trial]
+            loop._trace.count("promoted_bytes", promote.device, promote.task.trial, copied_bytes)
             loop._trace.note("promote", promote.task, promote.device, start_s, loop._trace.now_s())
             loop.leases[promote.task.trial].wake.notify_all()
             loop._handle(e.Promoted(promote.task, promote.device))

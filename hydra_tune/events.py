@@ -2,7 +2,7 @@
 
 trial  TrialAdded -> Place -> [PilotReady -> StartPilot -> PilotDone] -> PlanReady -> Admit -> ... -> TrialEnded
 step   StepReady -> [Move] -> Enter -> task -> [Outgrown -> Alone] -> task -> ... -> StepDone
-task   TaskReady -> [Promote -> Promoted] -> Run -> Done (which may say what comes next)
+task   TaskReady -> [Promote -> Promoted] -> Run, perhaps with a promotion -> Done (which may say what comes next)
 turn   Run that lasts, for many steps -> [Worked ...] -> [Expired ...] -> [Recall] -> Done -> [StepDone]
 slot   Promote, perhaps ahead of its task -> Promoted -> Drop
 """
@@ -83,7 +83,8 @@ class StepDone:
 
 @dataclass(slots=True)
 class TaskReady:
-    """With `at_home`, the task does not travel, though its trial may."""
+    """With `at_home` the task does not travel, though its trial may; and its shard is promoted as a part of it, by the
+    trial's own thread."""
 
     task: Task
     at_home: bool = False
@@ -231,11 +232,13 @@ class Promote:
 @dataclass(slots=True)
 class Run:
     """With `lasts`, the trial keeps the device from task to task and from step to step, and what its step reserves,
-    until it is recalled or says `Done`, of this task."""
+    until it is recalled or says `Done`, of this task. With bytes, its shard is to be promoted first, to this place."""
 
     task: Task
     device: int
     lasts: bool = False
+    offset: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ class Glance:
     a gradient. These decide what a forward computes more often than numbers do.
     """
 
-    parameters: tuple[tuple[int, str, int], ...]  # the last is its id
+    parameters: tuple[tuple[int, str, int, torch.Size, tuple[int, ...]], ...]  # with its id, sizes and strides
     needs_gradient: tuple[bool, ...]  # of each of these
     buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
     training: tuple[bool, ...]
@@ -39,7 +39,7 @@ def glance_at(model: nn.Module) -> Glance:
     for place, module in enumerate(modules):
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                parameters.append((place, name, id(parameter)))
+                parameters.append((place, name, id(parameter), parameter.size(), parameter.stride()))
                 needs_gradient.append(parameter.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -62,7 +62,9 @@ class Ledger:
         self.work_bytes = 0
 
     def place(self, key: SlotKey, num_bytes: int, at: int | None = None) -> int | None:
-        """Offset of a new slot, or None where no gap of the arena is large enough. `at` is known to be free."""
+        """Offset of a new slot; None where bytes, or a gap of the arena, are too few. `at` is known to be free."""
+        if num_bytes > self.free_bytes:
+            return None
         offset = self._last_gap(num_bytes) if at is None else at
         if offset < 0 or offset + num_bytes > self.budget_bytes:
             return None

@@ -315,6 +315,7 @@ class Planner:
 
     def _adopt(self, plan: TrialPlan) -> None:
         self.plan = plan
+        self._trial.residency.cut([[self.blocks[i] for i in shard.blocks] for shard in plan.shards])
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
 
     def settle_last(self) -> None:

@@ -30,8 +30,9 @@ class Residency:
     def __init__(self, device: Device, meter: TrialMeter, pool: ShardPool) -> None:
         self.device = device  # the trial's home
         self.meter = meter
-        self.copies: dict[tuple[int, int], DeviceCopy] = {}  # by the device's number and shard
-        self._former: dict[tuple[int, int, int, int], DeviceCopy] = {}  # by device, shard, offset and bytes
+        self.shards: list[list[Block]] = []  # of the plan
+        self.copies: dict[int, DeviceCopy] = {}  # by shard
+        self._former: dict[tuple[int, int, int], DeviceCopy] = {}  # by shard, offset and bytes
         self._weights: HostWeights | None = None
         # weights and buffers; the module may be the model, which is garbage once its user has dropped it
         self._held: list[tuple[ref[nn.Module], str, nn.Parameter | None]] = []
@@ -41,7 +42,13 @@ class Residency:
     def move_home(self, to: Device) -> None:
         """Between two steps. On virtual devices, bytes move by being counted elsewhere."""
         self.device = to
+        self._former.clear()
         self.meter.move(to.meter)
+
+    def cut(self, shards: list[list[Block]]) -> None:
+        """What `promote_shard` promotes from here on."""
+        self.shards = shards
+        self._former.clear()
 
     @property
     def spilled(self) -> bool:
@@ -50,41 +57,41 @@ class Residency:
     # ---- slots ----
 
     def promote(self, block: Block) -> DeviceCopy:
-        """For a pilot, at home, in the trial's thread."""
+        """For a pilot, in the trial's thread."""
         counting = self.meter.counting
         with self.meter.paused():
             copy = DeviceCopy(self.device, self.device.slot(None, block.weight_bytes), [block], self._weights)
             self._fill(copy, counting=counting)
+        self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, copy.copied_bytes)
         return copy
 
-    def promote_shard(
-        self, device: Device, shard: int, blocks: Sequence[Block], offset: int, num_bytes: int, *, ahead: bool
-    ) -> None:
-        """Into `copies`, in the trial's thread; `ahead` of its task in one of the device's. Where slots stay in place,
-        the copy that was there before is filled again."""
+    def promote_shard(self, shard: int, offset: int, num_bytes: int, *, ahead: bool = False) -> int:
+        """Into `copies`, in the trial's thread; `ahead` of its task in one of the device's; bytes that were copied.
+        Where slots stay in place, the copy that was there before is filled again."""
+        device, place = self.device, (shard, offset, num_bytes)
         counting = self.meter.always if ahead else self.meter.counting
         with copying() if ahead else self.meter.paused():
-            place = device.number, shard, offset, num_bytes
             copy = self._former.get(place)
-            if copy is None or not copy.is_of(blocks):
-                copy = DeviceCopy(device, device.slot(offset, num_bytes), blocks, self._weights)
+            if copy is None or not copy.fits:
+                copy = DeviceCopy(device, device.slot(offset, num_bytes), self.shards[shard], self._weights)
                 if device.is_virtual:
                     if len(self._former) >= MOST_FORMER:
                         self._former.clear()
                     self._former[place] = copy
             self._fill(copy, counting=counting)
             copy.is_new = not ahead
-            self.copies[device.number, shard] = copy
+            self.copies[shard] = copy
+        return copy.copied_bytes
 
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
         copy.counted = counting
         if counting:
             copy.device.meter.add(SLOT_OWNER, [copy.slot])
         copy.fill()
-        self._pool.note_moved(self.meter.trial, "promoted_bytes", copy.device, copy.copied_bytes)
 
-    def drop_shard(self, device: Device, shard: int) -> None:
-        copy = self.copies.pop((device.number, shard), None)
+    def drop_shard(self, shard: int) -> None:
+        """In any thread."""
+        copy = self.copies.pop(shard, None)
         if copy is not None:
             self.drop(copy)
 

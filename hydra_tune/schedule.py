@@ -68,7 +68,7 @@ from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.ready import ReadyTasks, Waiting
 from hydra_tune.shard import Direction, Shard, Task, TrialPlan
 from hydra_tune.slots import Slots
-from hydra_tune.state import NO_TRIAL, DeviceState, TaskState, TrialState
+from hydra_tune.state import NO_TRIAL, PROMOTION, DeviceState, TaskState, TrialState
 
 PATIENCE = 16
 _STORY_EVENTS = 200  # short, or the garbage collector would take what it forgets for old
@@ -153,7 +153,7 @@ class Machine:
         """Why this device runs no task; empty where it does."""
         state = self.devices[device]
         if state.running is not None:
-            return "" if state.started else "promotion"
+            return "" if state.started else PROMOTION
         if state.ledger.pilot is not None:
             return "pilot"
         if state.entries or state.admissions:
@@ -285,8 +285,8 @@ class Machine:
         if trial.travels:
             device = self._choose_home(event.trial)
             if trial.home not in homes:
-                homes.add(trial.home)
-                moved.append(Move(event.trial, trial.home))
+                homes |= {trial.home, *(index for index, _ in trial.slots)}
+                moved = [*self.slots.drop_all_of(event.trial), Move(event.trial, trial.home)]
         device.entries.append(event)
         return [*moved, *self._advance_all(homes)]
 
@@ -546,12 +546,16 @@ class Machine:
         trial, key = self.trials[task.trial], (task.trial, task.shard)
         slot_bytes = self._shard(task).slot_bytes
         made: list[Instruction] = []
+        device.promotes = 0, 0
         if slot_bytes and key not in device.ledger.slots:
             offset, made = self.slots.place(device, task, slot_bytes)
             if offset is None:
                 return made  # a copy on its way is where it would go: it waits for that
-            device.in_flight.add(key)
-            made.append(Promote(task, device.index, offset, slot_bytes))
+            if trial.at_home:
+                device.promotes = offset, slot_bytes
+            else:
+                device.in_flight.add(key)
+                made.append(Promote(task, device.index, offset, slot_bytes))
         elif slot_bytes:
             device.ledger.touch(key)
         self.ready.of.pop(task.trial, None)
@@ -581,7 +585,7 @@ class Machine:
             dropped = self.slots.make_room(device, work_bytes)
         device.ledger.start_work(work_bytes)
         device.started, device.lasts = True, lasts
-        return [*dropped, Run(task, device.index, lasts), *self._look_ahead(device)]
+        return [*dropped, Run(task, device.index, lasts, *device.promotes), *self._look_ahead(device)]
 
     def _look_ahead(self, device: DeviceState) -> list[Instruction]:
         """While a task computes, choose the next one and promote its shard; only if it needs that, and within room

@@ -27,9 +27,6 @@ class Slots:
         """
         key, ledger = (task.trial, task.shard), device.ledger
         at, dropped = self._clearplace(device, task, size)
-        dropped += self.make_room(device, size)
-        if ledger.free_bytes < size:
-            return None, dropped
         while (offset := ledger.place(key, size, at)) is None:
             key_to_go = next(self.evictable(device), None)
             if key_to_go is None:
@@ -49,8 +46,7 @@ class Slots:
         dropped = [] if at is None else self.drop(device, ledger.slots_at(at, size))
         evictable = [key for key in evictable if key in ledger.slots]
         while True:
-            fits = ledger.free_bytes >= size
-            offset = ledger.place((task.trial, task.shard), size, at) if fits else None
+            offset = ledger.place((task.trial, task.shard), size, at)
             if offset is not None:
                 self.trials[task.trial].slots.add((device.index, task.shard))
                 return offset, dropped

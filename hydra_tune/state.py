@@ -13,6 +13,7 @@ from hydra_tune.ready import Waiting
 from hydra_tune.shard import Shard, Task, TrialPlan
 
 NO_TRIAL = "no trial"  # why a device idles: then it does not stall
+PROMOTION = "promotion"
 
 
 class TaskState(Enum):
@@ -34,7 +35,7 @@ class TrialState:
     plan: TrialPlan | None = None
     admitted: bool = False
     on: int | None = None  # the device that its task is running on, or promised to
-    at_home: bool = False  # the task that it has in flight does not travel
+    at_home: bool = False  # the task that it has in flight does not travel, and promotes its shard itself
     lacks_room: bool = False  # it has run out of memory in this step
     slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard)
     visits: Visits = field(default_factory=Visits)
@@ -63,6 +64,7 @@ class DeviceState:
     running: Task | None = None
     started: bool = False  # else the running task awaits its shard, or room for its work
     lasts: bool = False  # the turn of the running task, for many steps; until it is recalled
+    promotes: tuple[int, int] = (0, 0)  # offset and bytes of what the running task promotes itself
     promised: Task | None = None
     waiting: Waiting | None = None  # the promised task, once it is ready
     in_flight: set[SlotKey] = field(default_factory=set)

@@ -983,7 +983,7 @@ class Trial:
         logger.warning("%s: block %s ran out of memory; all other shards are dropped", self.name, block.name)
         self._close_backward()
         if self._task is not None:
-            self.residency.drop_shard(self.device, self._task.shard)
+            self.residency.drop_shard(self._task.shard)
         self._free_all_idle()
 
     def _free_all_idle(self) -> None:
@@ -1008,10 +1008,10 @@ class Trial:
             hold(self.device.generators(), self.random_state)
             self._task = task
         assert self.plan is not None
-        device = self.device
-        if not self.plan.resident and (device.number, shard) not in self.residency.copies:
-            self.promote_shard(device, shard, *self.pool.slot_of(task))  # it needs no slot, or that failed
-        return self.residency.copies.get((device.number, shard))
+        copies = self.residency.copies
+        if not self.plan.resident and shard not in copies:
+            self.residency.promote_shard(shard, *self.pool.slot_of(task))  # it needs no slot, or that failed
+        return copies.get(shard)
 
     def _leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
@@ -1037,20 +1037,6 @@ class Trial:
                 self.pool.release(task, self._task_start_s)
             elif not goes_on:
                 self.pool.hear(self)
-
-    def promote_shard(self, device: Device, shard: int, offset: int, num_bytes: int, *, ahead: bool = False) -> None:
-        """Carry out the scheduler's `Promote`, in this trial's thread; with `ahead`, in a device's."""
-        assert self.plan is not None
-        blocks = [self.planner.blocks[i] for i in self.plan.shards[shard].blocks]
-        self.residency.promote_shard(device, shard, blocks, offset, num_bytes, ahead=ahead)
-
-    def drop_shard(self, device: Device, shard: int) -> None:
-        """Carry out the scheduler's `Drop`, in any thread."""
-        self.residency.drop_shard(device, shard)
-
-    def move_home(self, device: Device) -> None:
-        """Carry out the scheduler's `Move`."""
-        self.residency.move_home(device)
 
     # ---- for planner and first step ----
 

@@ -17,7 +17,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.context import current_context
 from hydra_tune.copier import Copier
 from hydra_tune.device import Device
-from hydra_tune.events import Promote
+from hydra_tune.events import Promote, Run
 from hydra_tune.host_buffer import HostWeights
 from hydra_tune.interrupts import Stop
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, step
@@ -34,8 +34,9 @@ def settle(model, pool):
 
 def copies_ahead(pool):
     """The shards of copies in the machine's instructions, by whether they were ahead."""
-    promotes = [i for _, said in pool._machine._story for i in said if isinstance(i, Promote)]
-    return [p.task.shard for p in promotes if p.ahead], [p.task.shard for p in promotes if not p.ahead]
+    said = [i for _, instructions in pool._machine._story for i in instructions]
+    in_time = [i.task.shard for i in said if isinstance(i, Run) and i.num_bytes]
+    return [i.task.shard for i in said if isinstance(i, Promote)], in_time
 
 
 def reads(copies, weight):
@@ -451,7 +452,7 @@ def test_a_copy_that_is_made_while_a_weight_is_lent_is_not_taken_for_one_of_its_
     with monkeypatch.context() as patch:
         patch.setattr(HostWeights, "offset", offset_while_given_back)
         copy = DeviceCopy(device, device.slot(0, block.weight_bytes), [block], host)
-    assert not copy.is_of([block])
+    assert not copy.fits
     copy.fill()
     device.refresh(copy.stale(block.slot_parameters))
     assert torch.equal(copy.leaves(block.slot_parameters)[0], own)

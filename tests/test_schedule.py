@@ -622,7 +622,7 @@ def test_a_task_that_says_so_runs_at_home_though_its_trial_travels():
     machine = three_on_two_devices(plan())
     assert machine.handle(TaskReady(task(2, 0), at_home=True)) == []
     machine.handle(Promoted(task(0, 0), 0))
-    assert machine.handle(Done(task(0, 0), 1.0)) == [Promote(task(2, 0), 0, 70, 30)]
+    assert machine.handle(Done(task(0, 0), 1.0)) == [Run(task(2, 0), 0, offset=70, num_bytes=30)]
     machine.validate()
 
 
@@ -1020,7 +1020,7 @@ def test_what_another_device_promised_runs_at_home_if_that_is_free_first():
     assert machine.handle(TaskReady(older, at_home=True)) == []
     assert machine.handle(Done(at_1, 1.0)) == [Drop(3, 0, 1, 0, 10)], "60 + 60 > 100"
     assert machine.handle(Done(at_0, 1.0)) == [Promote(promised, 0, 10, 60)]
-    assert machine.handle(Promoted(promised, 1)) == [Drop(2, 1, 1, 10, 60), Promote(older, 1, 40, 60)]
+    assert machine.handle(Promoted(promised, 1)) == [Drop(2, 1, 1, 10, 60), Run(older, 1, False, 40, 60)]
     machine.validate()
 
 

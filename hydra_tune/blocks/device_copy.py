@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.device import Device
 from hydra_tune.host_buffer import HostWeights, places_of, storage_bytes, tensor_bytes, versions_of
 
-_DTYPE = attrgetter("dtype")
-
 
 class DeviceCopy:
     """`fill` copies the values that the host has then."""
@@ -28,7 +25,6 @@ class DeviceCopy:
     def __init__(self, device: Device, slot: torch.Tensor, blocks: Sequence[Block], host: HostWeights | None) -> None:
         self.device = device
         self.slot = slot
-        self.blocks = blocks
         self.start = slot.data_ptr()
         self.num_bytes = 0
         self.counted = False  # by the device's meter
@@ -61,7 +57,6 @@ class DeviceCopy:
             self._copies += [(slot[to : to + size], host.piece(place, size)) for place, to, size in runs]
         self._places = places_of(self._data)  # where `_copies` copies from
         self._sources = [*self._places]  # where its values are from
-        self._layouts = _layouts_of(self._data)
         places = [self.start + place for place in self._starts]
         self.weight_starting_at = dict(zip(places, self._parameters, strict=True))
         self.copied_bytes = sum(tensor_bytes(to) for to, _ in self._copies)
@@ -99,11 +94,10 @@ class DeviceCopy:
             self._versions[i], self._sources[i] = version, source
         return pairs
 
-    def is_of(self, blocks: Sequence[Block]) -> bool:
-        """Whether it may be filled again for these: the weights are where and what they were."""
-        if list(self.blocks) != list(blocks):
-            return False
-        return places_of(self._parameters) == self._places and _layouts_of(self._parameters) == self._layouts
+    @property
+    def fits(self) -> bool:
+        """Whether it may be filled again: the weights are where they were. One that was reshaped makes a first step."""
+        return places_of(self._parameters) == self._places
 
     def retire(self) -> None:
         """The slot's memory will be another copy's."""
@@ -149,8 +143,3 @@ class DeviceCopy:
         """Whose values are at an address in the slot, and where these begin."""
         i = bisect_right(self._starts, place - self.start) - 1
         return self._parameters[i], self.start + self._starts[i]
-
-
-def _layouts_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-    """What is asked for at each promotion: whole lists at once, in PyTorch's own functions."""
-    return list(map(_DTYPE, tensors)), list(map(torch.Tensor.size, tensors)), list(map(torch.Tensor.stride, tensors))

@@ -318,8 +318,10 @@ class Trial:
     # ---- the root module's forward ----
 
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self._pass is None and _call_key(root, args, kwargs) in self.planner.covered:
-            return self._run_covered(root, args, kwargs)
+        call = _call_key(root, args, kwargs) if self._pass is None else None
+        is_covered = call in self.planner.covered
+        if is_covered and self._begin_simple():
+            return self._run_simple(root, args, kwargs)
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
@@ -333,6 +335,11 @@ class Trial:
                 "a backward, as by a checkpoint around the model. Take the checkpoint away; the pool has the memory."
             )
         self._leave_last_step()
+        if is_covered and call in self.planner.covered:
+            if not self.steps.under_way:
+                self.steps.check_between()
+            self.steps.open()
+            return self._run_step(root, args, kwargs)
         self._enter(root, args, kwargs)
         call = _call_key(root, args, kwargs)
         if call is not None and self.plan is not None and self.plan.resident:
@@ -342,59 +349,45 @@ class Trial:
                     each.unhook()
         return self._run_step(root, args, kwargs)
 
-    def _run_covered(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """As `run_root`, of a resident model, like one before: what is ours is a good part of what a small model costs,
-        so that each thing is looked at before something is called for it."""
-        steps, lease, trains = self.steps, self.lease, torch.is_grad_enabled()
-        if not self._callers.is_last or gate.process != self._process:
-            self._refuse_other_threads()
+    def _begin_simple(self) -> bool:
+        """A step of a resident model, like those before: one forward, one backward. What is ours is a good part of what
+        a small model costs, so that each thing is looked at before something is called for it."""
+        steps = self.steps
         if (
-            steps.under_way
+            not self._steps_are_simple
+            or self.resumption is not None  # that hears of each backward
+            or steps.under_way
             or steps.has_forwards
             or self._task is not None
             or self._backwards
-            or self.resumption is not None
             or self.awaits_backward
+            or not (torch.is_grad_enabled() and self._callers.is_last and self.stop.is_quiet)
+            or gate.process != self._process
+            or not self.lease.begin_step(steps.number + 1)
         ):
-            self._leave_last_step()
-        if not self.stop.is_quiet:
-            steps.check_between()
+            return False
         steps.number += 1
-        is_simple = trains and self._steps_are_simple and self.resumption is None  # that hears of each backward
-        is_simple = is_simple and not steps.under_way and lease.begin_step(steps.number)
-        if is_simple:
-            self._task = lease.task
-        else:
-            steps.open()
-        self._pass = forward_pass = ForwardPass(trains)
+        self._task = self.lease.task
+        return True
+
+    def _run_simple(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        lease, self._pass = self.lease, ForwardPass(trains=True)
         self._thread, here.trial = threading.get_ident(), self._ref
         self.meter.inside += 1
         try:
             if self.meter.always:
                 self._count()
                 self.meter.adopt(tensors_in((args, kwargs)))
-            if not is_simple:
-                steps.add_forward(forward_pass)
-                self._go_to(0, Direction.FORWARD)
             outputs = root.run(args, kwargs)
             self.leave()
         except BaseException:
-            forward_pass.done = True
             self._leave_after_error()
             raise
         finally:
             self.meter.inside -= 1
             self._pass = None
-            if not lease.is_noted:  # else it is told what has changed
-                self.pool.note_summary(self)
-                lease.is_noted = lease.is_open
-        if is_simple:
-            self.awaits_backward = True
-        elif trains:
-            self._announce_backward(outputs, forward_pass)
-        else:
-            forward_pass.done = True
-            self._note_for_resumption()
+            self._note_summary()
+        self.awaits_backward = True
         return outputs
 
     def run_backward(self, run: Callable[..., ResultT], given: tuple[Any, ...], *, keeps_graph: bool) -> ResultT:
@@ -576,9 +569,7 @@ class Trial:
         finally:
             self.meter.inside -= 1
             self._pass = forward_pass.ended_by = None
-            if not self.lease.is_noted:  # else it is told what has changed
-                self.pool.note_summary(self)
-                self.lease.is_noted = self.lease.is_open
+            self._note_summary()
         if not torch.is_grad_enabled():
             forward_pass.done = True
             if first is not None:
@@ -587,6 +578,11 @@ class Trial:
         elif first is not None or (plan is not None and plan.resident):
             self._announce_backward(outputs, forward_pass)
         return outputs
+
+    def _note_summary(self) -> None:
+        if not self.lease.is_noted:  # else the pool is told what has changed
+            self.pool.note_summary(self)
+            self.lease.is_noted = self.lease.is_open
 
     def _announce_backward(self, outputs: Any, forward_pass: ForwardPass) -> None:
         """Where no block may be the first to do so."""

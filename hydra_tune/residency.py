@@ -13,6 +13,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.copier import copying
 from hydra_tune.device import Arrival, Device
+from hydra_tune.fork import gate
 from hydra_tune.host_buffer import HostWeights, tensor_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.tree import flatten, tensors_in, unflatten
@@ -69,18 +70,25 @@ class Residency:
         """Into `copies`, in the trial's thread; `ahead` of its task in one of the device's; bytes that were copied.
         Where slots stay in place, the copy that was there before is filled again."""
         device, place = self.device, (shard, offset, num_bytes)
-        counting = self.meter.always if ahead else self.meter.counting
-        with copying() if ahead else self.meter.paused():
-            copy = self._former.get(place)
-            if copy is None or not copy.fits:
+        copy = self._former.get(place)
+        if copy is None or not copy.fits:
+            with copying() if ahead else self.meter.paused():
                 copy = DeviceCopy(device, device.slot(offset, num_bytes), self.shards[shard], self._weights)
-                if device.is_virtual:
-                    if len(self._former) >= MOST_FORMER:
-                        self._former.clear()
-                    self._former[place] = copy
-            self._fill(copy, counting=counting)
-            copy.is_new = not ahead
-            self.copies[shard] = copy
+            if device.is_virtual:
+                if len(self._former) >= MOST_FORMER:
+                    self._former.clear()
+                self._former[place] = copy
+        if ahead or self.meter.counting or torch._C._len_torch_dispatch_stack():
+            counting = self.meter.always if ahead else self.meter.counting
+            with copying() if ahead else self.meter.paused():
+                self._fill(copy, counting=counting)
+        else:  # nobody sees these operators; nor do they ask for gradients
+            is_outermost = gate.enter()
+            self._fill(copy, counting=False)
+            if is_outermost:
+                gate.leave()
+        copy.is_new = not ahead
+        self.copies[shard] = copy
         return copy.copied_bytes
 
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:

@@ -371,7 +371,7 @@ class Trial:
         return True
 
     def _run_simple(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        lease, self._pass = self.lease, ForwardPass(trains=True)
+        self._pass = ForwardPass(trains=True)
         self._thread, here.trial = threading.get_ident(), self._ref
         self.meter.inside += 1
         try:

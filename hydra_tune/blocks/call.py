@@ -174,7 +174,7 @@ class Call:
         parameters, casts = self.block.slot_parameters, self.trial.casts
         weights = copy.aliases(parameters)
         trained = are_trained(parameters)
-        for i, dtype in self._casts.items():
+        for i, dtype in self._casts.items():  # seldom any
             known = casts.get(parameters[i], weights[i], dtype) if trained[i] else None
             self._shares_casts |= known is not None
             weights[i] = weights[i].to(dtype) if known is None else known
@@ -185,8 +185,9 @@ class Call:
             given = _promote(self, [weights[i] for i in numbers], *self.promoted)
             for i, weight in zip(numbers, given, strict=True):
                 weights[i] = weight
-                if i in self._casts:
-                    casts.put(parameters[i], weight)
+            for i in self._casts:
+                if trained[i]:
+                    casts.put(parameters[i], weights[i])
         self._trained = are_trained(weights)
         self._cast_places = [(*memory_of(weights[i]), parameters[i]) for i in self._casts]
         # no activation may come to lie there, where a forward sets the weight's `data`

@@ -11,12 +11,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
 
 from hydra_tune.interrupts import interruptible, interrupts
+
+if TYPE_CHECKING:
+    from hydra_tune.trial import Trial
 
 _PyTorchs = type(Variable._execution_engine)
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
@@ -40,30 +43,19 @@ class ForwardPass:
         self.calls[block] = self.calls.get(block, 0) + 1
 
 
-class Trains(Protocol):
-    @property
-    def awaits_backward(self) -> bool: ...
-
-    def run_backward(self, run: Callable[..., Any], given: tuple[Any, ...], *, keeps_graph: bool) -> Any: ...
-
-    def end_backward(self, backward: Backward, *, failed: bool) -> None: ...
-
-
+@dataclass(eq=False, slots=True)
 class Backward:
     """One that is under way; `passes` are the forwards that it has come through so far, of each trial."""
 
-    __slots__ = ("keeps_graph", "passes")
-
-    def __init__(self, *, keeps_graph: bool) -> None:
-        self.keeps_graph = keeps_graph
-        self.passes: dict[Trains, set[ForwardPass]] = {}
+    keeps_graph: bool
+    passes: dict[Trial, set[ForwardPass]] = field(default_factory=dict)
 
 
 class _Thread(threading.local):
     """`trial` is a weak reference to the one that has run a forward in this thread last."""
 
     backward: Backward | None = None  # the innermost
-    trial: Callable[[], Trains | None] | None = None
+    trial: Callable[[], Trial | None] | None = None
 
 
 here = _Thread()
@@ -73,7 +65,7 @@ os.register_at_fork(after_in_child=lambda: here.__dict__.clear())
 class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         keeps_graph = args[2] if len(args) > 2 else kwargs.get("keep_graph", False)
-        outer, here.backward = here.backward, Backward(keeps_graph=keeps_graph)
+        outer, here.backward = here.backward, Backward(keeps_graph)
         backward, failed = here.backward, True
         try:
             trial = None if here.trial is None else here.trial()

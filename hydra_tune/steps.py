@@ -63,9 +63,6 @@ class Steps:
         """The last one had one forward, and one backward."""
         return (self.num_forwards, self._num_backwards) == (1, 1)
 
-    def open_first(self) -> None:
-        self.begin()
-
     @property
     def outlasts_first(self) -> bool:
         """A first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
@@ -89,10 +86,6 @@ class Steps:
         if self.under_way:
             self.leave()
         return True
-
-    def forget(self) -> None:
-        """The one that was under way, interrupted, had not begun."""
-        self.under_way = False
 
     def _leave_endless(self) -> None:
         """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes

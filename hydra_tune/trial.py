@@ -481,7 +481,7 @@ class Trial:
                 self.planner.settle(self.planner.plan_for(kind))
                 self.steps.open()
                 return
-            self.steps.open_first()
+            self.steps.begin()
             self.meter.adopt(tensors_in((args, kwargs)))  # which a loop keeps until it has the next ones
         except torch.OutOfMemoryError as error:
             refusal = self._refusal_of_first(error, args, kwargs)
@@ -1017,7 +1017,7 @@ class Trial:
         if not self.of_runner:
             self.leave()
             if self.planner.first is not None:
-                self.steps.forget()
+                self.steps.under_way = False  # it has not begun
                 self._end_counting()
                 self.planner.give_up_first()
             self.unwatch()  # under checks, too: the next forward counts again

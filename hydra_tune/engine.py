@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +18,6 @@ from torch.autograd import Variable
 from hydra_tune.interrupts import interruptible, interrupts
 
 _PyTorchs = type(Variable._execution_engine)
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 @dataclass(eq=False)
@@ -108,15 +106,6 @@ def install() -> None:
     """Once in a process; never undone."""
     if not isinstance(Variable._execution_engine, Engine):
         Variable._execution_engine = Engine()
-
-
-def calls_backward(frame: FrameType | None) -> bool:
-    """Whether there, or in what has called that, a backward was asked for."""
-    while frame is not None:
-        if frame.f_code is _BACKWARD:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def forget_interrupted_backward() -> None:

@@ -1,4 +1,4 @@
-"""Sees every operator in a trial's thread to count its bytes, and under checks refuses those that mix devices.
+"""Sees every operator in a trial's thread to count its bytes.
 
 Active in pilots, in the first step of a spilled trial, which is measured, and throughout where `HYDRA_TUNE_CHECKS` is
 set; at no other time.
@@ -100,7 +100,7 @@ class TrialMode(ThreadMode):
         kwargs, meter = kwargs or {}, self.meter
         if meter is None or not meter.counting:
             return self._run(func, args, kwargs)
-        writes, first = _is_mutable(func), meter.first
+        writes, first = _is_mutable(func), meter.first()
         if writes and first is not None:
             first.before_writing(_written_by(func, args, kwargs))
         try:
@@ -112,11 +112,11 @@ class TrialMode(ThreadMode):
 
     def _count(self, meter: TrialMeter, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors((args, *kwargs.values()))
-        device = meter.device_of(func, inputs)
+        makes_there = meter.makes_there(inputs)
         out = self._run(func, args, kwargs)
-        if device is not None:
+        if makes_there:
             made, written = _made(func, args, inputs, out)
-            meter.observe(device, made, written if _is_mutable(func) else ())
+            meter.observe(made, written if _is_mutable(func) else ())
         return out
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

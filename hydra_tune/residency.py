@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hydra_tune.pool import ShardPool
 
 MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
-SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
 
 class Residency:
@@ -79,7 +78,7 @@ class Residency:
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
         copy.counted = counting
         if counting:
-            copy.device.meter.add(SLOT_OWNER, [copy.slot])
+            copy.device.meter.slots.add([copy.slot])
         copy.fill()
         self._pool.note_moved(self.meter.trial, "promoted_bytes", copy.device, copy.copied_bytes)
 
@@ -92,7 +91,7 @@ class Residency:
         """Whoever has it still, as an exception's frames: its slot counts no more."""
         copy.retire()
         if copy.counted:
-            copy.device.meter.remove(copy.slot)
+            copy.device.meter.slots.disown(copy.slot)
 
     def refresh(self, copy: DeviceCopy, block: Block) -> None:
         """Copy anew what has changed on the host since it was copied; this thread has just done so, if it is new."""

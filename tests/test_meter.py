@@ -1,6 +1,4 @@
-"""What counts as a device's bytes, when a virtual device is full, and which tensors may meet in an operator."""
-
-import threading
+"""What counts as a device's bytes, and when a virtual device is full."""
 
 import optuna
 import pytest
@@ -8,12 +6,9 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.errors import MixedDevicesError
 from hydra_tune.meter import DeviceOutOfMemoryError, Meter, TrialMeter
 from hydra_tune.mode import TrialMode
 from models import mlp
-
-WAIT_S = 20  # for the other trial; only a failed test ever waits so long
 
 
 @pytest.fixture
@@ -26,7 +21,7 @@ def pair(meters):
     """Forty bytes on either device."""
     tensors = torch.ones(10), torch.ones(10)
     for meter, tensor in zip(meters, tensors, strict=True):
-        meter.add(0, [tensor])
+        TrialMeter(meter, 0).add([tensor])
     return tensors
 
 
@@ -40,16 +35,17 @@ def on(meter, trial=0):
 
 def test_storages_count_once_while_they_live_and_one_too_many_is_refused(meters):
     meter, _ = meters
+    first, second = TrialMeter(meter, 0), TrialMeter(meter, 1)
     a = torch.zeros(100)
-    meter.add(0, [a, a[:10], a.view(10, 10)])
+    first.add([a, a[:10], a.view(10, 10)])
     assert meter.live_bytes == 400
     b = torch.zeros(150)
-    meter.add(1, [b])
+    second.add([b])
     with pytest.raises(DeviceOutOfMemoryError, match=r"left holds 1000 B and was asked for 4 B more") as error:
-        meter.add(1, [torch.zeros(1)])
+        second.add([torch.zeros(1)])
     assert isinstance(error.value, torch.OutOfMemoryError), "as a GPU's"
     del a
-    assert (meter.live_bytes, meter.trial_bytes[0], meter.peak_bytes) == (600, 0, 1000)
+    assert (meter.live_bytes, first.trial_bytes, meter.peak_bytes) == (600, 0, 1000)
     meter.end_trial(1)
     assert meter.live_bytes == 0
 
@@ -106,7 +102,7 @@ def test_a_copy_to_the_host_takes_no_device_bytes(pair, meters):
 def test_a_sparse_gradient_counts_its_indices_and_values(meters):
     """The meter raised NotImplementedError: no model with a sparse embedding got past its pilot."""
     table, meter = nn.Embedding(20, 4, sparse=True), meters[0]
-    meter.add(0, [table.weight])
+    TrialMeter(meter, 0).add([table.weight])
     with on(meter):
         table(torch.tensor([1, 2])).sum().backward()
     assert table.weight.grad.layout is torch.sparse_coo
@@ -174,142 +170,44 @@ def test_a_trial_that_keeps_more_than_it_reserved_is_out_of_memory_and_others_go
         assert pool.devices[0].used_bytes == pool._devices[0].meter.live_bytes == 0
 
 
-# ---- devices ----
+def test_what_two_trials_have_counts_for_the_first_until_that_ends(meters):
+    """A batch that both took from one data set."""
+    batch, (left, right) = torch.ones(100)[:10], meters
+    of_left, of_right = TrialMeter(left, 0), TrialMeter(right, 1)
+    for trial in (of_left, of_right):
+        trial.adopt([batch])
+    assert [m.live_bytes for m in meters] == [40, 0]
+    with on(right, trial=1) as mode:
+        doubled = batch * 2
+        assert mode.meter.trial_bytes == doubled.nbytes == right.live_bytes
+    left.end_trial(0)
+    of_right.adopt([batch])
+    assert [m.live_bytes for m in meters] == [0, 80]
 
 
-@pytest.mark.parametrize(
-    "operator",
-    [
-        lambda a, b: a + b,
-        lambda a, b: a.add_(b),
-        lambda a, b: torch.dot(a, b),
-        lambda a, b: torch.cat([a, b]),
-        lambda a, b: torch.where(a > 0, b, 0.0),
-        lambda a, b: a.view(2, 5)[1] + (b * 2)[:5],
-        lambda a, b: torch.mul(a, 2, out=b),
-    ],
-    ids=["add", "in place", "dot", "list", "three", "views and results", "out"],
-)
-def test_tensors_of_two_devices_do_not_meet(operator, pair, meters):
-    before = [t.clone() for t in pair]
-    words = r"on the same device, but found at least two devices, (left and right|right and left)! \(in aten\..*trial 7"
-    with on(meters[0], trial=7), pytest.raises(MixedDevicesError, match=words) as error:
-        operator(*pair)
-    assert isinstance(error.value, RuntimeError), "as PyTorch's"
-    assert all(torch.equal(a, b) for a, b in zip(pair, before, strict=True)), "nothing was computed"
-
-
-def test_devices_of_two_pools_are_told_apart_where_they_have_one_name():
-    meters = [Meter("cpu:0", 1000, enforce=True) for _ in range(2)]
-    tensors = torch.ones(10), torch.ones(10)
-    for meter, tensor in zip(meters, tensors, strict=True):
-        meter.add(0, [tensor])
-    with on(meters[0]), pytest.raises(MixedDevicesError, match="cpu:0 and cpu:0 of another pool"):
-        tensors[0] + tensors[1]
-
-
-def test_copies_cross_devices_and_belong_where_they_arrive(pair, meters):
-    left, right = pair
-    with on(meters[0]):
-        left.copy_(right)
-        assert [m.live_bytes for m in meters] == [40, 40]
-        arrived = right.to("cpu", copy=True)
-        assert [m.live_bytes for m in meters] == [80, 40]
-        assert torch.equal(left + arrived, right.to(torch.float64) * 2)
-        with pytest.raises(MixedDevicesError):
-            right + arrived
-
-
-def test_what_is_computed_on_another_device_lies_there(pair, meters):
-    left, right = pair
-    with on(meters[0]):
-        doubled = right * 2
-        assert [m.live_bytes for m in meters] == [40, 80]
-        with pytest.raises(MixedDevicesError):
-            left + doubled
-
-
-def test_scalars_and_host_memory_go_with_every_device(pair, meters):
-    left, right = pair
-    with on(meters[0]):
-        assert (left * right.sum())[0] == 10
-        assert left.sum() + right.sum() == 20
-        assert ((left + torch.ones(10)) == 2).all()
-
-
-def test_a_tensor_on_both_devices_goes_with_either(pair, meters):
-    """A batch that two trials took from one data set: on GPUs each has a copy."""
-    left, right = pair
-    batch = torch.ones(100)[:10]
-    for meter in meters:
-        meter.add(0, [batch], as_copies=True)
-    with on(meters[0]):
-        left + batch[:10]
-        right + batch
-        with pytest.raises(MixedDevicesError):
-            torch.addcmul(batch, left, right)
-    meters[0].end_trial(0)
-    meters[0].add(1, [left])
-    with on(meters[1]), pytest.raises(MixedDevicesError):
-        left + batch
-
-
-def test_a_freed_storage_is_of_no_device(pair, meters):
-    left, _ = pair
-    meters[1].end_trial(0)
-    for _ in range(100):  # the allocator gives the same addresses again
-        other = torch.ones(10)
-        meters[1].add(1, [other])
-        del other
-        with on(meters[0]):
-            left + torch.ones(10)
-    assert meters[1].live_bytes == 0
-
-
-def test_without_checks_nothing_is_refused(pair, meters):
-    with TrialMode(meter=TrialMeter(meters[0], 0, always=False)) as mode:
-        mode.meter.counting = True  # as in a pilot
-        assert (pair[0] + pair[1] == 2).all()
-
-
-@pytest.mark.parametrize("budget", ["300KiB", "8MiB"], ids=["spilled", "resident"])
-def test_a_trial_that_uses_a_tensor_of_another_device_is_told(budget):
-    outputs, messages, meet = {}, [], threading.Barrier(2, timeout=WAIT_S)
-    data = torch.randn(4, 128)
-
-    def objective(trial):
-        model = hydra_tune.prepare(mlp())
-        outputs[trial.number] = own = model(data).detach()
-        meet.wait()
-        other = outputs[1 - trial.number]
-        with pytest.raises(MixedDevicesError) as error:
-            own + other
-        messages.append(str(error.value))
-        assert torch.equal(own + other.to("cpu", copy=True), own.clone().copy_(other) + own)
-        meet.wait()
-        return (own.sum() + other.sum()).item()
-
-    with hydra_tune.ShardPool(["cpu", "cpu"], budget) as pool:
-        study = optuna.create_study()
-        hydra_tune.HydraTrialRunner(pool, concurrency=2).optimize(study, objective, n_trials=2)
-    assert [t.state.name for t in study.trials] == ["COMPLETE"] * 2
-    assert all("cpu:0 (virtual)" in m and "cpu:1 (virtual)" in m for m in messages), messages
-    assert len(messages) == 2
+def test_a_trials_bytes_move_with_its_home(meters):
+    left, right = meters
+    trial, kept = TrialMeter(left, 0), torch.ones(10)
+    trial.add([kept])
+    trial.move(right)
+    assert [m.live_bytes for m in meters] == [0, 40]
+    del kept
+    assert right.live_bytes == trial.trial_bytes == 0
 
 
 def test_what_is_outside_of_visits_is_counted_apart():
     meter = TrialMeter(Meter("cpu:0", 1_000, enforce=True), 0, always=False)
     kept = [torch.zeros(25)]
-    meter.observe(meter.meter, kept)
+    meter.observe(kept)
     meter.watch_outside()
     for size in (25, 25, 1, 1):
         kept.append(torch.zeros(size))
         meter.outside_ends()
         visited = torch.zeros(50)
-        meter.observe(meter.meter, [visited])
+        meter.observe([visited])
         del visited
         meter.outside_starts()
-        meter.observe(meter.meter, kept[-1:])
+        meter.observe(kept[-1:])
     assert meter.outside_peak() == 208
 
 
@@ -318,9 +216,9 @@ def test_a_limit_is_one_trials():
     first, second = (TrialMeter(meter, number, always=False) for number in range(2))
     first.limit(100)
     kept = [torch.zeros(30), torch.zeros(25)]
-    second.observe(meter, kept[:1])
-    first.observe(meter, kept[1:])
+    second.observe(kept[:1])
+    first.observe(kept[1:])
     with pytest.raises(torch.OutOfMemoryError):
-        first.observe(meter, [torch.zeros(1)])
+        first.observe([torch.zeros(1)])
     first.limit(None)
-    first.observe(meter, [torch.zeros(1)])
+    first.observe([torch.zeros(1)])

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hydra_tune
-from hydra_tune.meter import Meter
+from hydra_tune.meter import Meter, TrialMeter
 from hydra_tune.mode import TrialMode
 from hydra_tune.optim import load_exactly, stepping_bytes
 
@@ -51,11 +51,12 @@ class Counting(TrialMode):
     def __init__(self, known):
         super().__init__()
         self.counter = Meter("test", 1 << 30, enforce=False)
-        self.counter.add(0, known)
+        self.trial = TrialMeter(self.counter, 0)
+        self.trial.add(known)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
-        self.counter.add(0, [x for x in torch.utils._pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)])
+        self.trial.add([x for x in torch.utils._pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)])
         return outputs
 
 

@@ -77,9 +77,8 @@ class TrialMeter:
         self.trial_bytes = 0
         self.window_peak = 0  # the highest since `start_window`
         self._limit: float = inf
-        self._outside_start: int | None = None
-        self._outside_peak = 0
-        self._starts_later = False
+        self._outside_start = self._outside_peak = 0
+        self._is_outside = self._starts_later = False
         # Under way: is told what is written, and makes room. Weak, for a mode on the thread's stack keeps this meter.
         self.first: Callable[[], FirstStep | None] = lambda: None
         self.within_checkpoint = False  # one that is not reentrant, since this was said to be False
@@ -131,6 +130,8 @@ class TrialMeter:
             )
         self.trial_bytes += num_bytes
         self.window_peak = max(self.window_peak, self.trial_bytes)
+        if self._is_outside:
+            self._outside_peak = max(self._outside_peak, self.trial_bytes)
         meter.live_bytes += num_bytes
         meter.peak_bytes = max(meter.peak_bytes, meter.live_bytes)
 
@@ -171,11 +172,9 @@ class TrialMeter:
         first.failed, self.counting = True, self.always
         return BudgetError(f"a first step has no room on {self.meter.name}: {error}")
 
-    def observe(self, made: list[torch.Tensor], written: Iterable[torch.Tensor] = ()) -> None:
-        """Count what an operator made there, and what it has enlarged of others."""
-        self.add(filter(is_counted, written))
+    def observe(self, made: Iterable[torch.Tensor]) -> None:
+        """Count what an operator made or enlarged there."""
         if self._starts_later:
-            self._starts_later = False
             self.outside_starts()
         self.add(made)
 
@@ -190,29 +189,26 @@ class TrialMeter:
 
     def watch_outside(self) -> None:
         """Start to note the highest bytes beyond those there now, while no block runs."""
-        self._outside_start = self._outside_peak = self.start_window()
+        self._outside_start = self._outside_peak = self.trial_bytes
+        self._is_outside = True
 
     def outside_ends(self) -> None:
         if self._starts_later:  # no operator has run: what is there now the step has kept from visit to visit
-            self._starts_later = False
-            self._outside_peak = max(self._outside_peak, self.trial_bytes)
-        elif self._outside_start is not None:
-            self._outside_peak = max(self._outside_peak, self.window_peak)
+            self.outside_starts()
+        self._is_outside = False
 
     def outside_starts(self) -> None:
-        if self._outside_start is not None:
-            self.start_window()
+        self._is_outside, self._starts_later = True, False
+        self._outside_peak = max(self._outside_peak, self.trial_bytes)
 
     def outside_starts_later(self) -> None:
         """With the next operator: what the visit has made is about to be freed."""
-        self._starts_later = self._outside_start is not None
+        self._starts_later = True
 
     def outside_peak(self) -> int:
-        """The figure since `watch_outside`, which ends here."""
+        """The figure since `watch_outside`."""
         self.outside_ends()
-        start, self._outside_start = self._outside_start, None
-        assert start is not None
-        return self._outside_peak - start
+        return self._outside_peak - self._outside_start
 
     def paused(self) -> Paused:
         """Not counted, nor seen by any mode, without gradients: copies between device and host, whose other side

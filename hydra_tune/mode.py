@@ -97,8 +97,7 @@ class TrialMode(ThreadMode):
         makes_there = meter.makes_there(inputs)
         out = _run(func, args, kwargs)
         if makes_there:
-            made, written = _made(func, args, inputs, out)
-            meter.observe(made, written if _is_mutable(func) else ())
+            meter.observe(_made(func, args, inputs, out))
         return out
 
 
@@ -199,17 +198,14 @@ os.register_at_fork(after_in_child=drop_modes)
 
 def _made(
     func: Callable[..., Any], args: Sequence[Any], inputs: Sequence[torch.Tensor], out: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What an operator with an input on the device has made there, of a list only what comes of an input there; and
-    what it wrote into an input."""
+) -> list[torch.Tensor]:
+    """What an operator with an input on the device has made there, or given back of what was; of a list only what comes
+    of an input there."""
     outputs = _tensors((out,))
     if _is_foreach(func) and isinstance(args[0], (list, tuple)) and len(args[0]) == len(outputs):
         outputs = [made for given, made in zip(args[0], outputs, strict=True) if is_counted(given)]
-    given = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
-    made, written = list[torch.Tensor](), list[torch.Tensor]()
-    for t in outputs:
-        (made if given.isdisjoint(storage._cdata for storage in storages_of(t)) else written).append(t)
-    return made, written
+    elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
+    return [t for t in outputs if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))]
 
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ slots are poisoned under ``HYDRA_TUNE_CHECKS=1``. A GPU (`cuda_device.py`) overr
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from ctypes import addressof, c_char, memset
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from hydra_tune.config import checks_enabled, format_bytes
 from hydra_tune.ledger import Ledger
-from hydra_tune.meter import Meter
+from hydra_tune.meter import TrialMeter
 
 CPU = torch.device("cpu")
 POISON = 0xFF  # NaN in every float format, -1 in every signed integer
@@ -53,7 +54,9 @@ class Device:
         self.name = f"cpu:{number} (virtual)" if self.is_virtual else str(torch_device)
         self.torch_device = torch_device
         self.budget_bytes = budget_bytes
-        self.meter = Meter(self.name, budget_bytes, enforce=self.is_virtual)
+        self.live_bytes = self.most_live_bytes = 0  # of storages, as far as they are counted
+        self.of_slots = TrialMeter(self, -1)  # no trial's: a step's bytes are what it has beside them
+        self.process = os.getpid()
         if self.is_virtual:
             self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)
             self._beside_arena: dict[int | None, mmap.mmap] = {}
@@ -74,7 +77,7 @@ class Device:
     @property
     def measured_peak_bytes(self) -> int:
         """The highest count of real storages: by CUDA's allocator, or by the meter while it counted."""
-        return self.meter.peak_bytes
+        return self.most_live_bytes
 
     def __repr__(self) -> str:
         return f"<{self.name}: {format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} used>"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from hydra_tune.fork import gate, new_in_child
 from hydra_tune.host_buffer import parts_of
 
 if TYPE_CHECKING:
+    from hydra_tune.device import Device
     from hydra_tune.planning.first_step import FirstStep
 
 # A finalizer may run within any meter's work: reentrant, and one for all, lest two meters' threads wait for each other.
@@ -46,31 +47,12 @@ class _Counted:
     storage_bytes: int = 0
 
 
-class Meter:
-    """Live bytes of one device."""
-
-    def __init__(self, name: str, budget_bytes: int, *, enforce: bool) -> None:
-        self.name = name
-        self.budget_bytes = budget_bytes
-        self.enforce = enforce
-        self.live_bytes = self.peak_bytes = 0
-        self.slots = TrialMeter(self, -1)  # nobody's: a step's bytes are what a trial has beside them
-        self.process = os.getpid()
-
-    def end_trial(self, trial: int) -> None:
-        """Forget its storages; those that live on belong to the user's host memory from here on."""
-        with _lock:
-            for key, counted in _counted.copy().items():  # which shrinks where garbage is collected
-                if counted.owner.trial == trial and counted.owner.meter is self:
-                    _forget(key)
-
-
 class TrialMeter:
     """One trial's bytes on its home, and whether its operators are counted. Thread-safe; a storage is forgotten when it
     is freed."""
 
-    def __init__(self, meter: Meter, trial: int, *, always: bool = False) -> None:
-        self.meter = meter
+    def __init__(self, device: Device, trial: int, *, always: bool = False) -> None:
+        self.device = device
         self.trial = trial
         self.always = always  # the checks of HYDRA_TUNE_CHECKS
         self.counting = always
@@ -106,7 +88,7 @@ class TrialMeter:
     def _add(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key, storage_bytes = storage._cdata, storage.nbytes()
         with _lock:
-            if storage.device.type == "meta" or os.getpid() != self.meter.process:  # a forked child is on no device
+            if storage.device.type == "meta" or os.getpid() != self.device.process:  # a forked child is on no device
                 return
             counted = _counted.get(key)
             if counted is None:
@@ -120,33 +102,33 @@ class TrialMeter:
             counted.storage_bytes = max(counted.storage_bytes, storage_bytes)
 
     def _take(self, num_bytes: int) -> None:
-        meter = self.meter
-        too_many = meter.enforce and meter.live_bytes + num_bytes > meter.budget_bytes
+        device, live_bytes = self.device, self.device.live_bytes + num_bytes
+        too_many = device.is_virtual and live_bytes > device.budget_bytes
         if too_many or self.trial_bytes + num_bytes > self._limit:
             raise DeviceOutOfMemoryError(
-                f"{meter.name} holds {format_bytes(meter.live_bytes)} and was asked for {format_bytes(num_bytes)} "
-                f"more, but its budget is {format_bytes(meter.budget_bytes)}. Lower the batch size, keep fewer "
+                f"{device.name} holds {format_bytes(device.live_bytes)} and was asked for {format_bytes(num_bytes)} "
+                f"more, but its budget is {format_bytes(device.budget_bytes)}. Lower the batch size, keep fewer "
                 "tensors, or raise the pool's memory=."
             )
         self.trial_bytes += num_bytes
         self.window_peak = max(self.window_peak, self.trial_bytes)
         if self._is_outside:
             self._outside_peak = max(self._outside_peak, self.trial_bytes)
-        meter.live_bytes += num_bytes
-        meter.peak_bytes = max(meter.peak_bytes, meter.live_bytes)
+        device.live_bytes = live_bytes
+        device.most_live_bytes = max(device.most_live_bytes, live_bytes)
 
     def disown(self, tensor: torch.Tensor) -> None:
         """Count a tensor no longer, which belongs to host memory from here on."""
         for storage in storages_of(tensor):
             _forget(storage._cdata)
 
-    def move(self, to: Meter) -> None:
+    def move(self, to: Device) -> None:
         """The trial's home is another one, and so is that of all it has."""
         with _lock:
-            self.meter.live_bytes -= self.trial_bytes
-            self.meter = to
+            self.device.live_bytes -= self.trial_bytes
+            self.device = to
             to.live_bytes += self.trial_bytes
-            to.peak_bytes = max(to.peak_bytes, to.live_bytes)
+            to.most_live_bytes = max(to.most_live_bytes, to.live_bytes)
 
     def limit(self, num_bytes: int | None) -> None:
         """Raise where the trial would have more than these bytes at home, for others need the rest."""
@@ -170,7 +152,7 @@ class TrialMeter:
         if first is None or self.inside:
             return error
         first.failed, self.counting = True, self.always
-        return BudgetError(f"a first step has no room on {self.meter.name}: {error}")
+        return BudgetError(f"a first step has no room on {self.device.name}: {error}")
 
     def observe(self, made: Iterable[torch.Tensor]) -> None:
         """Count what an operator made or enlarged there."""
@@ -260,4 +242,12 @@ def _forget(key: int) -> None:
         counted = _counted.pop(key, None)
         if counted is not None:
             counted.owner.trial_bytes -= counted.num_bytes
-            counted.owner.meter.live_bytes -= counted.num_bytes
+            counted.owner.device.live_bytes -= counted.num_bytes
+
+
+def end_trial(trial: int, devices: Container[Device]) -> None:
+    """Forget its storages there; those that live on belong to the user's host memory from here on."""
+    with _lock:
+        for key, counted in _counted.copy().items():  # which shrinks where garbage is collected
+            if counted.owner.trial == trial and counted.owner.device in devices:
+                _forget(key)

@@ -40,7 +40,7 @@ class Residency:
     def move_home(self, to: Device) -> None:
         """Between two steps. On virtual devices, bytes move by being counted elsewhere."""
         self.device = to
-        self.meter.move(to.meter)
+        self.meter.move(to)
 
     @property
     def spilled(self) -> bool:
@@ -78,7 +78,7 @@ class Residency:
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
         copy.counted = counting
         if counting:
-            copy.device.meter.slots.add([copy.slot])
+            copy.device.of_slots.add([copy.slot])
         copy.fill()
         self._pool.note_moved(self.meter.trial, "promoted_bytes", copy.device, copy.copied_bytes)
 
@@ -91,7 +91,7 @@ class Residency:
         """Whoever has it still, as an exception's frames: its slot counts no more."""
         copy.retire()
         if copy.counted:
-            copy.device.meter.slots.disown(copy.slot)
+            copy.device.of_slots.disown(copy.slot)
 
     def refresh(self, copy: DeviceCopy, block: Block) -> None:
         """Copy anew what has changed on the host since it was copied; this thread has just done so, if it is new."""

@@ -99,7 +99,7 @@ class Trial:
         self.name = name or f"trial {number}"
         self.of_runner = False  # whose trials end with their objective
         self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise
-        self.meter = TrialMeter(home.meter, number, always=checks_enabled())
+        self.meter = TrialMeter(home, number, always=checks_enabled())
         self.resumption: Resumption | None = None  # the runner's, where there is one
         self.planner = Planner(self)
         self.residency = Residency(home, self.meter, pool)

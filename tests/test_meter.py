@@ -6,68 +6,69 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.meter import DeviceOutOfMemoryError, Meter, TrialMeter
+from hydra_tune.device import Device
+from hydra_tune.meter import DeviceOutOfMemoryError, TrialMeter, end_trial
 from hydra_tune.mode import TrialMode
 from models import mlp
 
 
 @pytest.fixture
-def meters():
-    return Meter("left", 1000, enforce=True), Meter("right", 1000, enforce=True)
+def devices():
+    return Device(0, 1000), Device(1, 1000)
 
 
 @pytest.fixture
-def pair(meters):
+def pair(devices):
     """Forty bytes on either device."""
     tensors = torch.ones(10), torch.ones(10)
-    for meter, tensor in zip(meters, tensors, strict=True):
-        TrialMeter(meter, 0).add([tensor])
+    for device, tensor in zip(devices, tensors, strict=True):
+        TrialMeter(device, 0).add([tensor])
     return tensors
 
 
-def on(meter, trial=0):
+def on(device, trial=0):
     """In it operators run as in a trial whose home is this device."""
-    return TrialMode(meter=TrialMeter(meter, trial, always=True))
+    return TrialMode(meter=TrialMeter(device, trial, always=True))
 
 
 # ---- bytes ----
 
 
-def test_storages_count_once_while_they_live_and_one_too_many_is_refused(meters):
-    meter, _ = meters
-    first, second = TrialMeter(meter, 0), TrialMeter(meter, 1)
+def test_storages_count_once_while_they_live_and_one_too_many_is_refused(devices):
+    device, _ = devices
+    first, second = TrialMeter(device, 0), TrialMeter(device, 1)
     a = torch.zeros(100)
     first.add([a, a[:10], a.view(10, 10)])
-    assert meter.live_bytes == 400
+    assert device.live_bytes == 400
     b = torch.zeros(150)
     second.add([b])
-    with pytest.raises(DeviceOutOfMemoryError, match=r"left holds 1000 B and was asked for 4 B more") as error:
+    with pytest.raises(DeviceOutOfMemoryError, match=r"cpu:0 .* holds 1000 B and was asked for 4 B more") as error:
         second.add([torch.zeros(1)])
     assert isinstance(error.value, torch.OutOfMemoryError), "as a GPU's"
     del a
-    assert (meter.live_bytes, first.trial_bytes, meter.peak_bytes) == (600, 0, 1000)
-    meter.end_trial(1)
-    assert meter.live_bytes == 0
+    assert (device.live_bytes, first.trial_bytes, device.most_live_bytes) == (600, 0, 1000)
+    end_trial(1, [device])
+    assert device.live_bytes == 0
 
 
-def test_an_operator_on_the_device_makes_device_bytes_unless_it_is_a_view_or_in_place(pair, meters):
-    x, meter = pair[0], meters[0]
-    with on(meter):
+def test_an_operator_on_the_device_makes_device_bytes_unless_it_is_a_view_or_in_place(pair, devices):
+    x, device = pair[0], devices[0]
+    with on(device):
         y = x * 2
-        assert meter.live_bytes == 80
+        assert device.live_bytes == 80
         z = y.view(2, 5).t()[1:]
         y += 1
         x.mul_(y)
-        assert meter.live_bytes == 80
+        assert device.live_bytes == 80
         del y
-        assert meter.live_bytes == 80, "a view keeps its storage"
+        assert device.live_bytes == 80, "a view keeps its storage"
         del z
-        assert meter.live_bytes == 40
+        assert device.live_bytes == 40
         with pytest.raises(DeviceOutOfMemoryError):
             x.repeat(25)
         host = torch.ones(500)
         host += 1
-        assert meter.live_bytes == 40, "host memory is free"
+        assert device.live_bytes == 40, "host memory is free"
 
 
 @pytest.mark.parametrize(
@@ -79,36 +80,36 @@ def test_an_operator_on_the_device_makes_device_bytes_unless_it_is_a_view_or_in_
     ],
     ids=["out", "resize_ of nothing", "resize_"],
 )
-def test_what_an_operator_enlarges_counts(enlarge, pair, meters):
-    x, meter = pair[0], meters[0]
-    with on(meter):
+def test_what_an_operator_enlarges_counts(enlarge, pair, devices):
+    x, device = pair[0], devices[0]
+    with on(device):
         empty = x.new_empty(0)
-        before = meter.live_bytes
+        before = device.live_bytes
         enlarge(x, empty)
-        assert meter.live_bytes - before == (40 if x.numel() == 20 else 80)
+        assert device.live_bytes - before == (40 if x.numel() == 20 else 80)
         with pytest.raises(DeviceOutOfMemoryError):
             empty.resize_(1000)
 
 
-def test_a_copy_to_the_host_takes_no_device_bytes(pair, meters):
+def test_a_copy_to_the_host_takes_no_device_bytes(pair, devices):
     """A buffer for predictions, filled with slices, was counted: out of memory where no GPU is."""
     predictions = torch.zeros(1000, 10)
-    with on(meters[0]):
+    with on(devices[0]):
         predictions[3] = pair[0]
         torch._foreach_copy_([predictions[4]], [pair[0]])
-    assert meters[0].live_bytes == 40
+    assert devices[0].live_bytes == 40
 
 
-def test_a_sparse_gradient_counts_its_indices_and_values(meters):
+def test_a_sparse_gradient_counts_its_indices_and_values(devices):
     """The meter raised NotImplementedError: no model with a sparse embedding got past its pilot."""
-    table, meter = nn.Embedding(20, 4, sparse=True), meters[0]
-    TrialMeter(meter, 0).add([table.weight])
-    with on(meter):
+    table, device = nn.Embedding(20, 4, sparse=True), devices[0]
+    TrialMeter(device, 0).add([table.weight])
+    with on(device):
         table(torch.tensor([1, 2])).sum().backward()
     assert table.weight.grad.layout is torch.sparse_coo
-    assert meter.live_bytes == 20 * 4 * 4 + 2 * 8 + 2 * 4 * 4
+    assert device.live_bytes == 20 * 4 * 4 + 2 * 8 + 2 * 4 * 4
     table.weight.grad = None
-    assert meter.live_bytes == 20 * 4 * 4
+    assert device.live_bytes == 20 * 4 * 4
 
 
 class Scaled(nn.Linear):
@@ -136,7 +137,7 @@ def test_a_sparse_argument_counts_its_indices_and_values(layout):
         model = hydra_tune.prepare(ScaledBy(), pool=pool)
         for _ in range(2):
             model(torch.ones(4, 64), by).sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
+        assert all(p.grad is not None for p in model.paradevices())
 
 
 @pytest.mark.parametrize("budget", [70_000, "1MiB"], ids=["spilled", "resident"])
@@ -148,7 +149,7 @@ def test_batches_may_be_views_of_a_data_set_larger_than_the_device(budget):
         for i in range(2):
             model(data[8 * i : 8 * i + 8]).sum().backward()
         hydra_tune.release(model)
-        assert pool._devices[0].meter.live_bytes == 0
+        assert pool._devices[0].live_bytes == 0
 
 
 def test_a_trial_that_keeps_more_than_it_reserved_is_out_of_memory_and_others_go_on():
@@ -167,36 +168,36 @@ def test_a_trial_that_keeps_more_than_it_reserved_is_out_of_memory_and_others_go
         runner = hydra_tune.HydraTrialRunner(pool, concurrency=1)
         runner.optimize(study, objective, n_trials=2, catch=(torch.OutOfMemoryError,))
         assert [t.state.name for t in study.trials] == ["FAIL", "COMPLETE"]
-        assert pool.devices[0].used_bytes == pool._devices[0].meter.live_bytes == 0
+        assert pool.devices[0].used_bytes == pool._devices[0].live_bytes == 0
 
 
-def test_what_two_trials_have_counts_for_the_first_until_that_ends(meters):
+def test_what_two_trials_have_counts_for_the_first_until_that_ends(devices):
     """A batch that both took from one data set."""
-    batch, (left, right) = torch.ones(100)[:10], meters
+    batch, (left, right) = torch.ones(100)[:10], devices
     of_left, of_right = TrialMeter(left, 0), TrialMeter(right, 1)
     for trial in (of_left, of_right):
         trial.adopt([batch])
-    assert [m.live_bytes for m in meters] == [40, 0]
+    assert [m.live_bytes for m in devices] == [40, 0]
     with on(right, trial=1) as mode:
         doubled = batch * 2
         assert mode.meter.trial_bytes == doubled.nbytes == right.live_bytes
-    left.end_trial(0)
+    end_trial(0, [left])
     of_right.adopt([batch])
-    assert [m.live_bytes for m in meters] == [0, 80]
+    assert [m.live_bytes for m in devices] == [0, 80]
 
 
-def test_a_trials_bytes_move_with_its_home(meters):
-    left, right = meters
+def test_a_trials_bytes_move_with_its_home(devices):
+    left, right = devices
     trial, kept = TrialMeter(left, 0), torch.ones(10)
     trial.add([kept])
     trial.move(right)
-    assert [m.live_bytes for m in meters] == [0, 40]
+    assert [m.live_bytes for m in devices] == [0, 40]
     del kept
     assert right.live_bytes == trial.trial_bytes == 0
 
 
 def test_what_is_outside_of_visits_is_counted_apart():
-    meter = TrialMeter(Meter("cpu:0", 1_000, enforce=True), 0, always=False)
+    meter = TrialMeter(Device(0, 1_000), 0, always=False)
     kept = [torch.zeros(25)]
     meter.observe(kept)
     meter.watch_outside()
@@ -212,8 +213,8 @@ def test_what_is_outside_of_visits_is_counted_apart():
 
 
 def test_a_limit_is_one_trials():
-    meter = Meter("cpu:0", 1_000, enforce=True)
-    first, second = (TrialMeter(meter, number, always=False) for number in range(2))
+    device = Device(0, 1_000)
+    first, second = (TrialMeter(device, number, always=False) for number in range(2))
     first.limit(100)
     kept = [torch.zeros(30), torch.zeros(25)]
     second.observe(kept[:1])

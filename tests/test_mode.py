@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import (
 )
 
 import hydra_tune
-from hydra_tune.meter import Meter, TrialMeter
+from hydra_tune.device import Device
+from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.tree import tensors_in
 
 
 def counting():
-    meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)
+    meter = TrialMeter(Device(0, 1 << 20), 0, always=True)
     return TrialMode(meter=meter)
 
 
@@ -215,7 +216,7 @@ def test_views_in_inference_mode_are_views():
 def test_operators_that_no_kernel_is_registered_for():
     """A subclass is asked for its layout and device by such; one of FakeTensor's that raises ends the process."""
     nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
-    meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)
+    meter = TrialMeter(Device(0, 1 << 20), 0, always=True)
     with counting(), TrialMode(meter=meter):
         assert torch.relu(nested).layout is torch.jagged
         assert nested.unflatten(-1, (2, 2)).device.type == "cpu"

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hydra_tune
-from hydra_tune.meter import Meter, TrialMeter
+from hydra_tune.device import Device
+from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode
 from hydra_tune.optim import load_exactly, stepping_bytes
 
@@ -50,7 +51,7 @@ class Counting(TrialMode):
 
     def __init__(self, known):
         super().__init__()
-        self.counter = Meter("test", 1 << 30, enforce=False)
+        self.counter = Device(0, 1 << 30)
         self.trial = TrialMeter(self.counter, 0)
         self.trial.add(known)
 
@@ -71,7 +72,7 @@ def stepped(optimizer, parameters):
     with Counting(known) as counting:
         before = counting.counter.live_bytes
         optimizer.step()
-    return sum(v.numel() * v.element_size() for v in state), counting.counter.peak_bytes - before
+    return sum(v.numel() * v.element_size() for v in state), counting.counter.most_live_bytes - before
 
 
 @pytest.mark.parametrize("foreach", [False, True])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hydra_tune.config import format_bytes
-from hydra_tune.device import CPU, Arrival, Copies, Device
+from hydra_tune.device import Arrival, Copies, Device, host_copies
 from hydra_tune.randomness.trial_state import gpu_generators
 
 logger = logging.getLogger("hydra_tune")
@@ -85,18 +85,8 @@ class CudaDevice(Device):
         self._d2h.wait_stream(self._compute())
         start = _marked(self._d2h)
         with torch.cuda.stream(self._d2h):
-            hosts = [
-                torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device=CPU, pin_memory=True).copy_(
-                    t, non_blocking=True
-                )
-                if t.layout is torch.strided
-                else t.cpu()
-                for t, h in zip(tensors, like, strict=True)
-            ]
+            hosts = host_copies(tensors, like, pin=True)
         return hosts, Arrival(list(tensors), (start, _marked(self._d2h)))
-
-    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.torch_device, copy=True)
 
     def generators(self) -> list[torch.Generator]:
         return self._generators

@@ -9,6 +9,7 @@ slots are poisoned under ``HYDRA_TUNE_CHECKS=1``. A GPU (`cuda_device.py`) overr
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from ctypes import addressof, c_char, memset
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from hydra_tune.config import checks_enabled, format_bytes
 from hydra_tune.ledger import Ledger
-from hydra_tune.meter import Meter
+from hydra_tune.meter import TrialMeter
 
 CPU = torch.device("cpu")
 POISON = 0xFF  # NaN in every float format, -1 in every signed integer
@@ -53,10 +54,12 @@ class Device:
         self.name = f"cpu:{number} (virtual)" if self.is_virtual else str(torch_device)
         self.torch_device = torch_device
         self.budget_bytes = budget_bytes
-        self.meter = Meter(self.name, budget_bytes, enforce=self.is_virtual)
+        self.live_bytes = self.most_live_bytes = 0  # of storages, as far as they are counted
+        self.of_slots = TrialMeter(self, -1)  # no trial's: a step's bytes are what it has beside them
+        self.process = os.getpid()
         if self.is_virtual:
             self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)
-            self._beside_arena: torch.Tensor | None = None
+            self._beside_arena: dict[int | None, mmap.mmap] = {}
             self._poisons = checks_enabled()
 
     # ---- what its user may see ----
@@ -74,7 +77,7 @@ class Device:
     @property
     def measured_peak_bytes(self) -> int:
         """The highest count of real storages: by CUDA's allocator, or by the meter while it counted."""
-        return self.meter.peak_bytes
+        return self.most_live_bytes
 
     def __repr__(self) -> str:
         return f"<{self.name}: {format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} used>"
@@ -86,9 +89,9 @@ class Device:
         if num_bytes == 0:  # a block whose weights are all held
             return torch.empty(0, dtype=torch.uint8, device=CPU)
         if offset is None:
-            self._beside_arena = torch.empty(num_bytes, dtype=torch.uint8, device=CPU)
-            return self._beside_arena
-        return torch.frombuffer(self._arena, dtype=torch.uint8, count=num_bytes, offset=offset)
+            self._beside_arena[None] = mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)
+        memory = self._beside_arena.get(offset, self._arena)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset or 0)
 
     def free_slot(self, offset: int | None, num_bytes: int) -> None:
         """Called once no tensor of ours is read or written there any more.
@@ -96,12 +99,9 @@ class Device:
         Poisoned by no operator: who frees a slot has the pool's lock, for which a thread inside an operator may wait,
         and a fork for that, for whose end the next operator would wait.
         """
-        if self._poisons and num_bytes and offset is not None:
-            memset(addressof(c_char.from_buffer(self._arena, offset)), POISON, num_bytes)
-        elif self._poisons and self._beside_arena is not None:
-            memset(self._beside_arena.data_ptr(), POISON, self._beside_arena.nbytes)
-        if offset is None:
-            self._beside_arena = None
+        memory = self._beside_arena.pop(offset, self._arena)
+        if self._poisons and num_bytes:
+            memset(addressof(c_char.from_buffer(memory, offset or 0)), POISON, num_bytes)
 
     def retire(self, slot: torch.Tensor, used: Any) -> None:
         """Let what is promoted from here on have the slot's memory, which was used up to the moment `used`."""
@@ -131,13 +131,7 @@ class Device:
         self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Arrival]:
         """Copies in host memory, laid out as `like`, complete on arrival."""
-        hosts = [
-            torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device=CPU).copy_(t)
-            if t.layout is torch.strided
-            else t.clone()
-            for t, h in zip(tensors, like, strict=True)
-        ]
-        return hosts, Arrival()
+        return host_copies(tensors, like), Arrival()
 
     def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As `spill`, complete on return."""
@@ -147,7 +141,7 @@ class Device:
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device that lives as long as its trial."""
-        return tensor.detach().clone(memory_format=torch.preserve_format)
+        return tensor.detach().to(self.torch_device, copy=True)
 
     # ---- the rest ----
 
@@ -163,3 +157,15 @@ class Device:
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Undo `pin`."""
+
+
+def host_copies(
+    tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor], *, pin: bool = False
+) -> list[torch.Tensor]:
+    """In host memory, laid out as `like`; the device goes on with those that are pinned."""
+    return [
+        torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device=CPU, pin_memory=pin).copy_(t, non_blocking=pin)
+        if t.layout is torch.strided
+        else t.to(CPU, copy=True)
+        for t, h in zip(tensors, like, strict=True)
+    ]

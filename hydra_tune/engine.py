@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
 _PyTorchs = type(Variable._execution_engine)
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 @dataclass(eq=False)
@@ -100,15 +98,6 @@ def install() -> None:
     """Once in a process; never undone."""
     if not isinstance(Variable._execution_engine, Engine):
         Variable._execution_engine = Engine()
-
-
-def calls_backward(frame: FrameType | None) -> bool:
-    """Whether there, or in what has called that, a backward was asked for."""
-    while frame is not None:
-        if frame.f_code is _BACKWARD:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def forget_interrupted_backward() -> None:

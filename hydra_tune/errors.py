@@ -69,10 +69,6 @@ class PoolClosedError(HydraTuneError, RuntimeError):
     """A closed pool was asked to work."""
 
 
-class MixedDevicesError(HydraTuneError, RuntimeError):
-    """Under ``HYDRA_TUNE_CHECKS=1``: an operator was given tensors of two virtual devices."""
-
-
 class TrialStopped(BaseException):
     """Raised in a trial's thread at its next task boundary once the trial must end.
 

@@ -24,6 +24,7 @@ from hydra_tune.fork import gate
 from hydra_tune.garbage import Wait, collect_beside
 from hydra_tune.interrupts import interrupts
 from hydra_tune.lease import LOOK_S, Lease
+from hydra_tune.meter import end_trial
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task
 from hydra_tune.state import PROMOTION
@@ -366,8 +367,7 @@ class EventLoop:
 
     def _forget(self, number: int) -> None:
         self._drop_turn(self.leases[number])
-        for device in self._devices:  # before others may have its bytes
-            device.meter.end_trial(number)
+        end_trial(number, self._devices)  # before others may have its bytes
         self._handle(e.TrialEnded(number))
         del self.leases[number]
 

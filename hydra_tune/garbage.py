@@ -13,7 +13,7 @@ _one_collects = new_in_child(threading.RLock())
 _MOST_TRIES = 1_000
 _PAUSE_S = 1e-3
 COLLECT_S, SELDOM_COLLECT_S = 1.0, 60.0  # more than once: autograd's nodes hide what they refer to until they are gone
-WARN_S, SELDOM_WARN_S = 60.0, 3600.0  # without a task that begins in the pool
+WARN_S = 60.0  # without a task that begins in the pool
 
 
 def collect_until(enough: Callable[[], bool]) -> bool:
@@ -39,35 +39,27 @@ def collect_beside() -> None:
     threading.Thread(target=collect_until, args=(lambda: False,), name="hydra_tune garbage").start()
 
 
-class _Patience:
-    """Over after so many seconds, then after twice as many, up to the longest."""
-
-    def __init__(self, wait_s: float, longest_s: float) -> None:
-        self._wait_s, self._longest_s = wait_s, longest_s
-        self._ends_s = time.monotonic() + wait_s
-
-    def is_over(self) -> bool:
-        """It begins anew then."""
-        now_s = time.monotonic()
-        if now_s < self._ends_s:
-            return False
-        self._wait_s = min(2 * self._wait_s, self._longest_s)
-        self._ends_s = now_s + self._wait_s
-        return True
-
-
 class Wait:
-    """Of a trial: when to look whether what it waits for is garbage, and when to say whom it waits for."""
+    """Of a trial: when to look whether what it waits for is garbage, and when to say whom it waits for; each ever more
+    seldom."""
 
     def __init__(self) -> None:
-        self._collecting = _Patience(COLLECT_S, SELDOM_COLLECT_S)
+        self._start_s = time.monotonic()
+        self._collect_s = COLLECT_S
         self._num_tasks = -1
 
     def shall_collect(self) -> bool:
-        return self._collecting.is_over()
+        if time.monotonic() - self._start_s < self._collect_s:
+            return False
+        self._collect_s += min(self._collect_s, SELDOM_COLLECT_S)
+        return True
 
     def shall_warn(self, num_tasks: int) -> bool:
         """So many have begun so far."""
+        now_s = time.monotonic()
         if num_tasks != self._num_tasks:
-            self._num_tasks, self._warning = num_tasks, _Patience(WARN_S, SELDOM_WARN_S)
-        return self._warning.is_over()
+            self._num_tasks, self._idle_start_s, self._warn_s = num_tasks, now_s, WARN_S
+        if now_s - self._idle_start_s < self._warn_s:
+            return False
+        self._warn_s *= 2
+        return True

@@ -73,22 +73,19 @@ def places_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
-def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors, on whatever devices, have the same values; nan is the same as nan."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.layout is not torch.strided:
-        return True
-    a, b = a.detach().cpu(), b.detach().cpu()
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two dense tensors of one dtype, on one device, are the same, the signs of zeros included."""
-    if a.dtype in _COMPLEX:
-        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    bits = _BITS[a.element_size()]
-    return torch.equal(a.view(bits), b.view(bits))
+    """Whether two tensors, on whatever devices, are the same, the signs of zeros included; of sparse ones, as far as
+    their shapes tell."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.is_quantized:
+        return False
+    return a.layout is not torch.strided or torch.equal(_bits_of(a), _bits_of(b.to(a.device)))
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype in _COMPLEX:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.element_size()])
 
 
 def digest(tensor: torch.Tensor) -> float | None:
@@ -96,10 +93,10 @@ def digest(tensor: torch.Tensor) -> float | None:
     may differ in the last bits, the sum of absolute values. None where there is none."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_quantized:
         return None
+    if tensor.device.type == "cpu":
+        return int(_bits_of(tensor).sum(dtype=torch.int64))
     if tensor.dtype in _COMPLEX:
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.device.type == "cpu":
-        return int(tensor.resolve_neg().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64))
     return float(torch.linalg.vector_norm(tensor, 1, dtype=torch.float32)) if tensor.is_floating_point() else None
 
 
@@ -155,7 +152,3 @@ class HostWeights:
                 "Call hydra_tune.release(model) before changing it."
             )
         return None
-
-    def piece(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """These bytes."""
-        return self.bytes[offset : offset + num_bytes]

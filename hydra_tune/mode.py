@@ -1,4 +1,4 @@
-"""Sees every operator in a trial's thread to count its bytes, and under checks refuses those that mix devices.
+"""Sees every operator in a trial's thread to count its bytes.
 
 Active in pilots, in the first step of a spilled trial, which is measured, and throughout where `HYDRA_TUNE_CHECKS` is
 set; at no other time.
@@ -25,33 +25,18 @@ from torch.utils._python_dispatch import (
 from hydra_tune.meter import TrialMeter, is_counted, storages_of
 
 _aten = torch.ops.aten
-_ASKS_FOR_MODES = {
-    _aten.prod.default, _aten.prod.dim_int, _aten.cumprod.default, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor,
-    _aten._linalg_det.default, _aten.linalg_matrix_exp.default,
-}  # fmt: skip
-_CALLS_OTHERS = {  # though it is a kernel of its own on each device
-    _aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attention,
-}  # fmt: skip
+# Whole layers in evaluation: kernels of their own on each device, which call others.
+_LAYERS = (_aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attention)
 # PyTorch's own explicit composites (autograd does not take them apart before a mode sees them) within which autocast
-# casts, by kinds of device, as measured. Others call none that it casts; or are called by one that it has cast, within
-# which it is off: no mode can tell.
-_CASTS_WITHIN = {
-    _aten._native_multi_head_attention: {"cpu", "cuda"},
-    _aten._sparse_addmm: {"cpu", "cuda"},
-    _aten._sparse_sum: {"cuda"},
-    _aten._transformer_encoder_layer_fwd: {"cpu", "cuda"},
-    _aten._trilinear: {"cpu"},
-    _aten.affine_grid_generator: {"cpu", "cuda"},
-    _aten.ldexp: {"cuda"},
-    _aten.linalg_pinv: {"cpu", "cuda"},
-    _aten.mv: {"cpu", "cuda"},
-    _aten.mvlgamma: {"cuda"},
-}
+# casts, as measured. Others call none that it casts; or are called by one that it has cast, within which it is off: no
+# mode can tell.
+_CASTS_WITHIN = (*_LAYERS, _aten._sparse_addmm, _aten.affine_grid_generator, _aten.linalg_pinv, _aten.mv)
 _GROUP_NORM_BACKWARD = _aten.native_group_norm_backward.default
-_COMPOSED = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
+_IMPLICIT = DispatchKey.CompositeImplicitAutograd  # autograd, where it is on, tells apart what it is composed of
+_EXPLICIT = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
 _OWN = (DispatchKey.CPU, DispatchKey.CUDA)
+_NOTES_VIEWS = DispatchKey.ADInplaceOrView
 _RESOLVE = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
-_NOTES_VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 _AUTOCASTS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
@@ -86,7 +71,6 @@ class TrialMode(ThreadMode):
     def __init__(self, meter: TrialMeter | None = None, *, stays: bool = False) -> None:
         self.meter = meter
         self.stays = stays  # for the whole objective
-        self._made: torch.Tensor | None = None  # by the last operator, if its backward asks for modes
 
     def __torch_dispatch__(
         self,
@@ -95,12 +79,10 @@ class TrialMode(ThreadMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._made is not None:
-            self._hide_from_backward()
         kwargs, meter = kwargs or {}, self.meter
         if meter is None or not meter.counting:
-            return self._run(func, args, kwargs)
-        writes, first = _is_mutable(func), meter.first
+            return _run(func, args, kwargs)
+        writes, first = _is_mutable(func), meter.first()
         if writes and first is not None:
             first.before_writing(_written_by(func, args, kwargs))
         try:
@@ -112,30 +94,19 @@ class TrialMode(ThreadMode):
 
     def _count(self, meter: TrialMeter, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors((args, *kwargs.values()))
-        device = meter.device_of(func, inputs)
-        out = self._run(func, args, kwargs)
-        if device is not None:
-            made, written = _made(func, args, inputs, out)
-            meter.observe(device, made, written if _is_mutable(func) else ())
+        makes_there = meter.makes_there(inputs)
+        out = _run(func, args, kwargs)
+        if makes_there:
+            meter.observe(_made(func, args, inputs, out))
         return out
 
-    def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        keys = _keys_of(func)
-        with nullcontext() if keys is None else _included(keys):
-            if func is _GROUP_NORM_BACKWARD and args[1].is_cpu:
-                out: Any = _group_norm_backward(*args)
-            else:
-                out = func(*args, **kwargs)
-        if func in _ASKS_FOR_MODES and torch.is_grad_enabled():
-            self._made = _tensors((out,))[0]
-        return out
 
-    def _hide_from_backward(self) -> None:
-        """Some operators' derivatives are computed otherwise, in the last bit, where a mode is active. The node of such
-        an operator is there once autograd has taken its output; the engine puts back modes after each node."""
-        made, self._made = self._made, None
-        if made is not None and made.grad_fn is not None:
-            made.grad_fn.register_prehook(drop_modes)
+def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    keys = _keys_of(func)
+    with nullcontext() if keys is None else _included(keys):
+        if func is _GROUP_NORM_BACKWARD and args[1].is_cpu:
+            return _group_norm_backward(*args)
+        return func(*args, **kwargs)
 
 
 def _group_norm_backward(*args: Any) -> Sequence[torch.Tensor | None]:
@@ -149,50 +120,40 @@ def _group_norm_backward(*args: Any) -> Sequence[torch.Tensor | None]:
 def _keys_of(func: Any) -> DispatchKeySet | None:
     """Dispatch keys that work within an operator which calls others, outside of modes; within one they are off. They
     resolve conjugate views, and cast what autocast casts. One that is run as a whole, in inference mode, may choose
-    kernels by whether a view of a weight requires a gradient: none does, unless views are noted."""
+    kernels by whether a view of a weight requires a gradient: none does, unless views are noted (again is an error)."""
     if not _calls_others(func):
         return None
     keys = _RESOLVE
-    if torch.is_inference_mode_enabled() and _is_implicit(func) and not _notes_views(func):
-        keys = keys | _NOTES_VIEWS
-    if casts := _casts_within(func):
+    if torch.is_inference_mode_enabled() and _has(func, _IMPLICIT) and not _has(func, _NOTES_VIEWS):
+        keys = keys | DispatchKeySet(_NOTES_VIEWS)
+    if _casts_within(func):
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # within a mode autocast seems off
-            for kind, key in casts:
+            for kind, key in _AUTOCASTS.items():
                 if torch.is_autocast_enabled(kind):
-                    keys = keys | key
+                    keys = keys | DispatchKeySet(key)
     return keys
+
+
+@cache
+def _has(func: OpOverload, *keys: DispatchKey) -> bool:
+    """A kernel for any of these."""
+    return any(map(func.has_kernel_for_dispatch_key, keys))
 
 
 @cache
 def _calls_others(func: Any) -> bool:
     """Whether an operator is composed of others, and has no kernel of its own on our devices."""
-    if not isinstance(func, OpOverload) or func.overloadpacket in _CALLS_OTHERS:
-        return isinstance(func, OpOverload)
-    if not torch._C._dispatch_has_kernel(func.name()):
+    if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func.name()):
         return False  # of TorchScript alone, as a subclass is asked for its layout by
-    has = func.has_kernel_for_dispatch_key
     is_view = any(made.alias_info and not made.alias_info.is_write for made in func._schema.returns)
-    return _is_implicit(func) or (any(map(has, _COMPOSED)) and not any(map(has, _OWN)) and not is_view)
+    is_explicit = _has(func, *_EXPLICIT) and not _has(func, *_OWN) and not is_view
+    return func.overloadpacket in _LAYERS or _has(func, _IMPLICIT) or is_explicit
 
 
 @cache
-def _is_implicit(func: OpOverload) -> bool:
-    """Whether autograd, where it is on, tells the operators apart that it is composed of."""
-    return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
-
-
-@cache
-def _notes_views(func: OpOverload) -> bool:
-    """Whether the operator's own view has been noted before the mode sees it; once more would be an error."""
-    return bool(func.has_kernel_for_dispatch_key(DispatchKey.ADInplaceOrView))
-
-
-@cache
-def _casts_within(func: OpOverload) -> list[tuple[str, DispatchKeySet]]:
-    """By kind of device, where autocast casts what an operator calls."""
-    listed = func.namespace == "aten" and not _is_implicit(func) and not func._overloadname.endswith("out")
-    kinds = _CASTS_WITHIN.get(func.overloadpacket, set()) if listed else set(_AUTOCASTS)
-    return [(kind, DispatchKeySet(_AUTOCASTS[kind])) for kind in sorted(kinds)]
+def _casts_within(func: OpOverload) -> bool:
+    of_pytorch = func.namespace == "aten" and not func._overloadname.endswith("out")
+    return not of_pytorch or _has(func, _IMPLICIT) or func.overloadpacket in _CASTS_WITHIN
 
 
 def _included(keys: DispatchKeySet) -> AbstractContextManager[None]:
@@ -216,7 +177,7 @@ def let_go(mode: TrialMode) -> None:
     mode.meter = None
 
 
-def drop_modes(*_: Any) -> None:
+def drop_modes() -> None:
     """Those of all trials: a forked loader worker inherits its parent's modes, but not the trial."""
     _keep(lambda each: not isinstance(each, TrialMode))
 
@@ -237,17 +198,14 @@ os.register_at_fork(after_in_child=drop_modes)
 
 def _made(
     func: Callable[..., Any], args: Sequence[Any], inputs: Sequence[torch.Tensor], out: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What an operator with an input on the device has made there, of a list only what comes of an input there; and
-    what it wrote into an input."""
+) -> list[torch.Tensor]:
+    """What an operator with an input on the device has made there, or given back of what was; of a list only what comes
+    of an input there."""
     outputs = _tensors((out,))
     if _is_foreach(func) and isinstance(args[0], (list, tuple)) and len(args[0]) == len(outputs):
         outputs = [made for given, made in zip(args[0], outputs, strict=True) if is_counted(given)]
-    given = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
-    made, written = list[torch.Tensor](), list[torch.Tensor]()
-    for t in outputs:
-        (made if given.isdisjoint(storage._cdata for storage in storages_of(t)) else written).append(t)
-    return made, written
+    elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
+    return [t for t in outputs if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))]
 
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

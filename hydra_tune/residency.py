@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hydra_tune.pool import ShardPool
 
 MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
-SLOT_OWNER = -1  # to the meter, slots are nobody's: a step's bytes are what a trial has beside them
 
 
 class Residency:
@@ -44,7 +43,7 @@ class Residency:
         """Between two steps. On virtual devices, bytes move by being counted elsewhere."""
         self.device = to
         self._former.clear()
-        self.meter.move(to.meter)
+        self.meter.move(to)
 
     def cut(self, shards: list[list[Block]]) -> None:
         """What `promote_shard` promotes from here on."""
@@ -94,7 +93,7 @@ class Residency:
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
         copy.counted = counting
         if counting:
-            copy.device.meter.add(SLOT_OWNER, [copy.slot])
+            copy.device.of_slots.add([copy.slot])
         copy.fill()
 
     def drop_shard(self, shard: int) -> None:
@@ -107,7 +106,7 @@ class Residency:
         """Whoever has it still, as an exception's frames: its slot counts no more."""
         copy.retire()
         if copy.counted:
-            copy.device.meter.remove(copy.slot)
+            copy.device.of_slots.disown(copy.slot)
 
     def refresh(self, copy: DeviceCopy, block: Block) -> None:
         """Copy anew what has changed on the host since it was copied; this thread has just done so, if it is new."""

@@ -55,7 +55,12 @@ class RootForward(StandIn):
             args = args[1:]
         if self.trial.is_plain:  # what somebody has put around this one leads here still
             return self.original(*args, **kwargs)
-        outputs = self.trial.run_root(self, args, kwargs)
+        trial = self.trial
+        trial.hold()
+        try:
+            outputs = trial.run_root(self, args, kwargs)
+        finally:
+            trial.busy.release()
         if interrupts.pending:
             interrupts.check()
         return outputs

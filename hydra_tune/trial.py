@@ -27,7 +27,6 @@ from hydra_tune.blocks.call import Call, KeptCall, hooks_of_checkpoint, is_watch
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.shared_casts import OtherBranchError, SharedCasts
-from hydra_tune.callers import Callers
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.engine import Backward, ForwardPass, here, install
@@ -100,7 +99,7 @@ class Trial:
         self.name = name or f"trial {number}"
         self.of_runner = False  # whose trials end with their objective
         self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise
-        self.meter = TrialMeter(home.meter, number, always=checks_enabled())
+        self.meter = TrialMeter(home, number, always=checks_enabled())
         self.resumption: Resumption | None = None  # the runner's, where there is one
         self.planner = Planner(self)
         self.residency = Residency(home, self.meter, pool)
@@ -108,7 +107,8 @@ class Trial:
         self._roots: list[_Root] = []  # the models that it has prepared, as long as they live
         self.ended = False
         self.is_plain = False  # it has let go of its model
-        self._callers = Callers()
+        self.busy = threading.RLock()  # held by the thread that is in a forward or a backward of it
+        self._thread = 0  # that has held it last
         self._process = gate.process
         self.random_state: RandomState | None = None  # the runner's, where there is one
         self.mode: TrialMode | None = None  # the runner's, under checks
@@ -121,7 +121,6 @@ class Trial:
         self._ref = weakref.ref(self)
         # the forward under way, and the backward
         self._pass: ForwardPass | None = None
-        self._thread = 0  # of that forward
         self.casts = SharedCasts()
         self._visiting = False  # a block's forward is under way, or its repetition
         self._choices = ProcessState.now().choices  # of kernels, in the last backward; at first, in `prepare`
@@ -150,7 +149,7 @@ class Trial:
     @property
     def is_here(self) -> bool:
         """Whether the calling thread is the one that has called the model last."""
-        return self._callers.is_last
+        return self._thread == threading.get_ident()
 
     @property
     def has_model(self) -> bool:
@@ -265,8 +264,11 @@ class Trial:
 
     def boundary(self) -> None:
         """A place where no task of this trial can be under way: end what lingers."""
-        self._refuse_other_threads()
-        self._boundary()
+        self.hold()
+        try:
+            self._boundary()
+        finally:
+            self.busy.release()
 
     def _before_optimizer_step(self, *_: Any) -> None:
         """A first step that has ended has made a plan, by which a trial that fits is on the device from here on."""
@@ -306,14 +308,26 @@ class Trial:
         if self.resumption is not None and not self.ended:
             self.resumption.note()
 
-    def _refuse_other_threads(self) -> None:
+    def hold(self) -> None:
+        """The model is the calling thread's from here on, until that releases `busy`.
+
+        Raises:
+            PrepareError: another thread is in its forward or backward; or this is another process.
+        """
         if gate.process != self._process and self.pool.is_shared:  # nobody here goes on with the others' tasks
             raise PrepareError(
                 f"a prepared model is called in the process that has prepared it, where its pool's other trials are, "
                 f"but that of {self.name} was called in a forked one, perhaps a loader's worker. Give that one a "
                 "copy.deepcopy(model), which is a plain model."
             )
-        self._callers.enter(self, self.name, in_backward=bool(self._backwards))
+        if not self.busy.acquire(blocking=False):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            raise PrepareError(
+                f"one thread at a time calls a prepared model, but {threading.current_thread().name} called that of "
+                f"{self.name} while {names.get(self._thread)} was in its forward or backward. Let a lock be held "
+                "around each step and each evaluation, or evaluate a copy.deepcopy(model), which is a plain model."
+            )
+        self._thread = threading.get_ident()
 
     # ---- the root module's forward ----
 
@@ -325,7 +339,6 @@ class Trial:
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
-        self._refuse_other_threads()
         if self._pass is not None or self._visiting:
             return root.run(args, kwargs)  # the model calls itself
         self.pool.check_open(self)
@@ -361,8 +374,7 @@ class Trial:
             or self._task is not None
             or self._backwards
             or self.awaits_backward
-            or not (torch.is_grad_enabled() and self._callers.is_last and self.stop.is_quiet)
-            or gate.process != self._process
+            or not (torch.is_grad_enabled() and self.stop.is_quiet)
             or not self.lease.begin_step(steps.number + 1)
         ):
             return False
@@ -372,7 +384,7 @@ class Trial:
 
     def _run_simple(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._pass = ForwardPass(trains=True)
-        self._thread, here.trial = threading.get_ident(), self._ref
+        here.trial = self._ref
         self.meter.inside += 1
         try:
             if self.meter.always:
@@ -539,7 +551,7 @@ class Trial:
         self.steps.number += 1
         self._invalidate()
         self._pass = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
-        self._thread, here.trial = threading.get_ident(), self._ref
+        here.trial = self._ref
         self.steps.add_forward(forward_pass)
         if self.meter.always:
             self._count()
@@ -610,7 +622,11 @@ class Trial:
                 if forward_pass is not None and torch.is_grad_enabled():  # a checkpoint repeats it
                     self._enter_backward(forward_pass)
                     return self._run_block(block, args, kwargs)
-                return self._run_block_alone(block, args, kwargs)
+                self.hold()
+                try:
+                    return self._run_block_alone(block, args, kwargs)
+                finally:
+                    self.busy.release()
             return self._run_block(block, args, kwargs)
         except Exception as error:
             if self._pass is not None and isinstance(error, (PrepareError, BudgetError, torch.OutOfMemoryError)):
@@ -619,7 +635,6 @@ class Trial:
 
     def _run_block_alone(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One that is called outside of its root's forward, as `generate` calls an encoder."""
-        self._refuse_other_threads()
         if self.plan is None and self.planner.first is None:
             return block.forward(args, kwargs)
         if torch.is_grad_enabled():
@@ -630,7 +645,7 @@ class Trial:
             )
         if self.planner.first is None:
             self.steps.open()
-        self._pass, self._thread = ForwardPass(), threading.get_ident()
+        self._pass = ForwardPass()
         try:
             return self._run_block(block, args, kwargs)
         finally:
@@ -854,8 +869,7 @@ class Trial:
             passes.add(forward_pass)
             return
         self._refuse_late_backward()
-        if not self._callers.is_last:
-            self._refuse_other_threads()
+        self.hold()
         backward.passes[self] = {forward_pass}
         self._backwards.append(backward)
         self._choices = ProcessState.now().choices
@@ -872,6 +886,7 @@ class Trial:
     def end_backward(self, backward: Backward, *, failed: bool) -> None:
         """Of one within a forward, or within another backward, what is around it goes on."""
         self._backwards.remove(backward)
+        self.busy.release()
         within_forward, within_backward = self._pass is not None, bool(self._backwards)
         if failed or not backward.keeps_graph:
             outer = [each.passes[self] for each in self._backwards]

@@ -1,7 +1,5 @@
 """One thread at a time calls a prepared model; which one is the script's own affair."""
 
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +8,6 @@ import torch
 
 import hydra_tune
 from scripts import BUDGETS, WIDTH, Layer, Net, Script
-from waiting import WAIT_S
 
 
 class Stops(Layer):
@@ -190,28 +187,3 @@ def test_a_block_whose_threads_call_another_block_is_refused():
         with pytest.raises(hydra_tune.PrepareError, match="one after another, without threads"):
             model(x)
         hydra_tune.release(model)
-
-
-COLLECTS = """
-import gc, threading
-from hydra_tune.callers import Callers
-
-for each in [threading.Event() for _ in range(50)]:
-    threading.Thread(target=each.wait, daemon=True).start()
-for threshold in range(1, 60):
-    callers = Callers()
-    other = threading.Thread(target=callers.enter, args=(None, "net"), kwargs={"in_backward": False})
-    other.start(), other.join()
-    gc.collect(), gc.set_threshold(threshold)
-    garbage = [threading.local()]
-    garbage[0].x = 1
-    garbage.append(garbage)
-    del garbage
-    callers.enter(None, "net", in_backward=False)
-    gc.set_threshold(700)
-"""
-
-
-def test_garbage_is_collected_while_it_is_asked_who_calls():
-    """Python up to 3.11 then waited for itself, for ever: seen in one run of all tests."""
-    subprocess.run([sys.executable, "-c", COLLECTS], check=True, timeout=WAIT_S)

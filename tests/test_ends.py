@@ -154,7 +154,7 @@ def expected_state(way):
 
 def bytes_of(pool):
     """Reserved and real."""
-    return [(d.used_bytes, d.meter.live_bytes) for d in pool.devices]
+    return [(d.used_bytes, d.live_bytes) for d in pool.devices]
 
 
 def alive(references):
@@ -198,7 +198,7 @@ def test_others_get_a_trials_room_only_once_it_is_empty(way, where, monkeypatch)
 
     def handle(pool, event, at_s=None):
         if isinstance(event, TrialEnded):
-            left.append((pool._devices[0].meter.live_bytes, len(alive(seen["activations"]))))
+            left.append((pool._devices[0].live_bytes, len(alive(seen["activations"]))))
         original(pool, event, at_s)
 
     monkeypatch.setattr(hydra_tune.ShardPool, "_handle", handle)

@@ -18,7 +18,7 @@ from hydra_tune.context import TrialContext
 from hydra_tune.device import Device
 from hydra_tune.fork import ForkGate, gate
 from hydra_tune.host_buffer import HostWeights
-from hydra_tune.meter import Meter, TrialMeter
+from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode
 
 
@@ -69,19 +69,19 @@ def test_a_visit_within_a_visit_does_not_wait_for_the_fork_that_waits_for_it():
 
 
 def test_a_forked_child_is_in_no_trial():
-    meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=True)
+    meter = TrialMeter(Device(0, 1 << 20), 0, always=True)
     meter.inside = 1
     read, write = os.pipe()
     with TrialMode(meter=meter):
         pid = os.fork()
         if pid == 0:
             torch.ones(10)
-            os.write(write, b"%d" % meter.meter.live_bytes)
+            os.write(write, b"%d" % meter.device.live_bytes)
             os._exit(0)
         os.waitpid(pid, 0)
         kept = torch.ones(10)
     assert os.read(read, 10) == b"0"
-    assert meter.meter.live_bytes == kept.nbytes
+    assert meter.device.live_bytes == kept.nbytes
     os.close(read)
     os.close(write)
 
@@ -187,7 +187,7 @@ def test_a_loader_forks_while_another_trials_checkpoint_is_on_its_way_to_the_dis
         fsync(file)
 
     def trial():
-        meter = TrialMeter(Meter("cpu", 1 << 20, enforce=True), 0, always=False)
+        meter = TrialMeter(Device(0, 1 << 20), 0, always=False)
         with TrialMode(meter=meter), meter.paused():
             CheckpointFolder(tmp_path).write(Moment(0, 1), {"weight": torch.ones(10)})
 

@@ -1,6 +1,4 @@
-"""What counts as a device's bytes, when a virtual device is full, and which tensors may meet in an operator."""
-
-import threading
+"""What counts as a device's bytes, and when a virtual device is full."""
 
 import optuna
 import pytest
@@ -8,70 +6,69 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.errors import MixedDevicesError
-from hydra_tune.meter import DeviceOutOfMemoryError, Meter, TrialMeter
+from hydra_tune.device import Device
+from hydra_tune.meter import DeviceOutOfMemoryError, TrialMeter, end_trial
 from hydra_tune.mode import TrialMode
 from models import mlp
 
-WAIT_S = 20  # for the other trial; only a failed test ever waits so long
+
+@pytest.fixture
+def devices():
+    return Device(0, 1000), Device(1, 1000)
 
 
 @pytest.fixture
-def meters():
-    return Meter("left", 1000, enforce=True), Meter("right", 1000, enforce=True)
-
-
-@pytest.fixture
-def pair(meters):
+def pair(devices):
     """Forty bytes on either device."""
     tensors = torch.ones(10), torch.ones(10)
-    for meter, tensor in zip(meters, tensors, strict=True):
-        meter.add(0, [tensor])
+    for device, tensor in zip(devices, tensors, strict=True):
+        TrialMeter(device, 0).add([tensor])
     return tensors
 
 
-def on(meter, trial=0):
+def on(device, trial=0):
     """In it operators run as in a trial whose home is this device."""
-    return TrialMode(meter=TrialMeter(meter, trial, always=True))
+    return TrialMode(meter=TrialMeter(device, trial, always=True))
 
 
 # ---- bytes ----
 
 
-def test_storages_count_once_while_they_live_and_one_too_many_is_refused(meters):
-    meter, _ = meters
+def test_storages_count_once_while_they_live_and_one_too_many_is_refused(devices):
+    device, _ = devices
+    first, second = TrialMeter(device, 0), TrialMeter(device, 1)
     a = torch.zeros(100)
-    meter.add(0, [a, a[:10], a.view(10, 10)])
-    assert meter.live_bytes == 400
+    first.add([a, a[:10], a.view(10, 10)])
+    assert device.live_bytes == 400
     b = torch.zeros(150)
-    meter.add(1, [b])
-    with pytest.raises(DeviceOutOfMemoryError, match=r"left holds 1000 B and was asked for 4 B more") as error:
-        meter.add(1, [torch.zeros(1)])
+    second.add([b])
+    with pytest.raises(DeviceOutOfMemoryError, match=r"cpu:0 .* holds 1000 B and was asked for 4 B more") as error:
+        second.add([torch.zeros(1)])
     assert isinstance(error.value, torch.OutOfMemoryError), "as a GPU's"
     del a
-    assert (meter.live_bytes, meter.trial_bytes[0], meter.peak_bytes) == (600, 0, 1000)
-    meter.end_trial(1)
-    assert meter.live_bytes == 0
+    assert (device.live_bytes, first.trial_bytes, device.most_live_bytes) == (600, 0, 1000)
+    end_trial(1, [device])
+    assert device.live_bytes == 0
 
 
-def test_an_operator_on_the_device_makes_device_bytes_unless_it_is_a_view_or_in_place(pair, meters):
-    x, meter = pair[0], meters[0]
-    with on(meter):
+def test_an_operator_on_the_device_makes_device_bytes_unless_it_is_a_view_or_in_place(pair, devices):
+    x, device = pair[0], devices[0]
+    with on(device):
         y = x * 2
-        assert meter.live_bytes == 80
+        assert device.live_bytes == 80
         z = y.view(2, 5).t()[1:]
         y += 1
         x.mul_(y)
-        assert meter.live_bytes == 80
+        assert device.live_bytes == 80
         del y
-        assert meter.live_bytes == 80, "a view keeps its storage"
+        assert device.live_bytes == 80, "a view keeps its storage"
         del z
-        assert meter.live_bytes == 40
+        assert device.live_bytes == 40
         with pytest.raises(DeviceOutOfMemoryError):
             x.repeat(25)
         host = torch.ones(500)
         host += 1
-        assert meter.live_bytes == 40, "host memory is free"
+        assert device.live_bytes == 40, "host memory is free"
 
 
 @pytest.mark.parametrize(
@@ -83,36 +80,36 @@ def test_an_operator_on_the_device_makes_device_bytes_unless_it_is_a_view_or_in_
     ],
     ids=["out", "resize_ of nothing", "resize_"],
 )
-def test_what_an_operator_enlarges_counts(enlarge, pair, meters):
-    x, meter = pair[0], meters[0]
-    with on(meter):
+def test_what_an_operator_enlarges_counts(enlarge, pair, devices):
+    x, device = pair[0], devices[0]
+    with on(device):
         empty = x.new_empty(0)
-        before = meter.live_bytes
+        before = device.live_bytes
         enlarge(x, empty)
-        assert meter.live_bytes - before == (40 if x.numel() == 20 else 80)
+        assert device.live_bytes - before == (40 if x.numel() == 20 else 80)
         with pytest.raises(DeviceOutOfMemoryError):
             empty.resize_(1000)
 
 
-def test_a_copy_to_the_host_takes_no_device_bytes(pair, meters):
+def test_a_copy_to_the_host_takes_no_device_bytes(pair, devices):
     """A buffer for predictions, filled with slices, was counted: out of memory where no GPU is."""
     predictions = torch.zeros(1000, 10)
-    with on(meters[0]):
+    with on(devices[0]):
         predictions[3] = pair[0]
         torch._foreach_copy_([predictions[4]], [pair[0]])
-    assert meters[0].live_bytes == 40
+    assert devices[0].live_bytes == 40
 
 
-def test_a_sparse_gradient_counts_its_indices_and_values(meters):
+def test_a_sparse_gradient_counts_its_indices_and_values(devices):
     """The meter raised NotImplementedError: no model with a sparse embedding got past its pilot."""
-    table, meter = nn.Embedding(20, 4, sparse=True), meters[0]
-    meter.add(0, [table.weight])
-    with on(meter):
+    table, device = nn.Embedding(20, 4, sparse=True), devices[0]
+    TrialMeter(device, 0).add([table.weight])
+    with on(device):
         table(torch.tensor([1, 2])).sum().backward()
     assert table.weight.grad.layout is torch.sparse_coo
-    assert meter.live_bytes == 20 * 4 * 4 + 2 * 8 + 2 * 4 * 4
+    assert device.live_bytes == 20 * 4 * 4 + 2 * 8 + 2 * 4 * 4
     table.weight.grad = None
-    assert meter.live_bytes == 20 * 4 * 4
+    assert device.live_bytes == 20 * 4 * 4
 
 
 class Scaled(nn.Linear):
@@ -140,7 +137,7 @@ def test_a_sparse_argument_counts_its_indices_and_values(layout):
         model = hydra_tune.prepare(ScaledBy(), pool=pool)
         for _ in range(2):
             model(torch.ones(4, 64), by).sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
+        assert all(p.grad is not None for p in model.paradevices())
 
 
 @pytest.mark.parametrize("budget", [70_000, "1MiB"], ids=["spilled", "resident"])
@@ -152,7 +149,7 @@ def test_batches_may_be_views_of_a_data_set_larger_than_the_device(budget):
         for i in range(2):
             model(data[8 * i : 8 * i + 8]).sum().backward()
         hydra_tune.release(model)
-        assert pool._devices[0].meter.live_bytes == 0
+        assert pool._devices[0].live_bytes == 0
 
 
 def test_a_trial_that_keeps_more_than_it_reserved_is_out_of_memory_and_others_go_on():
@@ -171,156 +168,58 @@ def test_a_trial_that_keeps_more_than_it_reserved_is_out_of_memory_and_others_go
         runner = hydra_tune.HydraTrialRunner(pool, concurrency=1)
         runner.optimize(study, objective, n_trials=2, catch=(torch.OutOfMemoryError,))
         assert [t.state.name for t in study.trials] == ["FAIL", "COMPLETE"]
-        assert pool.devices[0].used_bytes == pool._devices[0].meter.live_bytes == 0
+        assert pool.devices[0].used_bytes == pool._devices[0].live_bytes == 0
 
 
-# ---- devices ----
+def test_what_two_trials_have_counts_for_the_first_until_that_ends(devices):
+    """A batch that both took from one data set."""
+    batch, (left, right) = torch.ones(100)[:10], devices
+    of_left, of_right = TrialMeter(left, 0), TrialMeter(right, 1)
+    for trial in (of_left, of_right):
+        trial.adopt([batch])
+    assert [m.live_bytes for m in devices] == [40, 0]
+    with on(right, trial=1) as mode:
+        doubled = batch * 2
+        assert mode.meter.trial_bytes == doubled.nbytes == right.live_bytes
+    end_trial(0, [left])
+    of_right.adopt([batch])
+    assert [m.live_bytes for m in devices] == [0, 80]
 
 
-@pytest.mark.parametrize(
-    "operator",
-    [
-        lambda a, b: a + b,
-        lambda a, b: a.add_(b),
-        lambda a, b: torch.dot(a, b),
-        lambda a, b: torch.cat([a, b]),
-        lambda a, b: torch.where(a > 0, b, 0.0),
-        lambda a, b: a.view(2, 5)[1] + (b * 2)[:5],
-        lambda a, b: torch.mul(a, 2, out=b),
-    ],
-    ids=["add", "in place", "dot", "list", "three", "views and results", "out"],
-)
-def test_tensors_of_two_devices_do_not_meet(operator, pair, meters):
-    before = [t.clone() for t in pair]
-    words = r"on the same device, but found at least two devices, (left and right|right and left)! \(in aten\..*trial 7"
-    with on(meters[0], trial=7), pytest.raises(MixedDevicesError, match=words) as error:
-        operator(*pair)
-    assert isinstance(error.value, RuntimeError), "as PyTorch's"
-    assert all(torch.equal(a, b) for a, b in zip(pair, before, strict=True)), "nothing was computed"
-
-
-def test_devices_of_two_pools_are_told_apart_where_they_have_one_name():
-    meters = [Meter("cpu:0", 1000, enforce=True) for _ in range(2)]
-    tensors = torch.ones(10), torch.ones(10)
-    for meter, tensor in zip(meters, tensors, strict=True):
-        meter.add(0, [tensor])
-    with on(meters[0]), pytest.raises(MixedDevicesError, match="cpu:0 and cpu:0 of another pool"):
-        tensors[0] + tensors[1]
-
-
-def test_copies_cross_devices_and_belong_where_they_arrive(pair, meters):
-    left, right = pair
-    with on(meters[0]):
-        left.copy_(right)
-        assert [m.live_bytes for m in meters] == [40, 40]
-        arrived = right.to("cpu", copy=True)
-        assert [m.live_bytes for m in meters] == [80, 40]
-        assert torch.equal(left + arrived, right.to(torch.float64) * 2)
-        with pytest.raises(MixedDevicesError):
-            right + arrived
-
-
-def test_what_is_computed_on_another_device_lies_there(pair, meters):
-    left, right = pair
-    with on(meters[0]):
-        doubled = right * 2
-        assert [m.live_bytes for m in meters] == [40, 80]
-        with pytest.raises(MixedDevicesError):
-            left + doubled
-
-
-def test_scalars_and_host_memory_go_with_every_device(pair, meters):
-    left, right = pair
-    with on(meters[0]):
-        assert (left * right.sum())[0] == 10
-        assert left.sum() + right.sum() == 20
-        assert ((left + torch.ones(10)) == 2).all()
-
-
-def test_a_tensor_on_both_devices_goes_with_either(pair, meters):
-    """A batch that two trials took from one data set: on GPUs each has a copy."""
-    left, right = pair
-    batch = torch.ones(100)[:10]
-    for meter in meters:
-        meter.add(0, [batch], as_copies=True)
-    with on(meters[0]):
-        left + batch[:10]
-        right + batch
-        with pytest.raises(MixedDevicesError):
-            torch.addcmul(batch, left, right)
-    meters[0].end_trial(0)
-    meters[0].add(1, [left])
-    with on(meters[1]), pytest.raises(MixedDevicesError):
-        left + batch
-
-
-def test_a_freed_storage_is_of_no_device(pair, meters):
-    left, _ = pair
-    meters[1].end_trial(0)
-    for _ in range(100):  # the allocator gives the same addresses again
-        other = torch.ones(10)
-        meters[1].add(1, [other])
-        del other
-        with on(meters[0]):
-            left + torch.ones(10)
-    assert meters[1].live_bytes == 0
-
-
-def test_without_checks_nothing_is_refused(pair, meters):
-    with TrialMode(meter=TrialMeter(meters[0], 0, always=False)) as mode:
-        mode.meter.counting = True  # as in a pilot
-        assert (pair[0] + pair[1] == 2).all()
-
-
-@pytest.mark.parametrize("budget", ["300KiB", "8MiB"], ids=["spilled", "resident"])
-def test_a_trial_that_uses_a_tensor_of_another_device_is_told(budget):
-    outputs, messages, meet = {}, [], threading.Barrier(2, timeout=WAIT_S)
-    data = torch.randn(4, 128)
-
-    def objective(trial):
-        model = hydra_tune.prepare(mlp())
-        outputs[trial.number] = own = model(data).detach()
-        meet.wait()
-        other = outputs[1 - trial.number]
-        with pytest.raises(MixedDevicesError) as error:
-            own + other
-        messages.append(str(error.value))
-        assert torch.equal(own + other.to("cpu", copy=True), own.clone().copy_(other) + own)
-        meet.wait()
-        return (own.sum() + other.sum()).item()
-
-    with hydra_tune.ShardPool(["cpu", "cpu"], budget) as pool:
-        study = optuna.create_study()
-        hydra_tune.HydraTrialRunner(pool, concurrency=2).optimize(study, objective, n_trials=2)
-    assert [t.state.name for t in study.trials] == ["COMPLETE"] * 2
-    assert all("cpu:0 (virtual)" in m and "cpu:1 (virtual)" in m for m in messages), messages
-    assert len(messages) == 2
+def test_a_trials_bytes_move_with_its_home(devices):
+    left, right = devices
+    trial, kept = TrialMeter(left, 0), torch.ones(10)
+    trial.add([kept])
+    trial.move(right)
+    assert [m.live_bytes for m in devices] == [0, 40]
+    del kept
+    assert right.live_bytes == trial.trial_bytes == 0
 
 
 def test_what_is_outside_of_visits_is_counted_apart():
-    meter = TrialMeter(Meter("cpu:0", 1_000, enforce=True), 0, always=False)
+    meter = TrialMeter(Device(0, 1_000), 0, always=False)
     kept = [torch.zeros(25)]
-    meter.observe(meter.meter, kept)
+    meter.observe(kept)
     meter.watch_outside()
     for size in (25, 25, 1, 1):
         kept.append(torch.zeros(size))
         meter.outside_ends()
         visited = torch.zeros(50)
-        meter.observe(meter.meter, [visited])
+        meter.observe([visited])
         del visited
         meter.outside_starts()
-        meter.observe(meter.meter, kept[-1:])
+        meter.observe(kept[-1:])
     assert meter.outside_peak() == 208
 
 
 def test_a_limit_is_one_trials():
-    meter = Meter("cpu:0", 1_000, enforce=True)
-    first, second = (TrialMeter(meter, number, always=False) for number in range(2))
+    device = Device(0, 1_000)
+    first, second = (TrialMeter(device, number, always=False) for number in range(2))
     first.limit(100)
     kept = [torch.zeros(30), torch.zeros(25)]
-    second.observe(meter, kept[:1])
-    first.observe(meter, kept[1:])
+    second.observe(kept[:1])
+    first.observe(kept[1:])
     with pytest.raises(torch.OutOfMemoryError):
-        first.observe(meter, [torch.zeros(1)])
+        first.observe([torch.zeros(1)])
     first.limit(None)
-    first.observe(meter, [torch.zeros(1)])
+    first.observe([torch.zeros(1)])

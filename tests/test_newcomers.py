@@ -218,11 +218,11 @@ def test_an_operator_for_which_the_allocator_has_no_room_runs_again_with_the_dev
     """Nobody can ask a GPU's before: it raises where a virtual device's meter would have waited."""
     keeps, raised, observe = 1_000, [], TrialMeter.observe
 
-    def observe_or_raise(meter, device, outputs, written=()):
+    def observe_or_raise(meter, outputs):
         if any(t.numel() == keeps for t in outputs) and not raised:
             raised.append(True)
             raise torch.OutOfMemoryError("no room")
-        observe(meter, device, outputs, written)
+        observe(meter, outputs)
 
     monkeypatch.setattr(TrialMeter, "observe", observe_or_raise)
     results, story = run_together("cpu", keeps=keeps)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hydra_tune
-from hydra_tune.meter import Meter
+from hydra_tune.device import Device
+from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode
 from hydra_tune.optim import load_exactly, stepping_bytes
 
@@ -50,12 +51,13 @@ class Counting(TrialMode):
 
     def __init__(self, known):
         super().__init__()
-        self.counter = Meter("test", 1 << 30, enforce=False)
-        self.counter.add(0, known)
+        self.counter = Device(0, 1 << 30)
+        self.trial = TrialMeter(self.counter, 0)
+        self.trial.add(known)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
-        self.counter.add(0, [x for x in torch.utils._pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)])
+        self.trial.add([x for x in torch.utils._pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)])
         return outputs
 
 
@@ -70,7 +72,7 @@ def stepped(optimizer, parameters):
     with Counting(known) as counting:
         before = counting.counter.live_bytes
         optimizer.step()
-    return sum(v.numel() * v.element_size() for v in state), counting.counter.peak_bytes - before
+    return sum(v.numel() * v.element_size() for v in state), counting.counter.most_live_bytes - before
 
 
 @pytest.mark.parametrize("foreach", [False, True])

@@ -197,19 +197,18 @@ def test_a_config_that_outlives_its_models_gets_its_cache_back(pool):
             others.append(optimizer)  # has hooks of the trial's
         del model, optimizer
         gc.collect()
-        assert config.use_cache and id(config) not in hf_config._users
+        assert config.use_cache and not hf_config._is_off(config)
 
 
-def test_a_cache_is_put_back_though_garbage_is_collected_by_who_has_the_lock(pool):
+def test_a_config_of_two_models_gets_its_cache_back_with_the_last():
     config = SimpleNamespace(use_cache=True)
     model = nn.Linear(4, 4)
     model.config = config
-    off = hf_config.use_no_cache(model)
-    with hf_config._lock:
-        hf_config.use_cache_again(off)
-        assert not config.use_cache
-    hf_config.use_cache_again(hf_config.use_no_cache(model))
-    assert config.use_cache and id(config) not in hf_config._users
+    first, second = hf_config.use_no_cache(model), hf_config.use_no_cache(model)
+    hf_config.use_cache_again(first)
+    assert not config.use_cache
+    hf_config.use_cache_again(second)
+    assert config.use_cache and not hf_config._is_off(config)
 
 
 # ---- what a first user's tests found ----

@@ -54,7 +54,7 @@ class DeviceCopy:
             self._views.append(view)
             self.num_bytes += storage_bytes(data)
         if host is not None:
-            self._copies += [(slot[to : to + size], host.piece(place, size)) for place, to, size in runs]
+            self._copies += [(slot[to : to + size], host.bytes[place : place + size]) for place, to, size in runs]
         self._places = places_of(self._data)  # where `_copies` copies from
         self._sources = [*self._places]  # where its values are from
         places = [self.start + place for place in self._starts]

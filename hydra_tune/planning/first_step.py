@@ -58,7 +58,7 @@ class FirstStep:
         self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
         self._guarded = set[int]()  # the memory of the inputs of what is being measured
-        trial.meter.first = self
+        trial.meter.first = weakref.ref(self)
         self._limit()
 
     @property
@@ -120,7 +120,7 @@ class FirstStep:
         }
 
     def end(self) -> None:
-        self._trial.meter.first = None
+        self._trial.meter.first = lambda: None
         self._drop_copy()
         self._trial.meter.limit(None)
 

@@ -21,7 +21,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.glance import HOOKS_OF_MODULES
-from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes
+from hydra_tune.host_buffer import digest, same_bits, storage_bytes
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.reached import Reached, globals_of
 from hydra_tune.planning.twin import Twin, stays_as_it_is, weights_in
@@ -148,7 +148,7 @@ class Measurement:
     def _put_back_held(self) -> bool:
         """They live on the device, and no copy was made of them; whether some were changed."""
         with self._meter.paused():
-            changed = [(now, then) for now, then in self._held if not same_bits(now.contiguous(), then.contiguous())]
+            changed = [(now, then) for now, then in self._held if not same_bits(now, then)]
             for now, then in changed:
                 now.copy_(then)
         return bool(changed)
@@ -308,4 +308,4 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _are_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(same_values, a, b))
+    return len(a) == len(b) and all(map(same_bits, a, b))

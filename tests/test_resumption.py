@@ -435,6 +435,24 @@ def test_an_iterator_goes_on(tmp_path):
     assert_same_as_uninterrupted(tmp_path, kind=FromAnIterator, at=(3,))
 
 
+class HeadFirst(Training):
+    """Takes an epoch's first batch by `next`, the others by a loop over the same iterator."""
+
+    def batches(self, loader):
+        for step in range(hydra_tune.resume_step(), STEPS, BATCHES):
+            batches = iter(loader)
+            yield step, next(batches)
+            yield from enumerate(batches, step + 1)
+
+
+def test_a_loop_over_an_iterator_goes_on_with_it(tmp_path):
+    """It began the loader anew where checkpoints were written: the first batches were trained twice."""
+    plain, got = Training("shuffled"), HeadFirst("shuffled")
+    search(plain, None, every=None)
+    search(got, tmp_path)
+    assert_same(got, plain)
+
+
 class Ahead(Training):
     """Draws a batch before the one before it is trained."""
 

@@ -18,7 +18,7 @@ from hydra_tune.interrupts import Stop
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import ThreadSettings
-from hydra_tune.randomness import RandomState, hold_unheld, let_go, make_current, own_devices
+from hydra_tune.randomness import RandomState, drawing_from
 from hydra_tune.resumption import Resumption
 from hydra_tune.trial import Trial
 
@@ -103,10 +103,7 @@ class TrialContext:
         self._set = stack = ExitStack()
         stack.callback(ThreadSettings().restore)
         torch.set_num_threads(self._num_threads)
-        stack.enter_context(own_devices())
-        stack.callback(make_current, make_current(self._state))
-        hold_unheld(self._state)
-        stack.callback(let_go, self._state)
+        stack.enter_context(drawing_from(self._state))
         if context.mode is not None:
             stack.enter_context(context.mode)
         return context

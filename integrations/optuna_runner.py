@@ -17,7 +17,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.concurrency import Places, SearchEnded
 from hydra_tune.integrations.search import BY_HAND, Search
 from hydra_tune.pool import ShardPool, default_pool
-from hydra_tune.randomness.trial_state import own_devices
+from hydra_tune.randomness import own_devices
 from hydra_tune.resumption import Interval
 
 if TYPE_CHECKING:

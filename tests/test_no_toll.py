@@ -9,7 +9,6 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune.context import TrialContext
-from hydra_tune.randomness.operators import install
 
 WIDTH, BATCH = 16, 2
 MOST_CALLS_A_BLOCK = 300  # of Python functions, forward and backward; PyTorch's own checkpoint makes 185
@@ -74,7 +73,6 @@ def test_no_dispatch_mode_is_active_in_a_settled_trial(memory):
 
 
 def test_an_operator_of_a_trial_calls_nothing_of_ours():
-    install()
     called = []
     with hydra_tune.ShardPool(["cpu"], "64MiB") as pool, TrialContext(pool, 0):
         x = torch.randn(4)

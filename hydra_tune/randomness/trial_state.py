@@ -71,8 +71,7 @@ def set_generator_states(generators: Sequence[torch.Generator], states: Sequence
 _process = RandomState(0)  # of generators that no trial holds; its stand-ins are there for the states meanwhile
 _holding = new_in_child(threading.RLock())
 _holders: dict[int, RandomState] = {}  # by the id of the default generator
-_num_objectives = 0
-_real: tuple[torch.Generator, ...] = ()  # while others stand in their place
+_real: tuple[torch.Generator, ...] = ()  # since others stand in their place
 
 
 def gpu_generators() -> tuple[torch.Generator, ...]:
@@ -121,34 +120,19 @@ class _DeviceStandIn:
 
 
 @contextmanager
-def own_devices() -> Iterator[None]:
-    """While one objective after another, or several, have random states of their own: seeds that they set on GPUs are
-    theirs, whoever holds the generators."""
-    global _num_objectives, _real
-    with _holding:
-        _num_objectives += 1
-        if torch.cuda.default_generators and not _real:  # GPUs may have come since the last one
-            _real = tuple(torch.cuda.default_generators)
-            torch.cuda.default_generators = tuple(map(_DeviceStandIn, _real))  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        with _holding:
-            _num_objectives -= 1
-            if _num_objectives == 0 and _real:
-                torch.cuda.default_generators, _real = _real, ()  # type: ignore[assignment]
-
-
-@contextmanager
 def drawing_from(state: RandomState) -> Iterator[None]:
     """Around an objective: its thread draws from this state, on GPUs while it has their lease or nobody else holds
     their generators. So a trial that runs alone draws from its own state throughout."""
+    global _real
     outer = thread.generator, thread.trial_state
-    with own_devices():
-        thread.generator, thread.trial_state = state.stand_in(DEFAULT), state
-        _pass_on(_process, state)
-        try:
-            yield
-        finally:
-            _pass_on(state, _process)
-            thread.generator, thread.trial_state = outer
+    with _holding:
+        if torch.cuda.default_generators and not _real:  # GPUs may have come since the last objective
+            _real = tuple(torch.cuda.default_generators)
+            torch.cuda.default_generators = tuple(map(_DeviceStandIn, _real))  # type: ignore[assignment]
+    thread.generator, thread.trial_state = state.stand_in(DEFAULT), state
+    _pass_on(_process, state)
+    try:
+        yield
+    finally:
+        _pass_on(state, _process)
+        thread.generator, thread.trial_state = outer

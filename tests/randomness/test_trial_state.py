@@ -131,3 +131,21 @@ def test_states_are_those_of_the_calling_trial_whoever_holds_the_generator(devic
         assert torch.equal(numbers(devices[0]), alone(5, 1)[0])
         assert torch.equal(before[0], torch.Generator().manual_seed(1).get_state())
         assert torch.equal(one.states()[1], devices[0].get_state())
+
+
+def test_pytorchs_functions_seed_and_read_what_the_calling_trial_draws_from(devices, monkeypatch):
+    monkeypatch.setattr(trial_state, "_real", ())
+    monkeypatch.setattr(torch.cuda, "default_generators", devices)
+    other = RandomState(2)
+    with drawing_from(other):
+        with drawing_from(RandomState(1)):
+            torch.cuda.default_generators[0].manual_seed(5)
+            assert torch.equal(numbers(devices[0]), alone(2, 1)[0]), "the other one's is as it was"
+            assert torch.equal(
+                torch.cuda.default_generators[0].get_state(), torch.Generator().manual_seed(5).get_state()
+            )
+        torch.cuda.default_generators[1].manual_seed(6)
+        assert torch.equal(numbers(devices[1]), alone(6, 1)[0])
+    assert torch.cuda.default_generators[1].initial_seed() == 22, "of the process again"
+    torch.cuda.default_generators[0].manual_seed(7)
+    assert torch.equal(numbers(devices[0]), alone(7, 1)[0])

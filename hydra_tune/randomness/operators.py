@@ -84,13 +84,10 @@ def _drawing(operator: Any) -> Callable[..., Any]:
         with _default_lock if generator is DEFAULT else _unlocked:
             for note in notes:
                 note(generator)
-            if len(args) > place:
-                args = (*args[:place], generator, *args[place + 1 :])
-            else:
-                kwargs["generator"] = generator
+            kwargs["generator"] = generator
             thread.notes = ()  # kernels that this one calls in turn are part of the same draw
             try:
-                return call(keys, *args, **kwargs)
+                return call(keys, *args[:place], **kwargs)  # no positional argument comes after the generator
             finally:
                 thread.notes = notes
 

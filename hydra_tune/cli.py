@@ -52,11 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     option("--timeline", type=Path, metavar="OUT", help=".json for ui.perfetto.dev, or .html")
     option("--json", action="store_true", help="all figures, for programs")
 
-    calibrate = commands.add_parser("calibrate", help="measure this machine for simulate --cost")
+    calibrate = commands.add_parser("calibrate", help="measure this machine for --cost, with OMP_NUM_THREADS threads")
     calibrate.set_defaults(command=_calibrate)
     option = calibrate.add_argument
     option("--devices", default="auto", help="that work at once in a sweep, such as cuda:0 or cpu,cpu (every GPU)")
-    option("--threads", type=int, help="of each device on the CPU (as many as torch chooses)")
     option("--out", type=Path, default=Path("cost.json"), metavar="COST", help="(%(default)s)")
     return parser
 
@@ -71,14 +70,9 @@ def _demo(options: argparse.Namespace) -> bool:
 
 
 def _calibrate(options: argparse.Namespace) -> bool:
-    import torch
-
     from hydra_tune.calibration import calibrate
 
-    if options.threads is not None and options.threads < 1:
-        raise ConfigError(f"--threads is a whole number of at least 1, got {options.threads}.")
     check_folder(options.out, "a cost model")
-    torch.set_num_threads(options.threads or torch.get_num_threads())
     cost = calibrate("auto" if options.devices == "auto" else options.devices.split(","))
     cost.save(options.out)
     for key, value in cost.to_dict().items():

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 from benchmarks.measure import interleaved, save
-from hydra_tune.context import TrialContext
+from hydra_tune.context import trial_context
 
 BLOCKS, WIDTH, BATCH = 64, 8, 8
 ROOMY = 80_000  # bytes; too few to be resident
@@ -136,7 +136,7 @@ def main() -> None:
     for where in ("script", "runner"):
         with hydra_tune.ShardPool(["cpu"], budget) as pool, ExitStack() as stack:
             if where == "runner":
-                stack.enter_context(TrialContext(pool, 0))
+                stack.enter_context(trial_context(pool, 0))
             spilled = prepared(pool)
             trainings = dict(zip(KINDS, (Training(build()), Training(Checkpointed()), spilled), strict=True))
             figures[where] = figures_of(trainings, rounds)

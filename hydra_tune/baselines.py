@@ -15,7 +15,18 @@ from hydra_tune.exact import check_devices, lower_bound, optimum
 from hydra_tune.shard import Direction
 from hydra_tune.workload import TrialWork
 
-__all__ = ["lower_bound", "model_parallelism", "one_spilled_at_a_time", "optimum", "task_parallelism"]
+__all__ = ["baselines_s", "lower_bound", "model_parallelism", "one_spilled_at_a_time", "optimum", "task_parallelism"]
+
+
+def baselines_s(trials: Sequence[TrialWork], devices: int, cost: CostModel) -> dict[str, float]:
+    """All of them by name, each in the order of trials that serves it best."""
+    return {
+        "model parallelism": model_parallelism(trials, devices),
+        "model parallelism, activations kept": model_parallelism(trials, devices, recompute=False),
+        "task parallelism, as if each trial fitted": task_parallelism(trials, devices),
+        "one spilled trial at a time, prefetched": one_spilled_at_a_time(trials, cost),
+        "one spilled trial a device, prefetched": one_spilled_at_a_time(trials, cost, devices=devices),
+    }
 
 
 def model_parallelism(trials: Sequence[TrialWork], devices: int, *, recompute: bool = True) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,13 +13,12 @@ import torch
 from hydra_tune.config import checks_enabled
 from hydra_tune.engine import forget_interrupted_backward
 from hydra_tune.errors import clear_frames
-from hydra_tune.events import Reported
 from hydra_tune.garbage import collect_until
 from hydra_tune.interrupts import Stop
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import ThreadSettings
-from hydra_tune.randomness import RandomState, hold_unheld, let_go, make_current, own_devices
+from hydra_tune.randomness import RandomState, drawing_from
 from hydra_tune.resumption import Resumption
 from hydra_tune.trial import Trial
 
@@ -39,7 +39,7 @@ class Context:
     resumption: Resumption | None = None
     notes_memory: bool = False  # as a constraint, for the sampler
     alone: bool = False  # it has run out of memory beside others
-    _last: weakref.ref[Trial] | None = None
+    _last: Callable[[], Trial | None] = lambda: None
 
     def register(self, trial: Trial) -> None:
         self._last = weakref.ref(trial)
@@ -50,22 +50,13 @@ class Context:
         if trial.of_runner:
             self.trials.append(trial)
 
-    def note_objective(self, value: float, *, maximizes: bool) -> None:
-        """What the objective has reported so far, for policies that go by it."""
-        for trial in self.trials:
-            if not trial.ended:
-                trial.pool.tell(Reported(trial.id, value, maximizes))
-
     def live_trial(self, pool: ShardPool) -> Trial | None:
         """The one of this thread in this pool, beside whose models another one is prepared: they reserve jointly, for
         two trials of one thread could wait for each other for ever."""
         last = self._last
-        if last is None:
-            return None
-        its_pool = getattr(last(), "pool", None)  # may be garbage with its trial, whose blocks may refer to their model
+        its_pool = getattr(last(), "pool", pool)  # may be garbage with its trial, whose blocks may refer to their model
         is_dropped = collect_until(lambda: (trial := last()) is None or trial.ended or not trial.has_model)
-        if its_pool is not None:
-            its_pool.end_abandoned()  # what it has counted lives on: a table that a library keeps for all models
+        its_pool.end_abandoned()  # what it has counted lives on: a table that a library keeps for all models
         live = last()
         if live is not None and not live.ended and is_dropped:
             live.end()  # its owner has dropped it; a loss or an optimizer that nobody has rebound yet keeps the trial
@@ -79,53 +70,37 @@ def current_context() -> Context:
     return context
 
 
-class TrialContext:
+@contextmanager
+def trial_context(
+    pool: ShardPool, number: int, seed_number: int | None = None, *, name: str | None = None, alone: bool = False
+) -> Iterator[Context]:
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
     thread's settings, which the next one finds as this one did, and the trial's end."""
-
-    def __init__(
-        self,
-        pool: ShardPool,
-        number: int,
-        seed_number: int | None = None,
-        *,
-        name: str | None = None,
-        alone: bool = False,
-    ) -> None:
-        self._state = pool.random_state(number if seed_number is None else seed_number)
-        self._num_threads = pool.num_threads
-        mode = TrialMode(stays=True) if checks_enabled() else None
-        self._context = Context(pool, name or f"trial {number}", self._state, mode, alone=alone)
-
-    def __enter__(self) -> Context:
-        context = self._context
-        self._outer, _local.context = getattr(_local, "context", None), context
-        self._set = stack = ExitStack()
-        stack.callback(ThreadSettings().restore)
-        torch.set_num_threads(self._num_threads)
-        stack.enter_context(own_devices())
-        stack.callback(make_current, make_current(self._state))
-        hold_unheld(self._state)
-        stack.callback(let_go, self._state)
-        if context.mode is not None:
-            stack.enter_context(context.mode)
-        return context
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        context = self._context
-        try:
+    state = pool.random_state(number if seed_number is None else seed_number)
+    mode = TrialMode(stays=True) if checks_enabled() else None
+    context = Context(pool, name or f"trial {number}", state, mode, alone=alone)
+    outer, _local.context = getattr(_local, "context", None), context
+    settings = ThreadSettings()
+    try:
+        torch.set_num_threads(pool.num_threads)
+        with drawing_from(state), mode or nullcontext():
+            try:
+                yield context
+            finally:
+                for trial in context.trials:
+                    trial.unwatch()
+    except BaseException as error:
+        clear_frames(error)
+        if isinstance(error, torch.OutOfMemoryError):
             for trial in context.trials:
-                trial.unwatch()
-            self._set.close()
-            if error is not None:
-                clear_frames(error)
-        finally:
-            _local.context = self._outer
-            if context.trials:
-                forget_interrupted_backward()
-            for trial in context.trials:
-                if isinstance(error, torch.OutOfMemoryError):
-                    trial.planner.note_out_of_memory()
-                trial.end()
-            context.trials.clear()
-            context.resumption = None
+                trial.planner.note_out_of_memory()
+        raise
+    finally:
+        settings.restore()
+        _local.context = outer
+        if context.trials:
+            forget_interrupted_backward()
+        for trial in context.trials:
+            trial.end()
+        context.trials.clear()
+        context.resumption = None

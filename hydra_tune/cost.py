@@ -67,6 +67,15 @@ class CostModel:
         return {key: None if value == inf else value for key, value in asdict(self).items()}
 
     @classmethod
+    def of_link(cls, text: str) -> CostModel:
+        """Whose link has this rate each way, ``"12e9"`` or ``"12GB"``; all else as it is usual."""
+        try:
+            rate = float(text)
+        except ValueError:
+            rate = parse_bytes(text, "--link")
+        return cls(h2d_bytes_per_s=rate, d2h_bytes_per_s=rate)
+
+    @classmethod
     def from_dict(cls, rates: Mapping[str, Any]) -> CostModel:
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(rates) - set(known))

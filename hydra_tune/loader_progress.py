@@ -28,7 +28,8 @@ class LoaderProgress:
         self._ended = False
         self._before = self._first = self.now()  # when the iteration began, and when it gave its first batch
         self._left: dict[str, Any] | None = None  # the iteration that is to go on
-        if hasattr(type(loader), "__next__"):  # an iterator, which began before
+        self.is_iterator = hasattr(type(loader), "__next__")  # which began before
+        if self.is_iterator:
             self._iteration = weakref.ref(self)
 
     @property
@@ -80,7 +81,8 @@ class LoaderProgress:
             pass
 
     def follow(self, iteration: object) -> None:
-        self._iteration = weakref.ref(iteration)
+        if not self.is_iterator:  # which may be gone on with, whatever became of a loop over it
+            self._iteration = weakref.ref(iteration)
 
     @property
     def is_under_way(self) -> bool:
@@ -120,7 +122,7 @@ class LoaderProgress:
         self.drawn, self._left = state["drawn"], state["left"]
         for generator, value in zip(self._generators(), state["generators"], strict=True):
             generator.set_state(value)
-        if self._left is not None and hasattr(type(self._loader), "__next__"):
+        if self._left is not None and self.is_iterator:
             self.iterate()
             self._iteration = weakref.ref(self)
 

@@ -119,7 +119,7 @@ def prepare(
         context.register(trial)
     interrupts.install()
     its = weakref.ref(trial)
-    wrapped = [PreparedLoader.standing_for(loader, its, of_it) for loader, of_it in zip_longest(plain, progress)]
+    wrapped = [PreparedLoader(loader, its, of_it) for loader, of_it in zip_longest(plain, progress)]
     return (model, optimizer, *wrapped) if optimizer is not None or loaders else model
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from hydra_tune.errors import PrepareError
@@ -16,24 +14,15 @@ from hydra_tune.trial import Trial
 
 
 class PreparedLoader:
-    """Stands for the loader in everything; its batches arrive on the trial's device, while there is a trial: the loader
-    does not keep it. A copy is one of the plain loader. Special methods Python looks up on the class; `standing_for`
-    makes one with those that the loader has.
-    """
+    """Stands for the loader in everything; its batches arrive on the trial's device, while there is a trial, to which
+    `reference` is a weak reference. A copy is one of the plain loader. `progress` is that of a trial which writes
+    checkpoints."""
 
-    __slots__ = ("__weakref__", "_prepared")
+    __slots__ = ("__weakref__", "_prepared")  # no other name of its own: all are the loader's
     _prepared: tuple[Any, Callable[[], Trial | None], LoaderProgress | None]
 
-    def __init__(self, loader: Any, trial: Callable[[], Trial | None], progress: LoaderProgress | None) -> None:
-        object.__setattr__(self, "_prepared", (loader, trial, progress))
-
-    @classmethod
-    def standing_for(
-        cls, loader: Any, trial: Callable[[], Trial | None], progress: LoaderProgress | None = None
-    ) -> PreparedLoader:
-        """With `progress`, that of a trial which writes checkpoints; `trial` is a weak reference."""
-        special = (*_GIVE_BATCHES, *_GIVE_OTHERS)
-        return _with_methods(tuple(name for name in special if hasattr(type(loader), name)))(loader, trial, progress)
+    def __init__(self, loader: Any, reference: Callable[[], Trial | None], progress: LoaderProgress | None) -> None:
+        object.__setattr__(self, "_prepared", (loader, reference, progress))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -51,6 +40,15 @@ class PreparedLoader:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._prepared[0].__reduce_ex__(protocol)
 
+    def __len__(self) -> int:
+        return len(self._prepared[0])
+
+    def __bool__(self) -> bool:
+        return bool(self._prepared[0])
+
+    def __getitem__(self, key: Any) -> Any:
+        return _arrived(self._prepared[0][key], _living(self))
+
     def __iter__(self) -> PreparedLoader:
         (loader, reference, progress), trial = self._prepared, _living(self)
         if trial is not None:
@@ -60,50 +58,45 @@ class PreparedLoader:
                 trial.resumption.before_iteration(progress)
         with gate.one_at_a_time:  # now, not at the first batch: it may draw a seed
             batches = iter(loader) if progress is None else progress.iterate()
-        iteration = PreparedLoader.standing_for(batches, reference, progress)
+        iteration = _Iteration(batches, reference, progress)
         if progress is not None:
             progress.follow(iteration)
         return iteration
 
-
-_GIVE_BATCHES = ("__next__", "__getitem__")
-_GIVE_OTHERS = ("__len__", "__bool__", "__contains__", "__setitem__", "__delitem__", "__call__")
-
-
-@functools.cache
-def _with_methods(names: tuple[str, ...]) -> type[PreparedLoader]:
-    return type("PreparedLoader", (PreparedLoader,), {"__slots__": (), **{name: _method(name) for name in names}})
-
-
-def _method(name: str) -> Callable[..., Any]:
-    def method(self: PreparedLoader, *args: Any, **kwargs: Any) -> Any:
-        loader, trial = self._prepared[0], _living(self)
-        if name == "__next__" and trial is not None:
-            result = _next_of(self, trial)
-        else:
-            result = getattr(type(loader), name)(loader, *args, **kwargs)
-        return result if trial is None or name not in _GIVE_BATCHES else trial.residency.to_device(result)
-
-    return method
+    def __next__(self) -> Any:
+        """Of an iterator. Once the batch is there, what came before it may be written."""
+        (loader, _, progress), trial = self._prepared, _living(self)
+        if trial is not None and trial.is_here:
+            trial.boundary()
+        if trial is None or trial.resumption is None or progress is None:
+            return _arrived(next(loader), trial)
+        states = trial.resumption.before_batch(progress)
+        try:
+            batch = next(loader)
+        except StopIteration:
+            progress.has_ended()
+            raise
+        if states is not None:
+            trial.checkpoint(states)
+        progress.has_given()
+        return _arrived(batch, trial)
 
 
-def _next_of(prepared: PreparedLoader, trial: Trial) -> Any:
-    """The next batch; once it is there, what came before it may be written."""
-    if trial.is_here:
-        trial.boundary()
-    (loader, _, progress), resumption = prepared._prepared, trial.resumption
-    if progress is None or resumption is None:
-        return next(loader)
-    states = resumption.before_batch(progress)
-    try:
-        batch = next(loader)
-    except StopIteration:
-        progress.has_ended()
-        raise
-    if states is not None:
-        trial.checkpoint(states)
-    progress.has_given()
-    return batch
+class _Iteration(PreparedLoader):
+    __slots__ = ()
+
+    def __iter__(self) -> PreparedLoader:
+        return self
+
+
+def _living(loader: PreparedLoader) -> Trial | None:
+    """Its trial; where that has ended, the model is plain and on the host, and so are the batches."""
+    trial = loader._prepared[1]()
+    return None if trial is None or trial.ended else trial
+
+
+def _arrived(batch: Any, trial: Trial | None) -> Any:
+    return batch if trial is None else trial.residency.to_device(batch)
 
 
 def plain_loader(loader: Any) -> Any:
@@ -118,19 +111,10 @@ def refuse_what_is_no_loader(loaders: Sequence[Any]) -> None:
         PrepareError: one of them gives no batches.
     """
     for place, given in enumerate(loaders, 3):
-        gives_batches = callable(given) or any(hasattr(type(given), name) for name in ("__iter__", *_GIVE_BATCHES))
-        is_schedule_or_scaler = hasattr(given, "state_dict") and (
-            hasattr(given, "get_last_lr") or hasattr(given, "unscale_")
-        )
-        if not gives_batches or is_schedule_or_scaler or isinstance(given, (torch.optim.Optimizer, nn.Module)):
+        gives_batches = any(hasattr(type(given), name) for name in ("__iter__", "__next__", "__getitem__"))
+        if not gives_batches or isinstance(given, nn.Module):
             raise PrepareError(
                 f"what follows the optimizer are loaders, iterables of batches, but argument {place} is a "
                 f"{type(given).__name__}. Leave it out, and use it as it is: prepare takes one model a call, and one "
                 "of its optimizers. Write extra_state=[it] for checkpoints to hold a schedule or a scaler."
             )
-
-
-def _living(loader: PreparedLoader) -> Trial | None:
-    """Its trial; where that has ended, the model is plain and on the host, and so are the batches."""
-    trial = loader._prepared[1]()
-    return None if trial is None or trial.ended else trial

@@ -225,6 +225,11 @@ class Resumption:
 
     def before_iteration(self, progress: LoaderProgress) -> None:
         """Of one of the loaders. Where the first one's do not train, each to its end, their number says nothing."""
+        if progress.is_iterator and progress.was_left:
+            self._stop(
+                "an iterator was left and is gone on with, so that nobody knows how far it is. Give prepare what it "
+                "iterates over"
+            )
         if progress is not self._loaders[0] or not self._is_fed or not self._counted:
             return
         if progress.was_left:

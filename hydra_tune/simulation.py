@@ -55,6 +55,33 @@ class Simulation:
         """The share of the makespan for which each device computed."""
         return tuple(busy_s / self.makespan_s for busy_s in self.busy_s)
 
+    def figures(self, baselines_s: Mapping[str, float]) -> dict[str, Any]:
+        """For programs, beside what others take."""
+        return {
+            "makespan_s": self.makespan_s,
+            "lower_bound_s": self.lower_bound_s,
+            "ratio": self.ratio,
+            "promoted_bytes": self.promoted_bytes,
+            "ended_s": self.ended_s,
+            "devices": [
+                {"busy_s": busy_s, "utilisation": share, "stalled_s": stalled_s}
+                for busy_s, share, stalled_s in zip(self.busy_s, self.utilisation, self.stalled_s, strict=True)
+            ],
+            "baselines_s": baselines_s,
+        }
+
+    def table(self, baselines_s: Mapping[str, float]) -> str:
+        """For people, beside what others take."""
+        seconds = {"simulated": self.makespan_s, "lower bound": self.lower_bound_s, **baselines_s}
+        lines = [f"{'':42}{'makespan_s':>14}{'of simulated':>14}"]
+        lines += [f"{name:42}{of_s:14.1f}{of_s / self.makespan_s:14.3f}" for name, of_s in seconds.items()]
+        causes = sorted({cause for of in self.stalled_s for cause in of})
+        lines += ["", f"{'device':8}{'busy_s':>10}{'busy':>8}" + "".join(f"{cause:>16}" for cause in causes)]
+        for number, (busy_s, stalled_s) in enumerate(zip(self.busy_s, self.stalled_s, strict=True)):
+            stalls = "".join(f"{stalled_s.get(cause, 0.0):16.1f}" for cause in causes)
+            lines.append(f"{number:<8}{busy_s:10.1f}{self.utilisation[number]:8.1%}{stalls}")
+        return "\n".join(lines)
+
 
 def simulate(
     workload: str | PathLike[str] | Sequence[TrialWork | Mapping[str, Any]],

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from inspect import signature
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from hydra_tune.cost import CostModel, transformer_trial
-from hydra_tune.workload import TrialWork
+from hydra_tune.errors import ConfigError
+from hydra_tune.workload import TrialWork, parse
 
 RTX_2080_TI = CostModel(4e12, measured_on="assumed: 30% of the 13.4 Tflop/s that NVIDIA states for fp32")
 RTX_4090 = CostModel(115e12, measured_on="assumed: 70% of the 165 Tflop/s that NVIDIA states for bf16")
@@ -190,3 +193,20 @@ SWEEPS: dict[str, Callable[..., list[TrialWork]]] = {
     "asha-arrivals": asha_arrivals,
     "random-heterogeneous": random_heterogeneous,
 }
+
+
+def named_or_read(name: str, cost: CostModel | None = None) -> list[TrialWork]:
+    """The sweep of this name, on a machine with these costs if there are some; else that of the JSON file.
+
+    Raises:
+        ConfigError: neither, or costs for a sweep whose seconds follow from none.
+    """
+    if name not in SWEEPS:
+        if not Path(name).exists():
+            raise ConfigError(f"a workload is a JSON file or one of {', '.join(SWEEPS)}; got {name!r}. Check the path.")
+        return parse(name)
+    if cost is None:
+        return SWEEPS[name]()
+    if "cost" not in signature(SWEEPS[name]).parameters:
+        raise ConfigError(f"the seconds of {name} are drawn at random, whatever a machine takes. Leave --cost out.")
+    return SWEEPS[name](cost=cost)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from math import inf
 from operator import itemgetter
 from os import PathLike
 from pathlib import Path
@@ -39,29 +41,31 @@ def chrome_trace(spans: Iterable[Span], device_names: Sequence[str]) -> dict[str
     A process for each device with a thread for each stream, one more for trials that waited. Spans of one thread that
     overlap get a second thread: Perfetto would leave out all but the first.
     """
+    processes = (*device_names, "trials that waited")
     names = {(pid, stream, 0): label for pid in range(len(device_names)) for stream, label in enumerate(STREAMS)}
-    ends_us: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of each track's lanes
-    placed = []
+    tids = {thread: tid for tid, thread in enumerate(names, start=1)}  # viewers take 0 for an idle processor
+    ends_us: defaultdict[tuple[int, int, int], float] = defaultdict(lambda: -inf)
+    events: list[dict[str, Any]] = []
     for span in sorted(spans, key=_WHEN):
         start_us, end_us = round(span["start_s"] * 1e6), round(span["end_s"] * 1e6)  # whole, so that neighbours meet
-        waits = span["kind"] == "wait"
-        track = (len(device_names), span["trial"]) if waits else (span["device"], _STREAM[span["kind"]])
-        lanes = ends_us[track]
-        lane = next((i for i, last_us in enumerate(lanes) if last_us <= start_us), len(lanes))
-        lanes[lane : lane + 1] = [end_us]
-        label = _whose(span) if waits else STREAMS[track[1]]
-        thread = (*track, lane)
-        names[thread] = f"{label} {lane + 1}" if lane else label
-        placed.append((span, thread, start_us, end_us - start_us))
-    tids = {thread: tid for tid, thread in enumerate(sorted(names), start=1)}  # viewers take 0 for an idle processor
-    processes = {thread[0]: (*device_names, "trials that waited")[thread[0]] for thread in sorted(names)}
-    events = [event for pid, name in processes.items() for event in _called("process", name, pid + 1, 0)]
-    events += [event for thread, tid in tids.items() for event in _called("thread", names[thread], thread[0] + 1, tid)]
-    for span, thread, start_us, length_us in placed:
-        arguments = {key: span[key] for key in ("trial", "shard", "direction", "step") if key in span}
-        what = {"name": _name(span), "cat": span["kind"], "args": {**arguments, "cause": span.get("cause", "")}}
-        events.append({"ph": "X", **what, "pid": thread[0] + 1, "tid": tids[thread], "ts": start_us, "dur": length_us})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+        if span["kind"] == "wait":
+            pid, track, label = len(device_names), span["trial"], _whose(span)
+        else:
+            pid, track, label = span["device"], _STREAM[span["kind"]], STREAMS[_STREAM[span["kind"]]]
+        thread = next((pid, track, lane) for lane in count() if ends_us[pid, track, lane] <= start_us)
+        ends_us[thread] = end_us
+        names[thread] = f"{label} {thread[2] + 1}" if thread[2] else label
+        tid = tids.setdefault(thread, len(tids) + 1)
+        arguments = {key: span[key] for key in ("trial", "shard", "direction", "step", "cause") if key in span}
+        what = {"ph": "X", "name": _name(span), "cat": span["kind"], "args": arguments}
+        events.append({**what, "pid": pid + 1, "tid": tid, "ts": start_us, "dur": end_us - start_us})
+    metadata = [
+        {"ph": "M", "name": f"{what}_{key}", "pid": thread[0] + 1, "tid": tids[thread], "args": {key: value}}
+        for place, thread in enumerate(sorted(names))
+        for what, name in (("process", processes[thread[0]]), ("thread", names[thread]))
+        for key, value in (("name", name), ("sort_index", place))
+    ]
+    return {"traceEvents": metadata + events, "displayTimeUnit": "ms"}
 
 
 def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
@@ -79,19 +83,30 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
             "a figure is drawn by plotly, but plotly is not installed: pip install "
             '"hydra-tune[timeline]", or save a .json for ui.perfetto.dev.'
         ) from error
-    drawn: defaultdict[int, list[Span]] = defaultdict(list)
-    stalls: list[Span] = []
+    drawn: defaultdict[float, list[Span]] = defaultdict(list)  # by trial, and stalls last
     for span in sorted(spans, key=_WHEN):
         if span["kind"] != "wait":
-            (stalls if span["kind"] == "stall" else drawn[span["trial"]]).append(span)
+            drawn[inf if span["kind"] == "stall" else span["trial"]].append(span)
     bars = [
-        go.Bar(_bar(_whose(of[0]), f"hsl({trial * _GOLDEN_DEGREES % 360:.1f},65%,50%)", of))  # the same in any figure
+        {
+            "name": "stalled" if trial == inf else _whose(of[0]),
+            "orientation": "h",
+            "base": [span["start_s"] for span in of],
+            "x": [span["end_s"] - span["start_s"] for span in of],
+            "y": [len(STREAMS) * span["device"] + _STREAM[span["kind"]] for span in of],
+            "width": 0.8,  # else plotly takes the gap between the rows that this trace happens to have
+            "marker": {
+                "color": _GREY if trial == inf else f"hsl({trial * _GOLDEN_DEGREES % 360:.1f},65%,50%)",
+                "line": {"width": 0},
+                "pattern": {"shape": [_HATCH[span["kind"]] for span in of]},
+            },
+            "hovertext": [_hover(span) for span in of],
+            "hovertemplate": "%{hovertext}<extra></extra>",
+        }
         for trial, of in sorted(drawn.items())
     ]
-    if stalls:
-        bars.append(go.Bar(_bar("stalled", _GREY, stalls)))
     labels = [label for name in device_names for label in (name, *STREAMS[1:])]
-    rows = {"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.5, -0.5]}
+    axis = {"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.5, -0.5]}
     layout = {
         "template": "none",  # plotly's own warns of itself in version 6
         "barmode": "overlay",
@@ -100,9 +115,9 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
         "height": 160 + 32 * len(labels),
         "margin": {"l": 160},
         "xaxis": {"title": {"text": "seconds"}},
-        "yaxis": {**rows, "fixedrange": True, "zeroline": False},
+        "yaxis": {**axis, "fixedrange": True, "zeroline": False},
     }
-    return go.Figure(bars, layout)
+    return go.Figure([go.Bar(bar) for bar in bars], layout)
 
 
 def save(spans: Iterable[Span], device_names: Sequence[str], path: str | PathLike[str]) -> Path:
@@ -136,27 +151,6 @@ def checked_path(path: str | PathLike[str]) -> Path:
         )
     check_folder(path, "a timeline")
     return path
-
-
-def _called(what: str, name: str, pid: int, tid: int) -> list[dict[str, Any]]:
-    """Metadata events: what a process or thread is called, and its place among the others."""
-    values = {"name": name, "sort_index": tid or pid}
-    return [{"ph": "M", "name": f"{what}_{key}", "pid": pid, "tid": tid, "args": {key: values[key]}} for key in values]
-
-
-def _bar(name: str, colour: str, spans: Sequence[Span]) -> dict[str, Any]:
-    """One trace: its legend entry hides and shows all of it."""
-    return {
-        "name": name,
-        "orientation": "h",
-        "base": [span["start_s"] for span in spans],
-        "x": [span["end_s"] - span["start_s"] for span in spans],
-        "y": [len(STREAMS) * span["device"] + _STREAM[span["kind"]] for span in spans],
-        "width": 0.8,  # else plotly takes the gap between the rows that this trace happens to have
-        "marker": {"color": colour, "line": {"width": 0}, "pattern": {"shape": [_HATCH[s["kind"]] for s in spans]}},
-        "hovertext": [_hover(span) for span in spans],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
 
 
 def _whose(span: Span) -> str:

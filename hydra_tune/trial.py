@@ -45,7 +45,7 @@ from hydra_tune.planning.kind import Kind
 from hydra_tune.planning.twin import weights_in
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import ProcessState, Surroundings, autocast_mode
-from hydra_tune.randomness import DrawRecord, RandomState, hold, noting_draws, rewind
+from hydra_tune.randomness import DrawRecord, RandomState, hold
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
@@ -728,7 +728,7 @@ class Trial:
                 block.lend(weights)
                 torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
                 try:
-                    with noting_draws(draws), nullcontext() if first is None else first.measuring(block):
+                    with draws, nullcontext() if first is None else first.measuring(block):
                         outputs = block.forward(args, kwargs)
                 finally:
                     torch.set_autocast_cache_enabled(caches)
@@ -736,14 +736,14 @@ class Trial:
                 refuse_hooks(block, weights)
                 self._take_gradients(block, weights)
                 if copy.num_bytes and (returned := weights_in(outputs, copy)):
-                    rewind(draws)
+                    draws.rewind()
                     raise ReturnsWeightsError(block.name, returned)
                 return map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
             finally:
                 self.end_visit(copy, Direction.FORWARD)
 
         def rewound() -> bool:
-            rewind(draws)
+            draws.rewind()
             block.put_back_buffers(buffers)
             return versions == versions_of(given)
 

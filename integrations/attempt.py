@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from hydra_tune.context import Context, TrialContext
+from hydra_tune.context import Context, trial_context
 from hydra_tune.cuda_device import is_lost
 from hydra_tune.errors import TrialStopped, clear_frames
 from hydra_tune.integrations.kept_state import KeptState, KeptStates
@@ -133,7 +133,7 @@ class Attempt:
     def _outcome(self) -> Message:
         try:
             name, number = self.order.trial_name, _number_of(self.order.trial_id)
-            with TrialContext(self._pool, number, name=name) as context:
+            with trial_context(self._pool, number, name=name) as context:
                 with self._lock:
                     self._context = context
                 if self._stop_reason:

@@ -17,7 +17,6 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.concurrency import Places, SearchEnded
 from hydra_tune.integrations.search import BY_HAND, Search
 from hydra_tune.pool import ShardPool, default_pool
-from hydra_tune.randomness.trial_state import own_devices
 from hydra_tune.resumption import Interval
 
 if TYPE_CHECKING:
@@ -128,11 +127,10 @@ class HydraTrialRunner:
         self._searches.append(search)
         try:
             here = threading.current_thread() is threading.main_thread()
-            with own_devices():  # what the first trial sets there stays until the last has ended
-                if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
-                    optimize()
-                else:
-                    search.running.wait_for(optimize, search.places.end)
+            if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
+                optimize()
+            else:
+                search.running.wait_for(optimize, search.places.end)
         finally:
             self._searches.remove(search)
             search.close()

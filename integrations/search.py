@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hydra_tune.context import Context, TrialContext
+from hydra_tune.context import Context, trial_context
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, ResumeError, TrialStopped
+from hydra_tune.events import Reported
 from hydra_tune.integrations.concurrency import Places
 from hydra_tune.integrations.running import Running
 from hydra_tune.pool import ShardPool
@@ -166,7 +167,7 @@ class Search:
         before = None if self._folder is None else self._as_it_was(trial)
         history = () if before is None else _predecessors(before)
         try:
-            with TrialContext(self._pool, trial.number, history[0] if history else None, alone=alone) as context:
+            with trial_context(self._pool, trial.number, history[0] if history else None, alone=alone) as context:
                 self.running.add(trial.number, context)
                 try:
                     context.stop.check()
@@ -251,7 +252,9 @@ class Search:
                 report(value, step)
             if context.resumption is not None:
                 context.resumption.note()
-            context.note_objective(float(value), maximizes=self._maximizes)
+            for live in context.trials:
+                if not live.ended:
+                    live.pool.tell(Reported(live.id, float(value), self._maximizes))
 
         return report_and_note
 

@@ -102,7 +102,7 @@ def test_a_task_can_be_measured_where_gradients_arrive_late(quick, monkeypatch):
 @pytest.mark.proof
 def test_the_command_writes_what_simulate_reads(quick, tmp_path, capsys):
     path = tmp_path / "cost.json"
-    assert cli.main(["calibrate", "--devices", "cpu", "--threads", "1", "--out", str(path)]) == 0
+    assert cli.main(["calibrate", "--devices", "cpu", "--out", str(path)]) == 0
     cost = CostModel.load(path)
     assert f"{cost.flops_per_s:.4g}" in capsys.readouterr().out
     CostModel(8e12, 12e9, 11e9).save(path)
@@ -115,8 +115,6 @@ def test_the_command_writes_what_simulate_reads(quick, tmp_path, capsys):
 def test_what_cannot_be_measured_or_computed_says_so(tmp_path, capsys):
     assert cli.main(["calibrate", "--devices", "tpu", "--out", str(tmp_path / "cost.json")]) == 1
     assert "a device is" in capsys.readouterr().err
-    assert cli.main(["calibrate", "--threads", "0", "--out", str(tmp_path / "cost.json")]) == 1
-    assert "--threads is a whole number of at least 1" in capsys.readouterr().err
     CostModel().save(tmp_path / "cost.json")
     assert cli.main(["simulate", "asha-arrivals", "--cost", str(tmp_path / "cost.json")]) == 1
     assert "drawn at random" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import optuna
 import pytest
 import torch
 
-from hydra_tune.cli import say
 from hydra_tune.demo import sweep
 from hydra_tune.demo.text import Windows, documentation
 
@@ -41,8 +40,8 @@ def test_quick_demo(tmp_path):
 def test_lines_of_several_trials_stay_whole(monkeypatch):
     written = []
     monkeypatch.setattr(sys.stdout, "write", written.append)
-    say("trial 0   starts")
-    say("trial 1   starts")
+    sweep.say_line("trial 0   starts")
+    sweep.say_line("trial 1   starts")
     assert written == ["trial 0   starts\n", "trial 1   starts\n"]
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hydra_tune
-from hydra_tune.context import TrialContext, current_context
+from hydra_tune.context import current_context, trial_context
 from hydra_tune.events import TrialEnded
 from hydra_tune.interrupts import interrupts
 from models import gpt
@@ -353,7 +353,7 @@ def test_a_loop_that_catches_its_exception_goes_on_as_in_plain_pytorch(way, wher
             losses, weights = go_on(way, WIDTHS[where], pool)
             gc.collect(), gc.collect()  # autograd's nodes hide what they refer to until they are gone
         else:
-            with TrialContext(pool, 0):
+            with trial_context(pool, 0):
                 losses, weights = go_on(way, WIDTHS[where], pool)
         assert bytes_of(pool) == [(0, 0)]
     assert len(losses) == 4

@@ -14,7 +14,7 @@ import hydra_tune
 import scripts
 from hydra_tune.blocks.block import Block
 from hydra_tune.checkpoint import CheckpointFolder, Moment
-from hydra_tune.context import TrialContext
+from hydra_tune.context import trial_context
 from hydra_tune.device import Device
 from hydra_tune.fork import ForkGate, gate
 from hydra_tune.host_buffer import HostWeights
@@ -271,10 +271,10 @@ def test_a_forked_child_may_call_a_model_only_where_no_other_trial_waits_for_it(
 
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
         models = [torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(2)]
-        with TrialContext(pool, 0):
+        with trial_context(pool, 0):
             hydra_tune.prepare(models[0])(torch.randn(4, 8)).sum().backward()
             assert answer(models[0]) == "went"
-            with TrialContext(pool, 1):
+            with trial_context(pool, 1):
                 hydra_tune.prepare(models[1])(torch.randn(4, 8)).sum().backward()
                 assert "was called in a forked one" in answer(models[0])
 
@@ -363,7 +363,7 @@ def test_a_loaders_worker_draws_as_in_plain_pytorch():
         return [*DataLoader(Draws(), num_workers=2, shuffle=True), torch.rand(2)]
 
     expected = drawn()
-    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, TrialContext(pool, 0):
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, trial_context(pool, 0):
         found = drawn()
     assert all(map(torch.equal, found, expected))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hydra_tune
-from hydra_tune.context import TrialContext
+from hydra_tune.context import trial_context
 from hydra_tune.optim import training_bytes
 from scripts import BUDGETS, Net
 from waiting import WAIT_S, wait_until
@@ -132,7 +132,7 @@ def test_trials_of_a_runner_take_turns(room_for_one):
     live, most = [], []
 
     def objective(number):
-        with TrialContext(room_for_one, number):
+        with trial_context(room_for_one, number):
             model = Net()
             prepared(None, model)
             live.append(number)

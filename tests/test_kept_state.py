@@ -30,7 +30,7 @@ from ray.tune import Checkpoint, Trainable
 from ray.tune.result import TRIAL_INFO
 
 import hydra_tune
-from hydra_tune.context import TrialContext
+from hydra_tune.context import trial_context
 from hydra_tune.errors import ResumeError
 from hydra_tune.hyperparameters import Hyperparameters
 from hydra_tune.integrations import pool_work
@@ -50,7 +50,7 @@ def pool():
 
 def run(pool, config, *, found=None, perturbed=False, steps=STEPS, asks=True, keep_at=None, schedule_of=None):
     """A trial: its weights, rates and draws after so many steps, and what was kept of it there, or after `keep_at`."""
-    with TrialContext(pool, 0) as context:
+    with trial_context(pool, 0) as context:
         sources = [] if found is None else [found]
         context.resumption = Resumption(None, sources, Interval(), context.random_state, "trial 0", perturbed=perturbed)
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)), nn.Dropout(config.get("dropout", 0.2)))
@@ -199,7 +199,7 @@ def test_a_trial_that_has_changed_is_refused(pool, tmp_path):
 
 
 def test_who_never_asks_where_to_go_on_is_not_kept(pool):
-    with TrialContext(pool, 0) as context:
+    with trial_context(pool, 0) as context:
         context.resumption = Resumption(None, [], Interval(), context.random_state, "trial 0")
         with pytest.raises(ResumeError, match="no prepared model"):
             KeptState.of(context, "donor")
@@ -212,7 +212,7 @@ def test_who_never_asks_where_to_go_on_is_not_kept(pool):
 
 def test_who_cannot_be_counted_is_not_kept(pool):
     """Two backwards, one step of the optimizer."""
-    with TrialContext(pool, 0) as context:
+    with trial_context(pool, 0) as context:
         context.resumption = Resumption(None, [], Interval(), context.random_state, "trial 0")
         model = nn.Linear(4, 4)
         model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -296,7 +296,7 @@ def test_a_torn_checkpoint_is_an_error(pool, tmp_path):
 
 def batches_of(pool, found, *, until, batch_size=2):
     """What is trained on with the loop of docs/checkpoints.md, up to that many mini-batches; and what is kept there."""
-    with TrialContext(pool, 0) as context:
+    with trial_context(pool, 0) as context:
         sources = [] if found is None else [found]
         context.resumption = Resumption(None, sources, Interval(), context.random_state, "trial 0", perturbed=True)
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
@@ -336,7 +336,7 @@ def test_a_clone_with_other_batches_is_refused(pool, states, tmp_path):
 def test_a_clone_with_other_layers_is_refused(pool, tmp_path):
     half = run(pool, {"lr": 0.1}, steps=HALF)
     found = through(KeptStates(lambda: 0), half[3], tmp_path)
-    with TrialContext(pool, 0) as context:
+    with trial_context(pool, 0) as context:
         context.resumption = Resumption(None, [found], Interval(), context.random_state, "t", perturbed=True)
         model = nn.Linear(32, 32)
         with pytest.raises(ResumeError, match="leave what changes them out of the mutations"):

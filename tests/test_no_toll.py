@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.context import TrialContext
-from hydra_tune.randomness.operators import install
+from hydra_tune.context import trial_context
 
 WIDTH, BATCH = 16, 2
 MOST_CALLS_A_BLOCK = 300  # of Python functions, forward and backward; PyTorch's own checkpoint makes 185
@@ -55,7 +54,7 @@ def spilling_budget(depth):
 def test_no_dispatch_mode_is_active_in_a_settled_trial(memory):
     depth, seen = 24, []
     budget = spilling_budget(depth) if memory == "spilled" else "64MiB"
-    with hydra_tune.ShardPool(["cpu"], budget) as pool, TrialContext(pool, 0):
+    with hydra_tune.ShardPool(["cpu"], budget) as pool, trial_context(pool, 0):
         model, optimizer = prepared(depth, pool, seen)
         step(model, optimizer)
         assert max(seen) == 1  # a first step counts
@@ -74,9 +73,8 @@ def test_no_dispatch_mode_is_active_in_a_settled_trial(memory):
 
 
 def test_an_operator_of_a_trial_calls_nothing_of_ours():
-    install()
     called = []
-    with hydra_tune.ShardPool(["cpu"], "64MiB") as pool, TrialContext(pool, 0):
+    with hydra_tune.ShardPool(["cpu"], "64MiB") as pool, trial_context(pool, 0):
         x = torch.randn(4)
         sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname) if event == "call" else None)
         y = x + x

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.context import TrialContext
+from hydra_tune.context import trial_context
 from hydra_tune.planning.measure import Measurement
 
 WIDTH, STEPS = 48, 12
@@ -116,7 +116,7 @@ def test_a_script_alone_draws_what_plain_pytorch_draws():
 
 def test_a_runners_trial_beside_a_thread_that_draws():
     def run():
-        with hydra_tune.ShardPool(["cpu"], BUDGET, seed=5) as pool, TrialContext(pool, 0):
+        with hydra_tune.ShardPool(["cpu"], BUDGET, seed=5) as pool, trial_context(pool, 0):
             return train(pool)
 
     quiet = run()

@@ -9,7 +9,7 @@ from torch import nn
 
 import hydra_tune
 import scripts
-from hydra_tune.context import TrialContext
+from hydra_tune.context import trial_context
 from scripts import WIDTH, Net, Script
 
 KIB = 1 << 10
@@ -86,7 +86,7 @@ class LacksInEachStep(Lacks):
 def test_a_visit_that_runs_out_of_memory_is_repeated_and_changes_no_number(script, where):
     plain, lacking = script().run(), script()
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
-        with TrialContext(pool, 0) if where == "objective" else nullcontext():
+        with trial_context(pool, 0) if where == "objective" else nullcontext():
             prepared = lacking.run(pool)
         assert lacking.raised
         assert pool.devices[0].used_bytes == 0

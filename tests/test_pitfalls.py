@@ -25,7 +25,7 @@ from hydra_tune import context, process_state, trial
 from hydra_tune.blocks import call, repeated_call
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.shared_casts import SharedCasts
-from hydra_tune.context import TrialContext
+from hydra_tune.context import trial_context
 from hydra_tune.planning import measure, twin
 from hydra_tune.planning.first_step import FirstStep
 
@@ -293,7 +293,7 @@ def test_11_trials_have_random_states_of_their_own(monkeypatch):
 
     own = losses()
     assert own == losses()
-    monkeypatch.setattr(context, "make_current", lambda state: None)
+    monkeypatch.setattr(context, "drawing_from", lambda state: nullcontext())
     assert own != losses()
 
 
@@ -371,7 +371,7 @@ def test_27_a_task_that_fails_gives_up_its_lease_and_its_bytes(where, monkeypatc
         if where == "script":
             model = fail(pool)
             return pool._machine.devices[0].running is not None, model is None
-        with TrialContext(pool, 0):
+        with trial_context(pool, 0):
             fail(pool)
         return pool._machine.devices[0].running is not None, pool.devices[0].used_bytes
 

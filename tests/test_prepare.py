@@ -481,6 +481,7 @@ NO_LOADERS = {
     "a scaler": (lambda _: torch.amp.GradScaler("cpu"), r"a GradScaler.*extra_state="),
     "a model": (lambda _: nn.Sequential(nn.Linear(4, 4)), r"argument 4 is a Sequential.*one model a call"),
     "a loss": (lambda _: nn.MSELoss(), r"argument 4 is a MSELoss.*use it as it is"),
+    "a function": (lambda _: lambda: torch.ones(2, 4), r"argument 4 is a function.*Leave it out"),
     "nothing": (lambda _: None, r"argument 4 is a NoneType.*Leave it out"),
 }
 

@@ -395,6 +395,24 @@ def test_an_iteration_that_was_left_is_not_gone_on_with(tmp_path):
     assert_same_as_uninterrupted(tmp_path, kind=Validating, loader="shuffled", at=(7,))
 
 
+class ValidatingOnAStream(Validating):
+    """On an iterator, of which each evaluation takes what comes next."""
+
+    def prepared(self, *arguments, **options):
+        stream = iter(LOADERS["shuffled"]())
+        *prepared, self.validation = hydra_tune.prepare(*arguments, stream, **options)
+        return prepared
+
+
+def test_nor_of_one_that_leaves_an_iterator_and_goes_on_with_it(tmp_path, caplog):
+    """It was resumed where its last loop had begun: what was evaluated afterwards was not the same."""
+    with caplog.at_level(logging.WARNING, "hydra_tune"):
+        search(ValidatingOnAStream("shuffled"), tmp_path)
+    (message,) = warned(caplog)
+    assert "an iterator was left and is gone on with" in message
+    assert_same_as_uninterrupted(tmp_path, kind=ValidatingOnAStream, loader="shuffled", at=(2,))
+
+
 class Pairs(Training):
     """One backward for the losses of two batches: between these no checkpoint is the whole of it."""
 
@@ -433,6 +451,24 @@ class FromAnIterator(Training):
 
 def test_an_iterator_goes_on(tmp_path):
     assert_same_as_uninterrupted(tmp_path, kind=FromAnIterator, at=(3,))
+
+
+class HeadFirst(Training):
+    """Takes an epoch's first batch by `next`, the others by a loop over the same iterator."""
+
+    def batches(self, loader):
+        for step in range(hydra_tune.resume_step(), STEPS, BATCHES):
+            batches = iter(loader)
+            yield step, next(batches)
+            yield from enumerate(batches, step + 1)
+
+
+def test_a_loop_over_an_iterator_goes_on_with_it(tmp_path):
+    """It began the loader anew where checkpoints were written: the first batches were trained twice."""
+    plain, got = Training("shuffled"), HeadFirst("shuffled")
+    search(plain, None, every=None)
+    search(got, tmp_path)
+    assert_same(got, plain)
 
 
 class Ahead(Training):

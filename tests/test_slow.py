@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD
 
 import hydra_tune
-from hydra_tune.context import TrialContext
+from hydra_tune.context import trial_context
 from scripts import BUDGETS, WIDTH, Net
 
 WAIT_S = 30.0
@@ -38,7 +38,7 @@ def test_a_trial_that_sleeps_within_its_step_has_no_lease_and_the_report_says_wh
 
     def slow():
         try:
-            with TrialContext(pool, 0):
+            with trial_context(pool, 0):
                 train(Net(), pool, 3, sleep)
         except Stopped:
             pass
@@ -51,7 +51,7 @@ def test_a_trial_that_sleeps_within_its_step_has_no_lease_and_the_report_says_wh
         if where == "three shards":  # else its turn lasts until another trial asks
             assert sleeper["reserved_bytes"] == device.used_bytes > 0
             assert pool._machine.devices[0].running is None
-        with TrialContext(pool, 1):
+        with trial_context(pool, 1):
             train(Net(), pool, 3, lambda _: None)
         sleeper, other = pool.report()["trials"]
         assert (sleeper["steps"], other["steps"]) == (2, 3)

@@ -77,8 +77,8 @@ def test_an_event_tells_who_when_and_why():
     by_name = {(e["cat"], e["name"]): e for e in events}
     run = by_name["run", "trial 0 F0"]
     assert (run["ts"], run["dur"]) == (100_000, 200_000), "microseconds"
-    assert run["args"] == {"trial": 0, "shard": 0, "direction": "F", "step": 7, "cause": ""}
-    assert by_name["run", "trial 2 B3"]["args"] == {"trial": 2, "shard": 3, "direction": "B", "cause": ""}
+    assert run["args"] == {"trial": 0, "shard": 0, "direction": "F", "step": 7}
+    assert by_name["run", "trial 2 B3"]["args"] == {"trial": 2, "shard": 3, "direction": "B"}
     assert by_name["stall", "stalled: memory"]["args"]["cause"] == "memory"
 
 

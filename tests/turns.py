@@ -10,7 +10,7 @@ import threading
 from types import SimpleNamespace
 
 import hydra_tune
-from hydra_tune.context import TrialContext
+from hydra_tune.context import trial_context
 from hydra_tune.planning import first_step, measure
 
 MOST_TURNS = 1_000_000
@@ -115,7 +115,7 @@ def run_in_turns(monkeypatch, pool, objectives):
     def run(number):
         pool.turns.join(len(objectives))
         try:
-            with TrialContext(pool, number):
+            with trial_context(pool, number):
                 objectives[number](number)
         except BaseException as error:
             errors.append(error)

@@ -15,7 +15,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.engine import ForwardPass
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.process_state import Surroundings, changed_in_between
-from hydra_tune.randomness import DrawRecord, drawing_again, noting_draws, rewind
+from hydra_tune.randomness import DrawRecord, drawing_again
 from hydra_tune.shard import Direction
 from hydra_tune.tree import Structure, tensors_in, unflatten
 
@@ -59,7 +59,7 @@ class RepeatedCall(Call):
         self._given = self.tensors
         self._given_versions = versions_of(self._given)
         self._buffers: Sequence[torch.Tensor | None] = ()
-        self._draws = DrawRecord()
+        self._draws = DrawRecord(trial.gpu_generators())
         self._saved: list[weakref.ref[Saved]] = []
         self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
         self._gave_weights = False  # to an operator of the backward under way
@@ -77,7 +77,7 @@ class RepeatedCall(Call):
         self._inputs += map(memory_of, block.buffers_themselves())
         self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
         self._held_versions = versions_of(block.held)
-        with noting_draws(self._draws, self.trial.gpu_generators()):
+        with self._draws:
             outputs = super().run(args, kwargs)
         del self._inputs, self._given
         if self._drops and not block.is_checked:
@@ -87,7 +87,7 @@ class RepeatedCall(Call):
     def rewind(self) -> bool:
         """As if it had not run, for it had no room; unless it has changed what it was given."""
         self._saved, self._looks, self._num_saved = [], [], 0
-        rewind(self._draws, self.trial.gpu_generators())
+        self._draws.rewind()
         self.block.put_back_buffers(self._buffers)
         self.trial.casts.forget(self.promoted)
         return self._given_versions == versions_of(self._given)
@@ -172,8 +172,7 @@ class RepeatedCall(Call):
         try:
             self._enter(copy)
             self._next = 0
-            drawing = drawing_again(self._draws, trial.gpu_generators())
-            with self._surroundings.restored(block.name), drawing:
+            with self._surroundings.restored(block.name), drawing_again(self._draws):
                 self._run_again(copy)
         finally:
             del self._copy

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -139,7 +140,13 @@ def validate(model: torch.nn.Module, loader: Any, settings: Settings) -> float:
     return BITS * total / settings.validation_batches
 
 
-def run(settings: Settings, folder: Path, say: Callable[[str], None] = print) -> dict[str, Any]:
+def say_line(line: str) -> None:
+    """In one write: trials, each in a thread, would break each other's lines."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def run(settings: Settings, folder: Path, say: Callable[[str], None] = say_line) -> dict[str, Any]:
     """The sweep, its proof and its report; the report as plain data.
 
     Raises:

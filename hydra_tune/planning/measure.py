@@ -26,7 +26,7 @@ from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.reached import Reached, globals_of
 from hydra_tune.planning.twin import Twin, stays_as_it_is, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
-from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
+from hydra_tune.randomness import DrawRecord, state_kept
 from hydra_tune.shard import BlockProfile
 from hydra_tune.shared_random import watching_draws
 from hydra_tune.tree import flatten_call, tensors_in
@@ -126,7 +126,7 @@ class Measurement:
             weights = list(map(digest, self._at.leaves(block.slot_parameters)))
             self._held = [(p.data, p.data.clone()) for p in block.held]
         try:
-            with noting_draws(draws):
+            with draws:
                 measure = BlockMeasure(self._forward_and_backward(*self._forward_alone(), draws))
         except (torch.OutOfMemoryError, WritesInputError):
             raise

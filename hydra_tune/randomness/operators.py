@@ -1,4 +1,5 @@
-"""Gives operators that draw on the CPU the generator that the calling thread draws from.
+"""Gives operators that draw on the CPU the generator that the calling thread draws from: once this is imported, for
+good, and in forked children.
 
     user code, autograd, autocast, dispatch modes
         v
@@ -18,7 +19,6 @@ for as long as a large model is initialised. `redispatch_boxed` lets go of it.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hydra_tune.randomness.trial_state import RandomState
 
 DEFAULT: torch.Generator = torch.default_generator  # the object itself, whatever stands in its place later
+Note = Callable[[torch.Generator], object]
 _BACKEND_SELECT = DispatchKeySet(DispatchKey.BackendSelect)
 
 
@@ -42,7 +43,7 @@ class _Thread(threading.local):
 
     generator = DEFAULT
     trial_state: RandomState | None = None
-    notes: tuple[Callable[[torch.Generator], object], ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 thread = _Thread()
@@ -50,21 +51,6 @@ os.register_at_fork(after_in_child=lambda: thread.__dict__.clear())  # a loader'
 _default_lock = new_in_child(threading.RLock())  # draws of all threads from the default generator, one after another
 gate.guard(_default_lock)  # a fork waits for the draw under way, which has the generator's own lock, too
 _unlocked = nullcontext()
-_install_lock = new_in_child(threading.Lock())
-_libraries: list[torch.library.Library] = []  # the registrations, for life
-
-
-@functools.cache
-def install() -> None:
-    """Once in a process, before the first thread has a generator of its own; never undone. Forked children inherit
-    it."""
-    with _install_lock:
-        if not _libraries:
-            library = torch.library.Library("aten", "IMPL")
-            for name, operator in drawing_operators().items():
-                library.impl(name, _drawing(operator), "BackendSelect", with_keyset=True)
-            torch.random.default_generator = _stand_in  # type: ignore[attr-defined]
-            _libraries.append(library)
 
 
 def draws(func: Any) -> bool:
@@ -84,14 +70,6 @@ def drawing_operators() -> dict[str, Any]:
     return found
 
 
-def _about_to_draw() -> torch.Generator:
-    """The calling thread's generator, which is about to be drawn from, read or set."""
-    generator = thread.generator
-    for note in thread.notes:
-        note(generator)
-    return generator
-
-
 def _drawing(operator: Any) -> Callable[..., Any]:
     place = [argument.name for argument in operator._schema.arguments].index("generator")
     call = operator._handle.redispatch_boxed
@@ -104,14 +82,12 @@ def _drawing(operator: Any) -> Callable[..., Any]:
             return call(keys, *args, **kwargs)
         generator, notes = thread.generator, thread.notes
         with _default_lock if generator is DEFAULT else _unlocked:
-            _about_to_draw()
-            if len(args) > place:
-                args = (*args[:place], generator, *args[place + 1 :])
-            else:
-                kwargs["generator"] = generator
+            for note in notes:
+                note(generator)
+            kwargs["generator"] = generator
             thread.notes = ()  # kernels that this one calls in turn are part of the same draw
             try:
-                return call(keys, *args, **kwargs)
+                return call(keys, *args[:place], **kwargs)  # no positional argument comes after the generator
             finally:
                 thread.notes = notes
 
@@ -125,7 +101,9 @@ class _StandIn(torch.Generator):
 def _of_thread(name: str) -> Callable[..., Any]:
     def method(self: torch.Generator, *args: Any) -> Any:
         with _default_lock:
-            found = getattr(_about_to_draw(), name)(*args)
+            for note in thread.notes:  # it is read or set
+                note(thread.generator)
+            found = getattr(thread.generator, name)(*args)
         return self if name in ("set_state", "manual_seed") else found
 
     return method
@@ -136,3 +114,7 @@ for _method in ("get_state", "set_state", "manual_seed", "seed", "initial_seed",
 _stand_in = _StandIn()
 # Operators see a new wrapper of the same generator.
 _DEFAULTS = frozenset(each._cdata for each in (DEFAULT, _stand_in))  # type: ignore[attr-defined]
+torch.random.default_generator = _stand_in  # type: ignore[attr-defined]
+_library = torch.library.Library("aten", "IMPL")  # its end would be that of the kernels
+for _name, _operator in drawing_operators().items():
+    _library.impl(_name, _drawing(_operator), "BackendSelect", with_keyset=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hydra_tune.fork import new_in_child
-from hydra_tune.randomness.operators import DEFAULT, install, thread
+from hydra_tune.randomness.operators import DEFAULT, thread
 
 
 class RandomState:
@@ -42,7 +42,7 @@ class RandomState:
 
     def generator(self, of: torch.Generator) -> torch.Generator:
         """That has the trial's state now: the default one itself, while the trial holds it."""
-        return of if _holders.get(id(of), _process) is self else self.stand_in(of)
+        return of if _holder(of) is self else self.stand_in(of)
 
     def states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._all()]
@@ -54,14 +54,6 @@ class RandomState:
 
     def _all(self) -> list[torch.Generator]:
         return [*self.users, self.stand_in(DEFAULT), *map(self.generator, gpu_generators())]
-
-
-def make_current(state: RandomState | None) -> RandomState | None:
-    """The calling thread's from here on; None for the process's own. What it was before."""
-    install()
-    before, thread.trial_state = thread.trial_state, state
-    thread.generator = DEFAULT if state is None else state.stand_in(DEFAULT)
-    return before
 
 
 def generator_states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
@@ -78,9 +70,8 @@ def set_generator_states(generators: Sequence[torch.Generator], states: Sequence
 
 _process = RandomState(0)  # of generators that no trial holds; its stand-ins are there for the states meanwhile
 _holding = new_in_child(threading.RLock())
-_holders: dict[int, RandomState] = {}  # trials, by the id of the default generator
-_num_objectives = 0
-_real: tuple[torch.Generator, ...] = ()  # while others stand in their place
+_holders: dict[int, RandomState] = {}  # by the id of the default generator
+_real: tuple[torch.Generator, ...] = ()  # since others stand in their place
 
 
 def gpu_generators() -> tuple[torch.Generator, ...]:
@@ -95,28 +86,22 @@ def hold(generators: Iterable[torch.Generator], state: RandomState | None) -> No
     To be called at the beginning of a lease, with the generators of its device: draws on a GPU are right as long as
     their trial has the lease. Only a GPU can show that they are.
     """
+    state = state or _process
     for generator in generators:
-        if generator is not DEFAULT and _holders.get(id(generator)) is not state:
+        if generator is not DEFAULT and _holder(generator) is not state:
             with _holding:
-                _holders.get(id(generator), _process).stand_in(generator).set_state(generator.get_state())
-                generator.set_state((state or _process).stand_in(generator).get_state())
-                if state is None:
-                    del _holders[id(generator)]
-                else:
-                    _holders[id(generator)] = state
+                _holder(generator).stand_in(generator).set_state(generator.get_state())
+                generator.set_state(state.stand_in(generator).get_state())
+                _holders[id(generator)] = state
 
 
-def hold_unheld(state: RandomState) -> None:
-    """At the beginning of an objective, before it has any lease: those of GPUs that no other trial holds. So a trial
-    that runs alone draws from its own state throughout."""
+def _holder(of: torch.Generator) -> RandomState:
+    return _holders.get(id(of), _process)
+
+
+def _pass_on(holder: RandomState, to: RandomState) -> None:
     with _holding:
-        hold((g for g in gpu_generators() if id(g) not in _holders), state)
-
-
-def let_go(state: RandomState) -> None:
-    """At the end of an objective: the process has those back that this trial holds."""
-    with _holding:
-        hold((g for g in gpu_generators() if _holders.get(id(g)) is state), None)
+        hold([generator for generator in gpu_generators() if _holder(generator) is holder], to)
 
 
 def _of_thread(of: torch.Generator) -> torch.Generator:
@@ -124,7 +109,7 @@ def _of_thread(of: torch.Generator) -> torch.Generator:
     return of if thread.trial_state is None else thread.trial_state.generator(of)
 
 
-class _StandIn:
+class _DeviceStandIn:
     """For a GPU's default generator, in PyTorch's functions that seed, read and set it: no operator takes one."""
 
     def __init__(self, of: torch.Generator) -> None:
@@ -135,19 +120,19 @@ class _StandIn:
 
 
 @contextmanager
-def own_devices() -> Iterator[None]:
-    """While one objective after another, or several, have random states of their own: seeds that they set on GPUs are
-    theirs, whoever holds the generators."""
-    global _num_objectives, _real
+def drawing_from(state: RandomState) -> Iterator[None]:
+    """Around an objective: its thread draws from this state, on GPUs while it has their lease or nobody else holds
+    their generators. So a trial that runs alone draws from its own state throughout."""
+    global _real
+    outer = thread.generator, thread.trial_state
     with _holding:
-        _num_objectives += 1
-        if torch.cuda.default_generators and not _real:  # GPUs may have come since the last one
+        if torch.cuda.default_generators and not _real:  # GPUs may have come since the last objective
             _real = tuple(torch.cuda.default_generators)
-            torch.cuda.default_generators = tuple(map(_StandIn, _real))  # type: ignore[assignment]
+            torch.cuda.default_generators = tuple(map(_DeviceStandIn, _real))  # type: ignore[assignment]
+    thread.generator, thread.trial_state = state.stand_in(DEFAULT), state
+    _pass_on(_process, state)
     try:
         yield
     finally:
-        with _holding:
-            _num_objectives -= 1
-            if _num_objectives == 0 and _real:
-                torch.cuda.default_generators, _real = _real, ()  # type: ignore[assignment]
+        _pass_on(state, _process)
+        thread.generator, thread.trial_state = outer

@@ -2,31 +2,22 @@
 
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from hydra_tune.randomness import (
-    DrawRecord,
-    RandomState,
-    drawing_again,
-    make_current,
-    noting_draws,
-    rewind,
-    state_kept,
-)
+from hydra_tune.randomness import DrawRecord, RandomState, drawing_again, drawing_from, state_kept
 from hydra_tune.randomness.operators import DEFAULT, thread
 
 
 @pytest.fixture(params=["a script", "a trial"], autouse=True)
 def thread_of(request):
-    before = make_current(RandomState(3) if request.param == "a trial" else None)
-    torch.manual_seed(3)
-    yield request.param
-    make_current(before)
+    with drawing_from(RandomState(3)) if request.param == "a trial" else nullcontext():
+        torch.manual_seed(3)
+        yield request.param
 
 
 def some():
@@ -34,7 +25,7 @@ def some():
 
 
 def test_nothing_is_noted_where_nothing_is_drawn():
-    with noting_draws(DrawRecord()) as record:
+    with DrawRecord() as record:
         torch.ones(3).add(1).sum()
     assert not record.states
 
@@ -42,7 +33,7 @@ def test_nothing_is_noted_where_nothing_is_drawn():
 def test_what_was_drawn_is_drawn_again_and_nothing_else_changes():
     torch.rand(5)
     before = torch.get_rng_state()
-    with noting_draws(DrawRecord()) as record:
+    with DrawRecord() as record:
         torch.ones(3)
         first = some()
     assert torch.equal(record.states[0], before)
@@ -56,12 +47,12 @@ def test_what_was_drawn_is_drawn_again_and_nothing_else_changes():
 
 def test_records_within_each_other_note_each_its_own_first_draw():
     outer, inner, last = DrawRecord(), DrawRecord(), DrawRecord()
-    with noting_draws(outer):
-        with noting_draws(DrawRecord()) as none:
+    with outer:
+        with DrawRecord() as none:
             pass
-        with noting_draws(inner):
+        with inner:
             torch.rand(2)
-        with noting_draws(last):
+        with last:
             torch.rand(1)
     assert not none.states
     assert torch.equal(outer.states[0], inner.states[0])
@@ -74,13 +65,13 @@ def test_records_within_each_other_note_each_its_own_first_draw():
 
 
 def test_a_record_within_a_repetition_notes_what_that_draws():
-    with noting_draws(DrawRecord()) as record:
+    with DrawRecord() as record:
         torch.rand(2)
         expected = torch.rand(3)
     torch.rand(4)
-    with noting_draws(DrawRecord()) as around, drawing_again(record):
+    with DrawRecord() as around, drawing_again(record):
         torch.rand(2)
-        with noting_draws(DrawRecord()) as within:
+        with DrawRecord() as within:
             assert torch.equal(torch.rand(3), expected)
     assert not around.states, "of the thread's own generator nothing was drawn"
     with drawing_again(within):
@@ -88,7 +79,7 @@ def test_a_record_within_a_repetition_notes_what_that_draws():
 
 
 def test_a_repetition_that_draws_though_the_first_run_did_not():
-    with noting_draws(DrawRecord()) as record:
+    with DrawRecord() as record:
         pass
     state = torch.get_rng_state()
     with drawing_again(record):
@@ -119,7 +110,7 @@ def seeds_the_rest():
 @pytest.mark.parametrize("code", [seeds_itself, has_checkpoint, seeds_the_rest])
 def test_code_that_reads_seeds_and_sets_the_generator(code):
     torch.rand(1)
-    with noting_draws(DrawRecord()) as record:
+    with DrawRecord() as record:
         first = code()
     torch.rand(1)
     state, seed = torch.get_rng_state(), torch.initial_seed()
@@ -130,7 +121,7 @@ def test_code_that_reads_seeds_and_sets_the_generator(code):
 
 def test_what_is_kept_is_as_if_it_had_not_been_drawn():
     state = torch.get_rng_state()
-    with noting_draws(DrawRecord()) as record, state_kept():
+    with DrawRecord() as record, state_kept():
         first = some()
         torch.manual_seed(0)
     assert not record.states
@@ -140,10 +131,10 @@ def test_what_is_kept_is_as_if_it_had_not_been_drawn():
 
 def test_code_that_failed_runs_once_more():
     record = DrawRecord()
-    with noting_draws(record):
+    with record:
         first = some()
-    rewind(record)
-    with noting_draws(record):
+    record.rewind()
+    with record:
         torch.ones(2)
     assert not record.states, "it begins anew"
     assert torch.equal(some(), first)
@@ -173,7 +164,7 @@ def test_others_may_draw_between_two_draws(thread_of):
     with somebody_draws():
         for _ in range(200):
             record = DrawRecord()
-            with noting_draws(record):
+            with record:
                 drawn = [some() for _ in range(4)]
             with drawing_again(record):
                 assert all(torch.equal(some(), each) for each in drawn)
@@ -188,7 +179,7 @@ def test_another_draws_in_between_for_certain(thread_of):
         thread.start()
         thread.join()
 
-    with noting_draws(DrawRecord()) as record:
+    with DrawRecord() as record:
         first = torch.rand(2)
         other()
         second = torch.multinomial(torch.ones(9), 4)
@@ -208,7 +199,7 @@ def test_another_draws_in_between_for_certain(thread_of):
 def test_a_forked_child_draws_from_the_process_generator():
     def states(with_record):
         read, write = os.pipe()
-        with noting_draws(DrawRecord()) if with_record else state_kept():
+        with DrawRecord() if with_record else state_kept():
             torch.rand(1)
             child = os.fork()
             if child == 0:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import engine
-from hydra_tune.randomness import RandomState, make_current
-from hydra_tune.randomness.operators import drawing_operators, draws, install
+from hydra_tune.randomness import RandomState, drawing_from
+from hydra_tune.randomness.operators import drawing_operators, draws
 
 aten = torch.ops.aten
 GIVEN = torch.linspace(0.1, 0.9, 24).view(4, 6)
@@ -115,20 +115,10 @@ OTHERS = {
 DRAWS = IN_PLACE | FUNCTIONAL | OTHERS
 
 
-@pytest.fixture(autouse=True)
-def no_state_is_left():
-    before = make_current(None)
-    yield
-    make_current(before)
-
-
 def in_trial(draw):
-    before = make_current(RandomState(0))
-    try:
+    with drawing_from(RandomState(0)):
         torch.manual_seed(7)
         return draw()
-    finally:
-        make_current(before)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
@@ -189,7 +179,6 @@ def test_another_generator_is_the_callers():
 
 
 def test_what_stands_for_the_default_generator_may_be_given():
-    install()
     for make in (lambda: torch.random.default_generator, lambda: torch.manual_seed(7)):
         torch.manual_seed(7)
         expected = torch.rand(3)
@@ -200,7 +189,6 @@ def test_what_stands_for_the_default_generator_may_be_given():
 
 
 def test_a_copy_of_it_is_a_generator_of_ones_own():
-    install()
     torch.manual_seed(7)
     clone = torch.random.default_generator.clone_state()
     expected = torch.rand(3)
@@ -240,13 +228,12 @@ def test_compiled_for_real():
 
 def test_threads_draw_as_each_alone():
     def numbers(seed):
-        make_current(RandomState(seed))
-        return [torch.randn(20), functional.dropout(torch.ones(50)), torch.randperm(9)] * 20
+        with drawing_from(RandomState(seed)):
+            return [torch.randn(20), functional.dropout(torch.ones(50)), torch.randperm(9)] * 20
 
     alone = {}
     for seed in range(6):
         alone[seed] = numbers(seed)
-        make_current(None)
     found, start = {}, threading.Barrier(6)
 
     def work(seed):
@@ -265,7 +252,6 @@ def test_threads_draw_as_each_alone():
 def test_operators_that_do_not_draw_call_nothing_of_ours():
     called = []
     engine.install()
-    make_current(RandomState(0))
     x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
 
     def profile(frame, event, _):
@@ -277,20 +263,20 @@ def test_operators_that_do_not_draw_call_nothing_of_ours():
         y.sum().backward()
         torch.empty(3), torch.zeros(2), torch.arange(5), x.clone().mul_(2).to(torch.float64)
 
-    sys.setprofile(profile)
-    try:
-        compute()
-        assert called == ["run_backward", "__init__", "_run"], "once a backward"
-        torch.rand(2)
-        assert len(called) > 3
-    finally:
-        sys.setprofile(None)
+    with drawing_from(RandomState(0)):
+        sys.setprofile(profile)
+        try:
+            compute()
+            assert called == ["run_backward", "__init__", "_run"], "once a backward"
+            torch.rand(2)
+            assert len(called) > 3
+        finally:
+            sys.setprofile(None)
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_a_large_draw_holds_up_no_other_thread():
     """The interpreter's lock is free meanwhile: other trials go on while one makes its model."""
-    install()
     large, ended, gaps = torch.empty(20_000_000), threading.Event(), []
 
     def work():

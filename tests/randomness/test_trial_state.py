@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hydra_tune.randomness import RandomState, hold, hold_unheld, let_go, make_current, trial_state
+from hydra_tune.randomness import RandomState, drawing_from, hold, trial_state
 from hydra_tune.randomness.trial_state import generator_states, set_generator_states
 
 
@@ -31,11 +31,8 @@ def draws():
 
 
 def in_trial(seed, results):
-    before = make_current(RandomState(seed))
-    try:
+    with drawing_from(RandomState(seed)):
         results[seed] = draws()
-    finally:
-        make_current(before)
 
 
 def same(a, b):
@@ -67,15 +64,12 @@ def test_the_process_keeps_its_own_state_beside_the_trials():
 
 def test_a_trials_states_are_put_back_by_a_checkpoint():
     state = RandomState(5)
-    make_current(state)
-    try:
+    with drawing_from(state):
         torch.rand(3)
         states = state.states()
         expected = torch.rand(3)
         state.set_states(states)
         assert torch.equal(torch.rand(3), expected)
-    finally:
-        make_current(None)
 
 
 def test_a_copy_of_what_stands_for_the_default_generator():
@@ -96,8 +90,7 @@ def devices(monkeypatch):
     monkeypatch.setattr(trial_state, "_process", RandomState(0))
     monkeypatch.setattr(trial_state, "_real", own)
     yield own
-    make_current(None)
-    assert not trial_state._holders
+    assert set(trial_state._holders.values()) <= {trial_state._process}
 
 
 def numbers(generator):
@@ -113,33 +106,46 @@ def test_who_holds_a_generator_draws_as_if_alone(devices):
     one, other, process = RandomState(1), RandomState(2), alone(11, 2)
     assert torch.equal(numbers(devices[0]), process[0])
     found = {one: [], other: []}
-    for state in (one, one, other, one, other):
-        hold(devices, state)
-        found[state].append(numbers(devices[0]))
-    let_go(one), let_go(other)
+    with drawing_from(one), drawing_from(other):
+        for state in (one, one, other, one, other):
+            hold(devices, state)
+            found[state].append(numbers(devices[0]))
     assert same(found[one], alone(1, 3)) and same(found[other], alone(2, 2))
     assert torch.equal(numbers(devices[0]), process[1]), "the process's goes on"
 
 
 def test_one_that_a_trial_holds_is_not_taken_at_the_beginning_of_another(devices):
-    one, other = RandomState(1), RandomState(2)
-    hold_unheld(one)
-    hold_unheld(other)
-    assert torch.equal(numbers(devices[1]), alone(1, 1)[0])
-    let_go(other)
-    assert torch.equal(numbers(devices[1]), alone(1, 2)[1])
-    let_go(one)
+    with drawing_from(RandomState(1)):
+        with drawing_from(RandomState(2)):
+            assert torch.equal(numbers(devices[1]), alone(1, 1)[0])
+        assert torch.equal(numbers(devices[1]), alone(1, 2)[1])
 
 
 def test_states_are_those_of_the_calling_trial_whoever_holds_the_generator(devices):
     one, other = RandomState(1), RandomState(2)
-    hold(devices, other)
-    make_current(one)
-    before = generator_states(devices)
-    set_generator_states(devices, [g.get_state() for g in (torch.Generator().manual_seed(5), devices[1])])
-    assert torch.equal(numbers(devices[0]), alone(2, 1)[0]), "the other one's is as it was"
-    hold(devices, one)
-    assert torch.equal(numbers(devices[0]), alone(5, 1)[0])
-    assert torch.equal(before[0], torch.Generator().manual_seed(1).get_state())
-    assert torch.equal(one.states()[1], devices[0].get_state())
-    let_go(one), let_go(other)
+    with drawing_from(other), drawing_from(one):
+        before = generator_states(devices)
+        set_generator_states(devices, [g.get_state() for g in (torch.Generator().manual_seed(5), devices[1])])
+        assert torch.equal(numbers(devices[0]), alone(2, 1)[0]), "the other one's is as it was"
+        hold(devices, one)
+        assert torch.equal(numbers(devices[0]), alone(5, 1)[0])
+        assert torch.equal(before[0], torch.Generator().manual_seed(1).get_state())
+        assert torch.equal(one.states()[1], devices[0].get_state())
+
+
+def test_pytorchs_functions_seed_and_read_what_the_calling_trial_draws_from(devices, monkeypatch):
+    monkeypatch.setattr(trial_state, "_real", ())
+    monkeypatch.setattr(torch.cuda, "default_generators", devices)
+    other = RandomState(2)
+    with drawing_from(other):
+        with drawing_from(RandomState(1)):
+            torch.cuda.default_generators[0].manual_seed(5)
+            assert torch.equal(numbers(devices[0]), alone(2, 1)[0]), "the other one's is as it was"
+            assert torch.equal(
+                torch.cuda.default_generators[0].get_state(), torch.Generator().manual_seed(5).get_state()
+            )
+        torch.cuda.default_generators[1].manual_seed(6)
+        assert torch.equal(numbers(devices[1]), alone(6, 1)[0])
+    assert torch.cuda.default_generators[1].initial_seed() == 22, "of the process again"
+    torch.cuda.default_generators[0].manual_seed(7)
+    assert torch.equal(numbers(devices[0]), alone(7, 1)[0])

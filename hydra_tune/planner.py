@@ -28,10 +28,10 @@ from hydra_tune.optim import stepping_bytes
 from hydra_tune.own_forward import BlockForward
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
-from hydra_tune.planning.on_paper import least_bytes
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.root import refuse_computed_weights, refuse_unsupported
 from hydra_tune.shard import TOO_LARGE, BlockProfile, Cut, TrialPlan
+from hydra_tune.tree import tensors_in
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
@@ -153,16 +153,16 @@ class Planner:
         return self.first
 
     def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
-        """The error that ends a first step, with the least budget that would do. What fits depends on the budget, not
-        on the neighbours: where the step had all of it, trials alike are refused by the same words. Not where it had
-        several forwards: others may have fewer in a step."""
+        """The error that ends a first step. What it would have needed is not known: its lack grows with the model and
+        what this is given. What fits depends on the budget, not on the neighbours: where the step had all of it, trials
+        alike are refused by the same words. Not where it had several forwards: others may have fewer in a step."""
         first, trial = self.first, self._trial
         if first is None:
             return error
         refusal, budget_bytes = copy.copy(error), trial.pool.budget_bytes
-        least = least_bytes(trial.model, self.blocks, args, kwargs, lambda ps: self._held_bytes(ps, first.trains))
-        if least is not None and least > budget_bytes:
-            refusal = BudgetError(f"{error} About {format_bytes(least)} would do.").lacking(least, budget_bytes)
+        beyond = self._held_bytes(list(trial.model.parameters()), first.trains)
+        beyond += sum(map(storage_bytes, tensors_in((args, kwargs))))
+        refusal.lacking(budget_bytes + beyond, budget_bytes)
         if first.free_bytes >= budget_bytes and trial.steps.num_forwards <= 1:
             trial.pool.refusals[self._key, _comparable(first.kinds[0])] = copy.copy(refusal)
         return refusal
@@ -199,12 +199,11 @@ class Planner:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
         opened = self._opened(block, reason)
         if opened is None and reason.startswith(TOO_LARGE):
-            budget = self._trial.device.budget_bytes
             raise BlockTooLargeError(
                 block.name,
                 f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights, but beside what its step "
                 f"holds {reason.rstrip('.')}. {self._cut.advice()}",
-            ).lacking(budget + 1, budget)
+            )
         self._adopt_cut(opened or self._cut.adding("kept", block.name, reason))
         self._hold(self.blocks)
 

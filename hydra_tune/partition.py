@@ -22,9 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hydra_tune.blocks.block import Block
 from hydra_tune.config import format_apart, format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError
-from hydra_tune.fingerprint import Fingerprint, PlanKey
 from hydra_tune.host_buffer import tensor_bytes
-from hydra_tune.optim import options_of
 from hydra_tune.root import SeveralModels
 from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
 from hydra_tune.tree import flatten, tensors_in
@@ -265,28 +263,6 @@ def summary_of(plan: TrialPlan | None, budget_bytes: int) -> dict[str, Any]:
         "cut": {what: {**reasons} for what, reasons in vars(plan.cut).items()},
         "keeps": {p.name: p.keeps for p in plan.blocks if p.keeps},
     }
-
-
-# ---- which trials share a plan -----------------------------------------------------------------------
-
-
-def plan_key(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> PlanKey:
-    """Equal for trials of one architecture and dtype, whatever their learning rates."""
-    fingerprint = Fingerprint()
-    order = {id(p): i for i, p in enumerate(root.parameters())}  # equal numbers are tied
-    parameters = tuple(
-        (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad, _setting_of(p))
-        for name, p in root.named_parameters(remove_duplicate=False)
-    )
-    states = []
-    for optimizer in optimizers:
-        groups = [(options, [order.get(id(p)) for p in own]) for options, own in options_of(optimizer)]
-        states.append((fingerprint.number(type(optimizer)), groups))
-    return fingerprint.key(fingerprint.of_model(root), parameters, states)
-
-
-def _setting_of(parameter: torch.Tensor) -> Any:
-    return parameter.item() if parameter.numel() == 1 and not parameter.requires_grad else None
 
 
 def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

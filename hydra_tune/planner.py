@@ -21,13 +21,13 @@ from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
-from hydra_tune.fingerprint import PlanKey
+from hydra_tune.fingerprint import plan_key
 from hydra_tune.glance import glance_at
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.optim import stepping_bytes
 from hydra_tune.own_forward import BlockForward
 from hydra_tune.planning.first_step import FirstStep
-from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
+from hydra_tune.planning.kind import Kind, Known, StepMeasure, larger_of
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.root import refuse_computed_weights, refuse_unsupported
 from hydra_tune.shard import TOO_LARGE, BlockProfile, Cut, TrialPlan
@@ -51,20 +51,20 @@ class Planner:
         self.covered: set[Any] = set()  # calls that the plan, a resident one, is known to cover
         self._plans: dict[bool, TrialPlan] = {}  # of `_measures`, for training and for evaluation
         self._measures: list[StepMeasure] = []  # of forwards that this trial has made
-        self._key = PlanKey(b"", ())
+        self._key, self._known = b"", Known()  # of the architecture, and what is known of it
         self._cut = Cut()
         self._is_changed = False  # the model, since it was cut
         self._shard_of: dict[str, int] = {}
         self._uses: Counter[int] = Counter()  # of weights, by id: the blocks that have them
         self._settings: set[Hashable] = set()
-        self._summary: tuple[TrialPlan | None, int, dict[str, Any]] = None, 0, partition.summary_of(None, 0)
+        self._summary = partition.summary_of(None, 0)
 
     def start(self) -> None:
         """Cut the model, or the models, that the trial has now."""
         self._settings.clear()
         if self.plan is not None:
             self.leave_plan()
-        self._key, self._measures, self._plans = PlanKey(b"", ()), [], {}
+        self._key, self._measures, self._plans = b"", [], {}
         self._adopt_cut(Cut())
 
     def close(self) -> None:
@@ -74,11 +74,7 @@ class Planner:
 
     def summary(self) -> dict[str, Any]:
         """Plain data on the plan, the same as long as that is; of training, once there was one."""
-        plan = self._plans.get(True) or self.plan or self._plans.get(False)
-        budget_bytes = self._trial.device.budget_bytes
-        if self._summary[:2] != (plan, budget_bytes):
-            self._summary = plan, budget_bytes, partition.summary_of(plan, budget_bytes)
-        return self._summary[2]
+        return self._summary
 
     # ---- the plan for a forward ----
 
@@ -93,10 +89,10 @@ class Planner:
         if len(self._settings) < _MOST_SETTINGS:
             self._settings.add(now)
         setting = (
-            glance.parameters, glance.needs_gradient, glance.buffers, partition.flags_of(inputs),
+            glance.needs_gradient, glance.buffers, partition.flags_of(inputs),
             autocast_mode(), now if now in self._settings else None, number,
         )  # fmt: skip
-        return Kind(torch.is_grad_enabled(), setting, partition.input_signature(inputs))
+        return Kind(torch.is_grad_enabled(), setting, partition.input_signature(inputs), glance.parameters)
 
     def knows(self, kind: Kind) -> bool:
         return any(measure.covers(kind) for measure in self._measures)
@@ -104,11 +100,11 @@ class Planner:
     def learn(self, kind: Kind) -> bool:
         """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it."""
         trial = self._trial
-        key = partition.plan_key(trial.model, trial.optimizers)
+        key = plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
             refuse_unsupported(trial.model)
-            self._key, self._measures, self._is_changed = key, [], True
-        found = next((m for m in trial.pool.measures.get(key, ()) if m.covers(_comparable(kind))), None)
+            self._key, self._known, self._measures, self._is_changed = key, trial.pool.known_of(key), [], True
+        found = next((m for m in self._known.measures if m.covers(kind.of_any)), None)
         plan = self.plan or next(iter(self._plans.values()), None)
         if found is None or plan is None or not plan.resident:
             refuse_computed_weights(trial.model)
@@ -118,8 +114,7 @@ class Planner:
 
     def _count(self, measure: StepMeasure) -> None:
         self._is_changed |= measure.cut != self._cut
-        self._measures = [m for m in self._measures if m.cut == measure.cut and not measure.replaces(m)] + [measure]
-        self._cut, self._plans = measure.cut, {}
+        self._measures, self._cut, self._plans = measure.put_among(self._measures), measure.cut, {}
 
     def plan_for(self, kind: Kind) -> TrialPlan:
         """
@@ -129,9 +124,9 @@ class Planner:
         if not self._plans:
             if self._is_changed:
                 self._adopt_cut(self._cut)
-            self._plans = self._make_plans()
-        plan = self._plans.get(kind.trains) or self._plans[True]
-        self._trial.pool.plans[self._key] = plan
+            self._plans = plans = self._make_plans()
+            self._summary = partition.summary_of(plans.get(True) or plans[False], self._trial.pool.budget_bytes)
+        self._known.plan = plan = self._plans.get(kind.trains) or self._plans[True]
         return plan
 
     # ---- a first step ----
@@ -139,9 +134,8 @@ class Planner:
     def begin(self, kind: Kind) -> FirstStep:
         """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
         trial, pool = self._trial, self._trial.pool
-        known = pool.refusals.get((self._key, _comparable(kind)))
-        if known is not None:
-            raise copy.copy(known)  # without its frames
+        if kind.of_any in self._known.refusals:
+            raise copy.copy(self._known.refusals[kind.of_any])  # without its frames
         self.leave_plan()
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
@@ -164,7 +158,7 @@ class Planner:
         beyond += sum(map(storage_bytes, tensors_in((args, kwargs))))
         refusal.lacking(budget_bytes + beyond, budget_bytes)
         if first.free_bytes >= budget_bytes and trial.steps.num_forwards <= 1:
-            trial.pool.refusals[self._key, _comparable(first.kinds[0])] = copy.copy(refusal)
+            self._known.refusals[first.kinds[0].of_any] = copy.copy(refusal)
         return refusal
 
     def end_first(self, step_bytes: int, *, trained: bool) -> None:
@@ -184,7 +178,7 @@ class Planner:
                 return
         except BudgetError:  # which the next forward raises
             pass
-        self._trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
+        self._known.add(measure)
 
     def give_up_first(self, *, trained: bool = False) -> FirstStep | None:
         first, trial = self.first, self._trial
@@ -223,7 +217,7 @@ class Planner:
     def _make_plans(self) -> dict[bool, TrialPlan]:
         """Of what the trial has done, trained or not; all of them resident, or none."""
         trial, kinds = self._trial, sorted({m.trains for m in self._measures}, reverse=True)
-        if not (trial.alone or self._key in trial.pool.too_large or trial.residency.spilled):
+        if not (trial.alone or self._known.too_large or trial.residency.spilled):
             plans = {trains: self._make(trains, resident=True) for trains in kinds}
             if all(plan.resident for plan in plans.values()):
                 return plans
@@ -303,7 +297,8 @@ class Planner:
             self._adopt_cut(plan.cut, plan.blocks)
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]
-        self._adopt(plan)
+        self.plan = plan
+        self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         if plan.resident:
             self.unwrap()
             self._hold([])
@@ -311,10 +306,6 @@ class Planner:
             self.wrap()
             self._hold(self.blocks)
             trial.residency.spill(self.blocks)
-
-    def _adopt(self, plan: TrialPlan) -> None:
-        self.plan = plan
-        self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
 
     def settle_last(self) -> None:
         """By what was measured last, if anything was."""
@@ -329,7 +320,7 @@ class Planner:
     def note_out_of_memory(self) -> None:
         """Where all of it was on the device, trials like it are spilled from here on."""
         if self.plan is not None and self.plan.resident:
-            self._trial.pool.too_large.add(self._key)
+            self._known.too_large = True
 
     def shard_of(self, block: Block) -> int:
         if block.name not in self._shard_of:
@@ -373,10 +364,3 @@ class Planner:
 
 def _kind_of(block: Block) -> Hashable:
     return type(block.module), tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.slot_parameters)
-
-
-def _comparable(kind: Kind) -> Kind:
-    """Without what only one model has: the identities of its parameters."""
-    setting: Any = kind.setting
-    parameters, *others = setting
-    return replace(kind, setting=(tuple((place, name) for place, name, *_ in parameters), *others))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -13,7 +14,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import PrepareError, UntraceableError
-from hydra_tune.fingerprint import slots_of
 from hydra_tune.host_buffer import is_dense
 from hydra_tune.interrupts import interrupts
 from hydra_tune.own_forward import StandIn
@@ -115,7 +115,7 @@ def _problems_of(model: nn.Module) -> Iterator[str]:
                 f"a prepared model runs operator by operator, but {what} was made by torch.jit or given to "
                 "torch.compile, which would bypass the blocks. Prepare the plain model."
             )
-        if slots := slots_of(type(module)):
+        if slots := copyreg._slotnames(type(module)):  # type: ignore[attr-defined]
             yield (
                 f"a module's attributes are in its __dict__, where they can be put back, but {what} has "
                 f"{', '.join(slots)} in __slots__. Take the __slots__ away."

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hydra_tune
-from hydra_tune import partition
+from hydra_tune import fingerprint, partition
 from hydra_tune.errors import BudgetError
 from hydra_tune.events import (
     Done,
@@ -41,7 +41,7 @@ LARGE = 1 << 30
 
 def plan_key(model, optimizer, x):
     """Of a model with at most one optimizer, and of what it is given."""
-    return partition.plan_key(model, [] if optimizer is None else [optimizer]), partition.input_signature(x)
+    return fingerprint.plan_key(model, [] if optimizer is None else [optimizer]), partition.input_signature(x)
 
 
 def names(model, limit=LARGE):
@@ -432,9 +432,16 @@ def test_a_plan_keeps_no_class_and_tells_those_of_one_name_apart():
         del kind, kinds
         gc.collect()
         assert [ref() is not None for ref in closed] == [True, False, False]
-        run_in(pool, nn.Sequential(nn.Linear(4, 4)))
-        assert len(pool.plans) == 2, "those whose class is gone are dropped when the next one is made"
         run_in(pool, nn.Sequential(kept(4, 4)))
+        assert len(pool.plans) == 3
+
+
+def test_the_latest_architectures_are_remembered(monkeypatch):
+    """Objectives that define their model's class have another one in each trial."""
+    monkeypatch.setattr("hydra_tune.pool._MOST_KNOWN", 2)
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        for width in (1, 2, 1, 3, 1):
+            run_in(pool, nn.Linear(4, width))
         assert len(pool.plans) == 2
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from hydra_tune.errors import BudgetError
 from hydra_tune.partition import covers
-from hydra_tune.shard import BlockProfile, Cut
+from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -16,15 +17,21 @@ Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 @dataclass(frozen=True)
 class Kind:
     """`trains`: gradients are on. `setting` is all that is equal for forwards of one kind; a measure of inputs of one
-    `signature` holds for smaller ones."""
+    `signature` holds for smaller ones. `parameters`: what only one model has, the identities of its own."""
 
     trains: bool
     setting: Hashable
     signature: Signature
+    parameters: Hashable = None
 
     def covers(self, other: Kind) -> bool:
-        same = (self.trains, self.setting) == (other.trains, other.setting)
+        same = replace(self, signature=()) == replace(other, signature=())
         return same and covers(self.signature, other.signature)
+
+    @property
+    def of_any(self) -> Kind:
+        """The same of any model of the architecture."""
+        return replace(self, parameters=None)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,24 @@ class StepMeasure:
     def replaces(self, other: StepMeasure) -> bool:
         """Whether it tells all that the other one does, and later."""
         return self.trains == other.trains and all(map(self.covers, other.kinds))
+
+    def put_among(self, measures: list[StepMeasure]) -> list[StepMeasure]:
+        """Those of the same cut that tell more than this one, and this one."""
+        return [*(m for m in measures if m.cut == self.cut and not self.replaces(m)), self]
+
+
+@dataclass
+class Known:
+    """What trials of one architecture have shown in a pool."""
+
+    plan: TrialPlan | None = None  # the latest
+    measures: list[StepMeasure] = field(default_factory=list)
+    refusals: dict[Kind, BudgetError] = field(default_factory=dict)  # of first steps that had the whole device
+    too_large: bool = False  # one has run out of memory with all of it on the device
+
+    def add(self, measure: StepMeasure) -> None:
+        shared = replace(measure, kinds=tuple(kind.of_any for kind in measure.kinds))
+        self.measures = shared.put_among(self.measures)
 
 
 def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:

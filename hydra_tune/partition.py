@@ -2,16 +2,12 @@
 
 Cut by module, not by graph: no tracing, so control flow, masks in kwargs and skip connections work
 unchanged. Packing follows Hydra's pilot partitioning (arXiv 2110.08633, section 4.1), with the
-double-buffer reserve set aside, and adds an objective: fewest bytes promoted a step, then fewest shards,
-then the smallest largest shard.
+double-buffer reserve set aside, and adds an objective: fewest bytes promoted a step, then fewest shards.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
-from math import inf
 from operator import ge
 from typing import Any
 
@@ -162,11 +158,10 @@ def make_plan(
 
 
 def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shard, ...]:
-    """Consecutive blocks, for a trial with `room_bytes` for slots and work. In O(blocks * log(room_bytes)).
+    """Consecutive blocks, for a trial with `room_bytes` for slots and work.
 
     Two shards fit beside the largest work of any block, and none is larger than `MOST_SLOT_BYTES`, except a block
-    that is larger by itself. Of these cuts, one that promotes the fewest bytes a step, then has the fewest shards,
-    then the smallest largest:
+    that is larger by itself. Of these cuts, one that promotes the fewest bytes a step, then has the fewest shards:
 
         forward    | promoted | promoted | promoted | promoted |
         backward   | promoted | promoted | kept since forward  |
@@ -175,17 +170,33 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
        a longer shard wants all its blocks there for the largest of their works.
     2. Filled one after another, shards are fewest: whatever a shard may hold, a part of it may. They end
        where the kept ones begin and where `visits` changes, so no block is promoted for another's visit.
-    3. The largest is smallest under the least limit for which as few suffice.
 
     Known slack: with blocks that have no backward there may be one shard too many.
     """
     limit = min((room_bytes - max((p.work_bytes for p in profiles), default=0)) // 2, MOST_SLOT_BYTES)
     first = _first_kept([(p.weight_bytes, p.work_bytes) for p in profiles], room_bytes)
     kept = next((i for i in range(first, len(profiles)) if profiles[i].visits == 2), len(profiles))
-    shards: list[Shard] = []
-    for _, run in groupby(range(kept), lambda i: profiles[i].visits):
-        shards += _pack_run(profiles, list(run), limit)
-    return (*shards, *_pack_run(profiles, range(kept, len(profiles)), limit, room_bytes))
+    parts: list[list[int]] = []
+    size = work = kept_bytes = 0
+    for i, p in enumerate(profiles):
+        size, work = size + p.weight_bytes, max(work, p.work_bytes)
+        kept_bytes += p.weight_bytes if i >= kept else 0
+        begins = i in (0, kept) or (i < kept and p.visits != profiles[i - 1].visits)
+        if begins or size > limit or kept_bytes + work > room_bytes:
+            parts.append([])
+            size, work = p.weight_bytes, p.work_bytes
+        parts[-1].append(i)
+    return tuple(_shard_of(part, [profiles[i] for i in part]) for part in parts)
+
+
+def _shard_of(numbers: Sequence[int], blocks: Sequence[BlockProfile]) -> Shard:
+    return Shard(
+        tuple(numbers),
+        sum(p.weight_bytes for p in blocks),
+        max(p.forward_work_bytes for p in blocks),
+        max(p.backward_work_bytes for p in blocks),
+        max(p.boundary_bytes for p in blocks),
+    )
 
 
 def promotions(plan: TrialPlan, budget_bytes: int) -> list[int]:
@@ -211,39 +222,6 @@ def _first_kept(needs: Sequence[tuple[int, int]], room_bytes: int) -> int:
             return i + 1
         after = slot + max(work, after)
     return 0
-
-
-def _pack_run(
-    profiles: Sequence[BlockProfile], run: Sequence[int], limit_bytes: int, room_bytes: float = inf
-) -> Iterator[Shard]:
-    """The fewest shards for a run of blocks, and of these the smallest; together within `room_bytes`."""
-    blocks = [profiles[i] for i in run]
-    fewest = len(_ends(blocks, limit_bytes, room_bytes))
-    least = bisect_left(range(limit_bytes + 1), True, key=lambda limit: len(_ends(blocks, limit, room_bytes)) <= fewest)
-    for start, end in pairwise([0, *_ends(blocks, least, room_bytes)]):
-        part = blocks[start:end]
-        yield Shard(
-            tuple(run[start:end]),
-            sum(p.weight_bytes for p in part),
-            max(p.forward_work_bytes for p in part),
-            max(p.backward_work_bytes for p in part),
-            max(p.boundary_bytes for p in part),
-        )
-
-
-def _ends(blocks: Iterable[BlockProfile], limit_bytes: int, room_bytes: float) -> list[int]:
-    """Where shards end that hold all they can: `limit_bytes`, if more than one block, and all blocks so far
-    within `room_bytes` beside the shard's work."""
-    ends: list[int] = []
-    total = size = work = i = 0
-    for i, p in enumerate(blocks, 1):
-        total += p.weight_bytes
-        size += p.weight_bytes
-        work = max(work, p.work_bytes)
-        if i > 1 and (size > limit_bytes or total + work > room_bytes):
-            ends.append(i - 1)
-            size, work = p.weight_bytes, p.work_bytes
-    return [*ends, i] if i else []
 
 
 def summary_of(plan: TrialPlan | None, budget_bytes: int) -> dict[str, Any]:

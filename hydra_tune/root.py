@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copyreg
+import gc
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import update_wrapper
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
-_MOST_ITEMS = 1_000  # of a container; larger ones are data
-_DEEPEST = 4
+_NO_VALUES = (nn.Module, type, types.ModuleType, types.FunctionType)
+_MOST_OBJECTS = 1_000  # that an attribute leads to; more are data
 
 
 class SeveralModels(nn.Module):
@@ -122,20 +124,11 @@ def _problems_of(model: nn.Module) -> Iterator[str]:
             )
     tensors = {id(t): (name, t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     for name, tensor in tensors.values():
-        if tensor.device.type == "meta" or is_lazy(tensor):
+        if what := _odd(tensor):
             yield (
-                f"a model has weights before it is prepared, but {name} is {'lazy' if is_lazy(tensor) else 'on meta'}. "
-                "Materialise it first; a lazy one, by a call of the model."
-            )
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            yield (
-                f"weights are torch.nn.Parameter and plain tensors, but {name} is a {type(tensor).__name__}, whose "
-                "copies on the device would be plain. Make a module of what it does."
-            )
-        if not is_dense(tensor) and tensor.numel() > 0:
-            yield (
-                f"weights and buffers are dense and fill their memory, but {name} is {tensor.layout} and does not. "
-                "Make it dense (.to_dense()), or have it fill its memory (.contiguous()), first."
+                f"weights and buffers are dense, plain torch tensors that fill their memory, but {name} is {what}. "
+                "Materialise it (a lazy one, by a call of the model), make it dense (.to_dense()), have it fill its "
+                "memory (.contiguous()), or make a module of what its class does, first."
             )
     for name, buffer in model.named_buffers():
         if buffer.requires_grad and buffer.is_leaf:
@@ -143,13 +136,14 @@ def _problems_of(model: nn.Module) -> Iterator[str]:
                 f"what requires a gradient is a torch.nn.Parameter, but the buffer {name} does. Register it as a "
                 "parameter."
             )
+    met: set[int] = set()
     attributes = [
         (f"{name}.{key}".lstrip("."), tensor)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         if key not in _NOT_THE_USERS
         and f"{key}_orig" not in module._parameters  # torch.nn.utils.spectral_norm computes it anew in each forward
-        for tensor in _tensors_of(value)
+        for tensor in _tensors_of(value, met)
         if tensor.layout is torch.strided and id(tensor) not in tensors
     ]
     for name, other in _sharing_memory([*tensors.values()], attributes):
@@ -159,38 +153,38 @@ def _problems_of(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _tensors_of(value: Any, depth: int = _DEEPEST, *, opens: bool = True) -> Iterator[torch.Tensor]:
-    """Itself, or those in its lists, tuples and dicts, as long as these are no data, and in an object's among them."""
-    kind = type(value)
-    if issubclass(kind, torch.Tensor):
-        yield value
-    elif depth and not issubclass(kind, (nn.Module, type)):
-        inside: Any = value if issubclass(kind, (list, tuple, dict)) else ()
-        goes_on = opens and inside is value
-        if opens and not goes_on:
-            with suppress(AttributeError):  # it has none
-                inside = object.__getattribute__(value, "__dict__")
-        if len(inside) <= _MOST_ITEMS:
-            for each in inside.values() if isinstance(inside, dict) else inside:
-                yield from _tensors_of(each, depth - 1, opens=goes_on)
+def _odd(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta" or is_lazy(tensor):
+        return "lazy" if is_lazy(tensor) else "on meta"
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    return "" if is_dense(tensor) or not tensor.numel() else f"not ({tensor.layout})"
+
+
+def _tensors_of(value: Any, met: set[int]) -> Iterator[torch.Tensor]:
+    """Those that it leads to and that were not met, as far as it is no data."""
+    left, last = [value], len(met) + _MOST_OBJECTS
+    while left and len(met) < last:
+        each = left.pop()
+        if id(each) not in met and not isinstance(each, _NO_VALUES):
+            met.add(id(each))
+            if isinstance(each, torch.Tensor):
+                yield each
+            else:
+                left += gc.get_referents(each)
 
 
 def _sharing_memory(
-    weights: Sequence[tuple[str, torch.Tensor]], attributes: Sequence[tuple[str, torch.Tensor]]
+    weights: Iterable[tuple[str, torch.Tensor]], attributes: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, str]]:
     """Weights, each with another one or an attribute in whose memory it is."""
-    places = [(*_place_of(t), True, name) for name, t in weights if t.numel()]
-    places += [(*_place_of(t), False, name) for name, t in attributes if t.numel()]
-    weight = attribute = (0, "")  # the one that ends last, of those that begin before
-    for start, end, is_weight, name in sorted(places):
-        if start < weight[0]:
-            yield weight[1], name
-        if is_weight and start < attribute[0]:
-            yield name, attribute[1]
-        if is_weight:
-            weight = max(weight, (end, name))
-        else:
-            attribute = max(attribute, (end, name))
+    places = sorted((*_place_of(t), name) for name, t in weights if t.numel())
+    for (_, end, name), (start, _, other) in pairwise(places):
+        if start < end:
+            yield name, other
+    for other, tensor in attributes:
+        first, last = _place_of(tensor)
+        yield from ((name, other) for start, end, name in places if start < last and first < end)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_map
 
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.mode import ThreadMode
@@ -64,7 +65,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[Hashable, list[nn
     defaults = getattr(optimizer, "defaults", None)
     groups = getattr(optimizer, "param_groups", [])
     own = ({k: v for k, v in group.items() if defaults is None or k in defaults} for group in groups)
-    return [(_plain_options(options), group["params"]) for options, group in zip(own, groups, strict=True)]
+    return [(_told(options), group["params"]) for options, group in zip(own, groups, strict=True)]
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -82,18 +83,14 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
                 own[key] = value.to(own[key].device)
 
 
-def _plain_options(group: dict[str, Any]) -> tuple[tuple[str, Hashable], ...]:
-    return tuple((key, _plain(value)) for key, value in sorted(group.items()) if key != "params")
+def _told(options: dict[str, Any]) -> Hashable:
+    return repr(tree_map(_told_of, {key: value for key, value in sorted(options.items()) if key != "params"}))
 
 
-def _plain(value: Any) -> Hashable:
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value != 0
+def _told_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
-    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else repr(value)
+    return value != 0 if isinstance(value, float) else value
 
 
 # by class, and options, shape and dtype of a parameter: bytes of state, of temporaries, and whether all are at once
@@ -110,7 +107,7 @@ def _stepped_bytes(
         own |= {key: False for key in ("fused", "capturable") if key in own}  # for which meta tensors are no device
         if own.get("foreach", False) is None:
             own["foreach"] = foreach_by_default and not isinstance(optimizer, torch.optim.Adafactor)  # a loop anywhere
-        options = _plain_options(own)
+        options = _told(own)
         for p in wanted.intersection(group["params"]):
             kind = options, p.size(), p.stride(), p.dtype
             if kind not in known:

@@ -2,11 +2,13 @@
 
 Cut by module, not by graph: no tracing, so control flow, masks in kwargs and skip connections work
 unchanged. Packing follows Hydra's pilot partitioning (arXiv 2110.08633, section 4.1), with the
-double-buffer reserve set aside, and adds an objective: fewest bytes promoted a step, then fewest shards.
+double-buffer reserve set aside, and adds an objective: fewest bytes promoted a step, then fewest shards,
+then the smallest largest shard.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
 from operator import ge
 from typing import Any
@@ -158,10 +160,11 @@ def make_plan(
 
 
 def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shard, ...]:
-    """Consecutive blocks, for a trial with `room_bytes` for slots and work.
+    """Consecutive blocks, for a trial with `room_bytes` for slots and work. In O(blocks * log(room_bytes)).
 
     Two shards fit beside the largest work of any block, and none is larger than `MOST_SLOT_BYTES`, except a block
-    that is larger by itself. Of these cuts, one that promotes the fewest bytes a step, then has the fewest shards:
+    that is larger by itself. Of these cuts, one that promotes the fewest bytes a step, then has the fewest shards,
+    then the smallest largest:
 
         forward    | promoted | promoted | promoted | promoted |
         backward   | promoted | promoted | kept since forward  |
@@ -170,23 +173,30 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
        a longer shard wants all its blocks there for the largest of their works.
     2. Filled one after another, shards are fewest: whatever a shard may hold, a part of it may. They end
        where the kept ones begin and where `visits` changes, so no block is promoted for another's visit.
+    3. The largest is smallest under the least limit for which as few suffice.
 
     Known slack: with blocks that have no backward there may be one shard too many.
     """
-    limit = min((room_bytes - max((p.work_bytes for p in profiles), default=0)) // 2, MOST_SLOT_BYTES)
+    most = min((room_bytes - max((p.work_bytes for p in profiles), default=0)) // 2, MOST_SLOT_BYTES)
     first = _first_kept([(p.weight_bytes, p.work_bytes) for p in profiles], room_bytes)
     kept = next((i for i in range(first, len(profiles)) if profiles[i].visits == 2), len(profiles))
-    parts: list[list[int]] = []
-    size = work = kept_bytes = 0
-    for i, p in enumerate(profiles):
-        size, work = size + p.weight_bytes, max(work, p.work_bytes)
-        kept_bytes += p.weight_bytes if i >= kept else 0
-        begins = i in (0, kept) or (i < kept and p.visits != profiles[i - 1].visits)
-        if begins or size > limit or kept_bytes + work > room_bytes:
-            parts.append([])
-            size, work = p.weight_bytes, p.work_bytes
-        parts[-1].append(i)
-    return tuple(_shard_of(part, [profiles[i] for i in part]) for part in parts)
+
+    def filled(limit: int) -> list[list[int]]:
+        parts: list[list[int]] = []
+        size = work = kept_bytes = 0
+        for i, p in enumerate(profiles):
+            size, work = size + p.weight_bytes, max(work, p.work_bytes)
+            kept_bytes += p.weight_bytes if i >= kept else 0
+            begins = i in (0, kept) or (i < kept and p.visits != profiles[i - 1].visits)
+            if begins or size > limit or kept_bytes + work > room_bytes:
+                parts.append([])
+                size, work = p.weight_bytes, p.work_bytes
+            parts[-1].append(i)
+        return parts
+
+    fewest = len(filled(most))
+    least = bisect_left(range(most + 1), True, key=lambda limit: len(filled(limit)) <= fewest)
+    return tuple(_shard_of(part, [profiles[i] for i in part]) for part in filled(least))
 
 
 def _shard_of(numbers: Sequence[int], blocks: Sequence[BlockProfile]) -> Shard:

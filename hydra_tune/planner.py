@@ -131,7 +131,7 @@ class Planner:
 
     # ---- a first step ----
 
-    def begin(self, kind: Kind) -> FirstStep:
+    def begin(self, kind: Kind) -> None:
         """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
         trial, pool = self._trial, self._trial.pool
         if kind.of_any in self._known.refusals:
@@ -141,10 +141,8 @@ class Planner:
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
         beside = trial.of_runner and not trial.alone
         room = pool.ask(trial, PilotReady(trial.id, trial.alone, least if beside else None), StartPilot)
-        self._adopt_cut(self._cut)
         self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)
-        self._hold(self.blocks)
-        return self.first
+        self._adopt_cut(self._cut)
 
     def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
         """The error that ends a first step. What it would have needed is not known: its lack grows with the model and
@@ -199,7 +197,6 @@ class Planner:
                 f"holds {reason.rstrip('.')}. {self._cut.advice()}",
             )
         self._adopt_cut(opened or self._cut.adding("kept", block.name, reason))
-        self._hold(self.blocks)
 
     def _opened(self, block: Block, reason: str) -> Cut | None:
         """The cut with the block's children in its place; None if it has none."""
@@ -209,7 +206,6 @@ class Planner:
         """Within a first step: a weight of this block is on the device from here on; the block as it is then."""
         name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
         self._adopt_cut(self._cut.adding("held", name, reason))
-        self._hold(self.blocks)
         return next(each for each in self.blocks if each.module is block.module)
 
     # ---- plans ----
@@ -253,9 +249,11 @@ class Planner:
     def _uncalled(self, known: Mapping[str, BlockProfile]) -> list[BlockProfile]:
         """Blocks that no forward has called yet are like a called one of their kind, or nothing is known of them."""
         of_kind = {_kind_of(b): known[b.name] for b in self.blocks if b.name in known}
-        unknown = [b for b in self.blocks if b.name not in known]
-        alike = [of_kind.get(_kind_of(b), BlockProfile(b.name, b.weight_bytes)) for b in unknown]
-        return [replace(p, name=b.name, visits=0) for b, p in zip(unknown, alike, strict=True)]
+        return [
+            replace(of_kind.get(_kind_of(b)) or BlockProfile("", b.weight_bytes), name=b.name, visits=0)
+            for b in self.blocks
+            if b.name not in known
+        ]
 
     @property
     def _loose(self) -> list[nn.Parameter]:
@@ -303,7 +301,6 @@ class Planner:
             self.unwrap()
             self._hold([])
         else:
-            self.wrap()
             self._hold(self.blocks)
             trial.residency.spill(self.blocks)
 
@@ -344,15 +341,11 @@ class Planner:
         model, budget_bytes = self._trial.model, self._trial.pool.budget_bytes
         self.blocks = partition.blocks_of(model, budget_bytes, cut, profiles, self.blocks)
         self._uses = Counter(id(p) for block in self.blocks for p in block.slot_parameters)
-        self.wrap()
-
-    def wrap(self) -> None:
-        """From here on blocks run in visits."""
-        for block in self.blocks:
+        for block in self.blocks:  # from here on they run in visits
             block.is_current = True
-            present = block.module.__dict__.get("forward")
-            if not isinstance(present, BlockForward) or present.block is not block:
-                block.module.forward = BlockForward(block, self._trial)
+            block.module.forward = BlockForward(block, self._trial)
+        if self.first is not None:
+            self._hold(self.blocks)
 
     def unwrap(self) -> None:
         for block in self.blocks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import gc
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import update_wrapper
 from itertools import pairwise
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
-_NO_VALUES = (nn.Module, type, types.ModuleType, types.FunctionType)
 _MOST_OBJECTS = 1_000  # that an attribute leads to; more are data
 
 
@@ -105,49 +103,44 @@ def _stand_ins(model: nn.Module) -> list[RootForward | RootApply]:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    for problem in _problems_of(model):
-        raise PrepareError(problem)
-
-
-def _problems_of(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         what = name or type(module).__name__
         if _is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
-            yield (
+            raise PrepareError(
                 f"a prepared model runs operator by operator, but {what} was made by torch.jit or given to "
                 "torch.compile, which would bypass the blocks. Prepare the plain model."
             )
         if slots := copyreg._slotnames(type(module)):  # type: ignore[attr-defined]
-            yield (
+            raise PrepareError(
                 f"a module's attributes are in its __dict__, where they can be put back, but {what} has "
                 f"{', '.join(slots)} in __slots__. Take the __slots__ away."
             )
     tensors = {id(t): (name, t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     for name, tensor in tensors.values():
         if what := _odd(tensor):
-            yield (
+            raise PrepareError(
                 f"weights and buffers are dense, plain torch tensors that fill their memory, but {name} is {what}. "
                 "Materialise it (a lazy one, by a call of the model), make it dense (.to_dense()), have it fill its "
                 "memory (.contiguous()), or make a module of what its class does, first."
             )
     for name, buffer in model.named_buffers():
         if buffer.requires_grad and buffer.is_leaf:
-            yield (
+            raise PrepareError(
                 f"what requires a gradient is a torch.nn.Parameter, but the buffer {name} does. Register it as a "
                 "parameter."
             )
-    met: set[int] = set()
     attributes = [
         (f"{name}.{key}".lstrip("."), tensor)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         if key not in _NOT_THE_USERS
         and f"{key}_orig" not in module._parameters  # torch.nn.utils.spectral_norm computes it anew in each forward
-        for tensor in _tensors_of(value, met)
+        for tensor in _tensors_of(value)
         if tensor.layout is torch.strided and id(tensor) not in tensors
     ]
     for name, other in _sharing_memory([*tensors.values()], attributes):
-        yield (  # each weight gets memory of its own: what follows it by sharing its memory would not any more
+        # each weight gets memory of its own: what follows it by sharing its memory would not any more
+        raise PrepareError(
             f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
             "tensor. Tie them by assigning the Parameter or buffer itself, or clone one."
         )
@@ -161,17 +154,17 @@ def _odd(tensor: torch.Tensor) -> str:
     return "" if is_dense(tensor) or not tensor.numel() else f"not ({tensor.layout})"
 
 
-def _tensors_of(value: Any, met: set[int]) -> Iterator[torch.Tensor]:
-    """Those that it leads to and that were not met, as far as it is no data."""
-    left, last = [value], len(met) + _MOST_OBJECTS
-    while left and len(met) < last:
-        each = left.pop()
-        if id(each) not in met and not isinstance(each, _NO_VALUES):
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Itself, or those in its containers, as long as these are no data, and in an object's among them."""
+    left, met = [(value, True)], set[int]()
+    while left and len(met) < _MOST_OBJECTS:
+        each, opens = left.pop()
+        is_container = isinstance(each, (list, tuple, dict, set))
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif (opens or is_container) and id(each) not in met and not isinstance(each, (nn.Module, type)):
             met.add(id(each))
-            if isinstance(each, torch.Tensor):
-                yield each
-            else:
-                left += gc.get_referents(each)
+            left += [(x, opens and is_container) for x in gc.get_referents(each)]
 
 
 def _sharing_memory(

@@ -72,7 +72,7 @@ def block(size, work=0, saved=0):
     return BlockProfile(f"b{size}", size, work, work, saved)
 
 
-# ---- the objective: fewest bytes promoted a step, then fewest shards ----
+# ---- the objective: fewest bytes promoted a step, then fewest shards, then the smallest largest shard ----
 
 
 def shard(profiles, start, end):
@@ -154,7 +154,7 @@ class Case:
         )
 
     def cost(self, plan):
-        return promoted_bytes(plan, self.budget), len(plan.shards)
+        return promoted_bytes(plan, self.budget), len(plan.shards), max(s.slot_bytes for s in plan.shards)
 
 
 @st.composite

@@ -59,13 +59,14 @@ def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     return sum(p.nbytes for p in parameters) + gradients + state
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[Hashable, list[nn.Parameter]]]:
+def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, list[nn.Parameter]]]:
     """What decides the bytes that it takes: each group's options, of which a rate counts as zero or not, and its
     parameters."""
     defaults = getattr(optimizer, "defaults", None)
-    groups = getattr(optimizer, "param_groups", [])
-    own = ({k: v for k, v in group.items() if defaults is None or k in defaults} for group in groups)
-    return [(_told(options), group["params"]) for options, group in zip(own, groups, strict=True)]
+    return [
+        (_told({k: v for k, v in group.items() if defaults is None or k in defaults}), group["params"])
+        for group in optimizer.param_groups
+    ]
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -83,14 +84,13 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
                 own[key] = value.to(own[key].device)
 
 
-def _told(options: dict[str, Any]) -> Hashable:
-    return repr(tree_map(_told_of, {key: value for key, value in sorted(options.items()) if key != "params"}))
+def _told(options: dict[str, Any]) -> str:
+    def told_of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), value.dtype
+        return value != 0 if isinstance(value, float) else value
 
-
-def _told_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
-    return value != 0 if isinstance(value, float) else value
+    return repr(tree_map(told_of, {key: value for key, value in sorted(options.items()) if key != "params"}))
 
 
 # by class, and options, shape and dtype of a parameter: bytes of state, of temporaries, and whether all are at once
@@ -154,11 +154,11 @@ def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: 
 
 
 class LiveBytes(ThreadMode):
-    """Bytes of the storages that operators make, while they live. A number that is read of a meta tensor is 1."""
+    """The most that storages take at once that operators make. A number that is read of a meta tensor is 1."""
 
     def __init__(self) -> None:
-        self.live_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
+        self.peak_bytes = 0
+        self._living: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
@@ -166,16 +166,7 @@ class LiveBytes(ThreadMode):
         is_new = func is torch.ops.aten.lift_fresh.default  # what `torch.tensor` has made
         given = set() if is_new else {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
         made = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(made):
-            storage = tensor.untyped_storage()
-            key, num_bytes = storage._cdata, storage.nbytes()
-            if key not in given and key not in self._known:
-                self._known.add(key)
-                self.live_bytes += num_bytes
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-                weakref.finalize(storage, self._forget, key, num_bytes)
+        storages = [t.untyped_storage() for t in tensors_in(made)]
+        self._living.update({s: s.nbytes() for s in storages if s._cdata not in given})
+        self.peak_bytes = max(self.peak_bytes, sum(self._living.values()))
         return made
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= num_bytes

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
-from operator import ge
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from hydra_tune.tree import flatten, tensors_in
 # 5 ms on the fastest links, ten times what a task costs the host; larger ones crowd others out
 MOST_SLOT_BYTES = 1 << 28
 UNMEASURED = "no first step has called it"
+Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -95,8 +95,8 @@ def blocks_of(
     blocks = []
     for name in dict.fromkeys((*known, *modules)):
         block = Block(name, modules[name], held=[*held.intersection(modules[name].parameters())])
-        if name in old and _are_alike(old[name], block):
-            block = old[name]
+        if (former := old.get(name)) is not None and _what_runs(former) == _what_runs(block):
+            block = former
         profile = known.get(name, BlockProfile(name, 0))
         block.keeps = (profile.keeps if profile.visits else UNMEASURED) or block.keeps
         block.clones, block.writes_buffers = profile.clones or block.clones, profile.writes_buffers
@@ -105,10 +105,9 @@ def blocks_of(
     return blocks
 
 
-def _are_alike(a: Block, b: Block) -> bool:
-    """Whether both promote the same parameters, and run the same forward."""
-    same = [*map(id, a.slot_parameters)] == [*map(id, b.slot_parameters)]
-    return same and a.module is b.module and a.own_forward is b.own_forward
+def _what_runs(block: Block) -> list[int]:
+    """Equal where the same parameters are promoted, for the same forward."""
+    return [*map(id, (block.module, block.own_forward, *block.slot_parameters))]
 
 
 def make_plan(
@@ -253,7 +252,7 @@ def summary_of(plan: TrialPlan | None, budget_bytes: int) -> dict[str, Any]:
     }
 
 
-def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+def input_signature(inputs: object) -> Signature:
     return tuple((shape_of(t), t.dtype) for t in tensors_in(inputs))
 
 
@@ -267,13 +266,3 @@ def flags_of(inputs: object) -> tuple[object, ...]:
     leaves = flatten(inputs)[0]
     told = (x.requires_grad if isinstance(x, torch.Tensor) else x for x in leaves)
     return tuple(x for x in told if x is None or isinstance(x, (bool, str)))
-
-
-def covers(
-    measured: Sequence[tuple[tuple[int, ...], torch.dtype]], now: Sequence[tuple[tuple[int, ...], torch.dtype]]
-) -> bool:
-    """Whether a pilot on inputs of signature `measured` bounds the bytes of a step on those of `now`."""
-    return len(measured) == len(now) and all(
-        m_dtype == n_dtype and len(m) == len(n) and all(map(ge, m, n))
-        for (m, m_dtype), (n, n_dtype) in zip(measured, now, strict=True)
-    )

@@ -31,7 +31,8 @@ from hydra_tune.events import (
     TaskReady,
     TrialAdded,
 )
-from hydra_tune.partition import covers, find_blocks, make_plan, pack_shards, promotions
+from hydra_tune.partition import find_blocks, make_plan, pack_shards, promotions
+from hydra_tune.planning.kind import Kind
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
 from models import bytes_batch, gpt, hf_gpt2, hf_vit, loss_of, mlp, vector_batch
@@ -459,11 +460,14 @@ def test_a_plan_keeps_no_string_of_its_model():
 
 
 def test_a_pilot_on_a_batch_covers_smaller_ones():
-    measured = (((4, 16), torch.long),)
-    assert covers(measured, (((4, 8), torch.long),))
-    assert not covers(measured, (((5, 16), torch.long),))
-    assert not covers(measured, (((4, 16), torch.int),))
-    assert not covers(measured, (((4, 16, 1), torch.long),))
+    def kind(*sizes, dtype=torch.long):
+        return Kind(True, None, ((sizes, dtype),))
+
+    measured = kind(4, 16)
+    assert measured.covers(kind(4, 8))
+    assert not measured.covers(kind(5, 16))
+    assert not measured.covers(kind(4, 16, dtype=torch.int))
+    assert not measured.covers(kind(4, 16, 1))
 
 
 # ---- the promise: a plan's bytes are those of real steps ----

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-
-import torch
+from operator import ge
+from typing import Any
 
 from hydra_tune.errors import BudgetError
-from hydra_tune.partition import covers
+from hydra_tune.partition import Signature
 from hydra_tune.shard import BlockProfile, Cut, TrialPlan
-
-Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,10 @@ class Kind:
     parameters: Hashable = None
 
     def covers(self, other: Kind) -> bool:
-        same = replace(self, signature=()) == replace(other, signature=())
-        return same and covers(self.signature, other.signature)
+        same = (self.trains, self.setting, self.parameters) == (other.trains, other.setting, other.parameters)
+        return (
+            same and len(self.signature) == len(other.signature) and all(map(_bounds, self.signature, other.signature))
+        )
 
     @property
     def of_any(self) -> Kind:
@@ -69,6 +69,11 @@ class Known:
     def add(self, measure: StepMeasure) -> None:
         shared = replace(measure, kinds=tuple(kind.of_any for kind in measure.kinds))
         self.measures = shared.put_among(self.measures)
+
+
+def _bounds(a: Any, b: Any) -> bool:
+    (sizes, dtype), (others, other) = a, b
+    return dtype == other and len(sizes) == len(others) and all(map(ge, sizes, others))
 
 
 def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:

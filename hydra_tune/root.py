@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import gc
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import update_wrapper
 from itertools import pairwise
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
 _MOST_OBJECTS = 1_000  # that an attribute leads to; more are data
+_LEAD_ELSEWHERE = (nn.Module, type, types.FunctionType, types.ModuleType)
 
 
 class SeveralModels(nn.Module):
@@ -126,8 +128,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.requires_grad and buffer.is_leaf:
             raise PrepareError(
-                f"what requires a gradient is a torch.nn.Parameter, but the buffer {name} does. Register it as a "
-                "parameter."
+                f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one."
             )
     attributes = [
         (f"{name}.{key}".lstrip("."), tensor)
@@ -162,7 +163,7 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
         is_container = isinstance(each, (list, tuple, dict, set))
         if isinstance(each, torch.Tensor):
             yield each
-        elif (opens or is_container) and id(each) not in met and not isinstance(each, (nn.Module, type)):
+        elif (opens or is_container) and id(each) not in met and not isinstance(each, _LEAD_ELSEWHERE):
             met.add(id(each))
             left += [(x, opens and is_container) for x in gc.get_referents(each)]
 
@@ -223,7 +224,9 @@ def refuse_transforms(tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         transform = "torch.jit.trace"
     elif torch._C._functorch.peek_interpreter_stack() is not None:
         transform = "a transform of torch.func (grad, vmap, jvp)"
-    elif torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, tensors())):
+    elif torch.autograd.forward_ad._current_level >= 0 and any(
+        torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors()
+    ):
         transform = "forward-mode automatic differentiation"
     elif (compiler := sys.modules.get("torch._C._dynamo.eval_frame")) and compiler.get_eval_frame_callback():
         transform = "torch.compile"
@@ -232,7 +235,3 @@ def refuse_transforms(tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
             f"a prepared model runs operator by operator, but it was called within {transform}. Call "
             "hydra_tune.release(model) first, or use that inside of a module's forward."
         )
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None

@@ -177,8 +177,7 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
     Known slack: with blocks that have no backward there may be one shard too many.
     """
     most = min((room_bytes - max((p.work_bytes for p in profiles), default=0)) // 2, MOST_SLOT_BYTES)
-    first = _first_kept([(p.weight_bytes, p.work_bytes) for p in profiles], room_bytes)
-    kept = next((i for i in range(first, len(profiles)) if profiles[i].visits == 2), len(profiles))
+    kept = _first_kept(profiles, room_bytes)
 
     def filled(limit: int) -> list[list[int]]:
         parts: list[list[int]] = []
@@ -208,45 +207,30 @@ def _shard_of(numbers: Sequence[int], blocks: Sequence[BlockProfile]) -> Shard:
     )
 
 
-def promotions(plan: TrialPlan, budget_bytes: int) -> list[int]:
-    """How often a step promotes each shard, on a device of this budget without other trials."""
-    if plan.resident:
-        return [0]
-    visits = [max(plan.blocks[i].visits for i in shard.blocks) for shard in plan.shards]
-    needs = [(s.slot_bytes, max(s.forward_work_bytes, s.backward_work_bytes)) for s in plan.shards]
-    first = _first_kept(needs, budget_bytes - plan.held_bytes - plan.step_bytes)
-    return [v if n < first else min(v, 1) for n, v in enumerate(visits)]
+def _first_kept(profiles: Sequence[BlockProfile], room_bytes: int) -> int:
+    """The first of the blocks, with one a shard, that are on the device from their forward to their backward.
 
-
-def _first_kept(needs: Sequence[tuple[int, int]], room_bytes: int) -> int:
-    """The first of the shards that are on the device from their forward to their backward.
-
-    `needs` are slot and work of each. Whoever is kept leaves room for those after it, up to each one and
-    its work: after that one's backward its copy goes first (see `slots.py`).
+    Whoever is kept leaves room for those after it, up to each one and its work: after that one's backward its copy
+    goes first (see `slots.py`).
     """
+    kept = len(profiles)
     after = 0  # what the later ones need at most, all slots up to one of them and its work
-    for i in reversed(range(len(needs))):
-        slot, work = needs[i]
-        if slot + after > room_bytes:
-            return i + 1
-        after = slot + max(work, after)
-    return 0
+    for i, p in reversed([*enumerate(profiles)]):
+        if p.weight_bytes + after > room_bytes:
+            break
+        after = p.weight_bytes + max(p.work_bytes, after)
+        kept = i if p.visits == 2 else kept
+    return kept
 
 
-def summary_of(plan: TrialPlan | None, budget_bytes: int) -> dict[str, Any]:
-    """A plan as plain data, on a device of this budget; before there is one, the same without figures."""
-    plan = plan or TrialPlan(False, (), (), 0, 0)
-    shards = list(zip(plan.shards, promotions(plan, budget_bytes), strict=True))
+def summary_of(plan: TrialPlan) -> dict[str, Any]:
+    """A plan as plain data."""
     return {
         "resident": plan.resident,
         "held_bytes": plan.held_bytes,
         "step_bytes": plan.step_bytes,
         "weight_bytes": sum(p.weight_bytes for p in plan.blocks),
-        "promoted_bytes_per_step": sum(shard.slot_bytes * times for shard, times in shards),
-        "shards": [
-            {**vars(shard), "blocks": [plan.blocks[i].name for i in shard.blocks], "promotions_per_step": times}
-            for shard, times in shards
-        ],
+        "shards": [{**vars(shard), "blocks": [plan.blocks[i].name for i in shard.blocks]} for shard in plan.shards],
         "cut": {what: {**reasons} for what, reasons in vars(plan.cut).items()},
         "keeps": {p.name: p.keeps for p in plan.blocks if p.keeps},
     }

@@ -57,7 +57,7 @@ class Planner:
         self._shard_of: dict[str, int] = {}
         self._uses: Counter[int] = Counter()  # of weights, by id: the blocks that have them
         self._settings: set[Hashable] = set()
-        self._summary = partition.summary_of(None, 0)
+        self._summary = partition.summary_of(TrialPlan(False, (), (), 0, 0))
 
     def start(self) -> None:
         """Cut the model, or the models, that the trial has now."""
@@ -125,7 +125,7 @@ class Planner:
             if self._is_changed:
                 self._adopt_cut(self._cut)
             self._plans = plans = self._make_plans()
-            self._summary = partition.summary_of(plans.get(True) or plans[False], self._trial.pool.budget_bytes)
+            self._summary = partition.summary_of(plans.get(True) or plans[False])
         self._known.plan = plan = self._plans.get(kind.trains) or self._plans[True]
         return plan
 
@@ -169,19 +169,17 @@ class Planner:
         try:
             self.plan_for(first.kinds[0])
         except BlockTooLargeError as error:  # beside what its step holds, which was not known when it was measured
-            cut = self._opened(next(b for b in self.blocks if b.name == error.block), TOO_LARGE)
-            if cut is not None:  # the next step is measured anew
+            if partition.has_children(self._trial.model.get_submodule(error.block)):  # the next step is measured anew
                 self._measures = []
-                self._adopt_cut(cut)
+                self._adopt_cut(self._cut.adding("opened", error.block, TOO_LARGE))
                 return
         except BudgetError:  # which the next forward raises
             pass
         self._known.add(measure)
 
     def give_up_first(self, *, trained: bool = False) -> FirstStep | None:
-        first, trial = self.first, self._trial
+        (first, self.first), trial = (self.first, None), self._trial
         if first is not None:
-            self.first = None
             first.end()
             trial.pool.tell(PilotDone(trial.id, first.peak_bytes, trained))
             trial.residency.bring_home(trial.optimizers)
@@ -189,18 +187,14 @@ class Planner:
 
     def open_block(self, block: Block, reason: str) -> None:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
-        opened = self._opened(block, reason)
-        if opened is None and reason.startswith(TOO_LARGE):
+        opens = partition.has_children(block.module)
+        if not opens and reason.startswith(TOO_LARGE):
             raise BlockTooLargeError(
                 block.name,
                 f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights, but beside what its step "
                 f"holds {reason.rstrip('.')}. {self._cut.advice()}",
             )
-        self._adopt_cut(opened or self._cut.adding("kept", block.name, reason))
-
-    def _opened(self, block: Block, reason: str) -> Cut | None:
-        """The cut with the block's children in its place; None if it has none."""
-        return self._cut.adding("opened", block.name, reason) if partition.has_children(block.module) else None
+        self._adopt_cut(self._cut.adding("opened" if opens else "kept", block.name, reason))
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         """Within a first step: a weight of this block is on the device from here on; the block as it is then."""

@@ -31,7 +31,7 @@ from hydra_tune.events import (
     TaskReady,
     TrialAdded,
 )
-from hydra_tune.partition import find_blocks, make_plan, pack_shards, promotions
+from hydra_tune.partition import find_blocks, make_plan, pack_shards
 from hydra_tune.planning.kind import Kind
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
@@ -221,15 +221,6 @@ def test_no_cut_is_worse_than_children_in_order(case):
     assert found <= case.cost(case.plan(first_fit(case.profiles, case.limit)))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(cases(max_blocks=6) | cases(max_blocks=6, first_visits=1))
-def test_a_plan_says_how_often_each_shard_is_promoted(case):
-    for plan in [case.plan(), *allowed_cuts(case)]:
-        times = promotions(plan, case.budget)
-        promised = sum(n * s.slot_bytes for n, s in zip(times, plan.shards, strict=True))
-        assert promised == promoted_bytes(plan, case.budget)
-
-
 def cut(sizes, room, work=0):
     return [s.slot_bytes for s in pack_shards([block(size, work) for size in sizes], room)]
 
@@ -258,7 +249,6 @@ def test_a_block_without_visits_is_never_promoted_and_one_without_backward_once(
     case = Case(profiles, held=0, step=0, room=40)
     plan = case.plan()
     assert [s.blocks for s in plan.shards] == [(0,), (1, 2), (3, 4), (5,)]
-    assert promotions(plan, 40) == [0, 1, 1, 1]
     assert promoted_bytes(plan, 40) == 50
 
 
@@ -470,7 +460,7 @@ def test_a_pilot_on_a_batch_covers_smaller_ones():
     assert not measured.covers(kind(4, 16, 1))
 
 
-# ---- the promise: a plan's bytes are those of real steps ----
+# ---- a plan's bytes are those of real steps ----
 
 
 def real_step(build, batch, budget):
@@ -497,12 +487,10 @@ def weight_bytes(build):
 
 @pytest.mark.parametrize("build", [gpt, hf_gpt2], ids=["gpt", "tied"])
 @pytest.mark.parametrize(("share", "least", "most"), [(0.5, 1.7, 1.95), (0.8, 1.4, 1.7), (1.3, 1.0, 1.01)])
-def test_a_step_promotes_the_bytes_that_the_report_promises(build, share, least, most):
+def test_a_step_promotes_no_more_than_it_must(build, share, least, most):
     """Between twice the weights, where all but the last shards are promoted again, and once, where all stay."""
     weights = weight_bytes(build)
     trial, promoted = real_step(build, bytes_batch, int(share * weights))
-    assert promoted == trial["promoted_bytes_per_step"]
-    assert promoted == sum(s["slot_bytes"] * s["promotions_per_step"] for s in trial["shards"])
     assert least <= promoted / trial["weight_bytes"] < most
 
 
@@ -527,28 +515,26 @@ class PartlyTrained(nn.Module):
         return x
 
 
-def test_only_what_a_step_visits_is_promised():
+def test_only_what_a_step_visits_is_promoted():
     trial, promoted = real_step(PartlyTrained, vector_batch, int(0.5 * weight_bytes(PartlyTrained)))
-    assert promoted == trial["promoted_bytes_per_step"]
-    uncalled, *called = trial["shards"]
-    assert (uncalled["blocks"], uncalled["promotions_per_step"]) == (["layers.5"], 0)
-    frozen = {f"layers.{i}" for i in range(3)}
-    assert all(s["promotions_per_step"] == 1 for s in called if frozen & set(s["blocks"]))
-    assert called[3]["promotions_per_step"] == 1, "of its input, which stays, its weight's gradient is made"
-    assert called[4]["promotions_per_step"] == 2
+    assert [s["blocks"] for s in trial["shards"]] == [[f"layers.{i}"] for i in (5, 0, 1, 2, 3, 4, 6, 7, 8)]
+    assert promoted == (8 + 2) * trial["shards"][0]["slot_bytes"], (
+        "each that is called, but two again: not the frozen ones, nor that behind them, whose input stays, nor the last"
+    )
 
 
-def test_a_promise_counts_no_buffers():
+def test_buffers_are_not_promoted():
     """They live on the device."""
     trial, promoted = real_step(Normalised, vector_batch, int(0.8 * weight_bytes(Normalised)))
-    assert len(trial["shards"]) >= 6
-    assert promoted == trial["promoted_bytes_per_step"]
+    slots = [s["slot_bytes"] for s in trial["shards"]]
+    assert len(slots) == 6
+    assert promoted == sum(slots) + sum(slots[:3])
 
 
-def test_a_resident_trial_promises_nothing():
+def test_a_resident_trial_promotes_nothing():
     trial, promoted = real_step(gpt, bytes_batch, 40 * weight_bytes(gpt))
     assert trial["resident"]
-    assert promoted == trial["promoted_bytes_per_step"] == 0
+    assert promoted == 0
 
 
 def test_a_plan_whose_step_was_measured_is_cut_for_what_the_step_takes():

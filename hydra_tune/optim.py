@@ -93,8 +93,8 @@ def _told(options: dict[str, Any]) -> str:
     return repr(tree_map(told_of, {key: value for key, value in sorted(options.items()) if key != "params"}))
 
 
-# by class, and options, shape and dtype of a parameter: bytes of state, of temporaries, and whether all are at once
-_known: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[int, int, bool]]] = weakref.WeakKeyDictionary()
+# by class, and options, shape and dtype of a parameter: bytes of state, of temporaries that all have at once, or one has
+_known: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[int, int, int]]] = weakref.WeakKeyDictionary()
 
 
 def _stepped_bytes(
@@ -112,16 +112,14 @@ def _stepped_bytes(
             kind = options, p.size(), p.stride(), p.dtype
             if kind not in known:
                 known[kind] = _measured(type(optimizer), own, p)
-            state, scratch, at_once = known[kind]
+            state, together, alone = known[kind]
             state_bytes += state
-            if at_once and not group.get("fused"):
-                together_bytes += scratch
-            elif not group.get("fused"):
-                alone_bytes = max(alone_bytes, _FEW * scratch)
+            if not group.get("fused"):
+                together_bytes, alone_bytes = together_bytes + together, max(alone_bytes, alone)
     return state_bytes, together_bytes + alone_bytes
 
 
-def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: torch.Tensor) -> tuple[int, int, bool]:
+def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: torch.Tensor) -> tuple[int, int, int]:
     """Nobody draws other random numbers for it, nor is any hook called.
 
     Raises:
@@ -130,27 +128,23 @@ def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: 
     if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
         raise RuntimeError("hooks of all optimizers would be called")
 
-    def measure() -> list[tuple[int, int]]:
-        found = []
-        for number in (_FEW, _MANY):
-            parameters = [nn.Parameter(torch.empty_like(like, device="meta")) for _ in range(number)]
-            for p in parameters:
-                p.grad = torch.empty_like(p)
-            optimizer: Any = make([{"params": parameters, **copy.deepcopy(options)}])  # type: ignore[call-arg]
-            step = type(optimizer).step
-            step = step.__wrapped__ if getattr(step, "hooked", False) else step
-            with LiveBytes():
-                step(optimizer)  # makes its state
-            with LiveBytes() as temporaries:
-                step(optimizer)
-            state_bytes = sum(tensor_bytes(v) for v in tensors_in(list(optimizer.state.values())))
-            found.append((state_bytes, temporaries.peak_bytes))
-        return found
+    def step_copy(number: int) -> tuple[int, int]:
+        parameters = [nn.Parameter(torch.empty_like(like, device="meta")) for _ in range(number)]
+        for p in parameters:
+            p.grad = torch.empty_like(p)
+        optimizer: Any = make([{"params": parameters, **copy.deepcopy(options)}])  # type: ignore[call-arg]
+        step = type(optimizer).step
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        with LiveBytes():
+            step(optimizer)  # makes its state
+        with LiveBytes() as temporaries:
+            step(optimizer)
+        return sum(tensor_bytes(v) for v in tensors_in(list(optimizer.state.values()))), temporaries.peak_bytes
 
     with state_kept(), torch.no_grad():
-        ((_, few), (state_bytes, many)), _ = watching_draws(measure)
+        ((_, few), (state_bytes, many)), _ = watching_draws(lambda: (step_copy(_FEW), step_copy(_MANY)))
     at_once = many > few * (_FEW + _MANY) / (2 * _FEW)
-    return math.ceil(state_bytes / _MANY), math.ceil(many / _MANY if at_once else few / _FEW), at_once
+    return math.ceil(state_bytes / _MANY), *((math.ceil(many / _MANY), 0) if at_once else (0, few))
 
 
 class LiveBytes(ThreadMode):

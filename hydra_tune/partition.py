@@ -47,18 +47,16 @@ def find_blocks(
         if size == 0 or name in kept:
             return
         stack = isinstance(module, _STACKS)
-        gradients = sum(tensor_bytes(p) for p in module.parameters() if p.requires_grad)
-        too_large = size + gradients > limit_bytes
-        opens = stack or name in opened or too_large or (not in_stack and _contains_stack(module))
-        children = children_of(module) if opens else []
-        if not children:
+        size += sum(tensor_bytes(p) for p in module.parameters() if p.requires_grad)
+        opens = stack or name in opened or size > limit_bytes or (not in_stack and _contains_stack(module))
+        children = children_of(module) if opens or not name else []
+        if name and not children:
             yield name, module
         for child_name, child in children:
-            yield from walk(f"{name}.{child_name}", child, in_stack=in_stack or stack)
+            yield from walk(f"{name}.{child_name}".lstrip("."), child, in_stack=in_stack or stack)
 
-    for name, child in root.named_children():
-        for found_name, module in walk(name, child, in_stack=isinstance(root, _STACKS)):
-            blocks.setdefault(module, found_name)
+    for found_name, module in walk("", root, in_stack=False):
+        blocks.setdefault(module, found_name)
     return {name: module for module, name in blocks.items()}
 
 

@@ -109,7 +109,7 @@ class Planner:
         if found is None or plan is None or not plan.resident:
             refuse_computed_weights(trial.model)
         if found is not None:
-            self._count(replace(found, kinds=(kind,), trains=kind.trains))
+            self._count(replace(found, kinds=(kind,)))
         return found is not None
 
     def _count(self, measure: StepMeasure) -> None:
@@ -164,7 +164,7 @@ class Planner:
         first = self.give_up_first(trained=trained)
         assert first is not None
         profiles = first.profiles_beside(step_bytes)
-        measure = StepMeasure(tuple(first.kinds), first.trains, self._cut, profiles, step_bytes, first.kept_bytes)
+        measure = StepMeasure(tuple(first.kinds), self._cut, profiles, step_bytes, first.kept_bytes)
         self._count(measure)
         try:
             self.plan_for(first.kinds[0])

@@ -39,11 +39,14 @@ class StepMeasure:
     """What a first step with forwards of these kinds has shown: blocks in the order in which they ran."""
 
     kinds: tuple[Kind, ...]
-    trains: bool
     cut: Cut
     blocks: dict[str, BlockProfile]
     step_bytes: int
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
+
+    @property
+    def trains(self) -> bool:
+        return any(kind.trains for kind in self.kinds)
 
     def covers(self, kind: Kind) -> bool:
         return any(own.covers(kind) for own in self.kinds)

@@ -137,12 +137,7 @@ def main() -> None:
         "one after another over the larger": medians["one after another"] / larger,
         "one after another over the sum": medians["one after another"] / (medians["computing"] + medians["copying"]),
     }
-    sizes = {
-        "layers": LAYERS,
-        "width": WIDTH,
-        "batch": BATCH,
-        "promotions": [s["promotions_per_step"] for s in plain.shards],
-    }
+    sizes = {"layers": LAYERS, "width": WIDTH, "batch": BATCH}
     path = save("overlap_cpu", {"goal": GOAL, **sizes, "median_seconds": medians, **figures})
     for name, value in medians.items():
         print(f"{name:18} {value * 1e3:8.1f} ms")

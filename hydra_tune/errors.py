@@ -44,7 +44,7 @@ class UntraceableError(PrepareError, AttributeError):
 
 class BudgetError(HydraTuneError, ValueError):
     """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered. `lack` is how
-    much more: what it needs, as far as that was measured, over what there is, less 1; 1.0 where nothing was."""
+    much more: what it needs, or a guess at it, over what there is, less 1; 1.0 where there is none."""
 
     lack = 1.0
 

@@ -16,12 +16,12 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from hydra_tune.optim import options_of
 from hydra_tune.own_forward import StandIn, own_forward_of
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
@@ -33,16 +33,14 @@ _numbers: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
 _count = itertools.count()
 
 
-@dataclass(frozen=True)
-class PlanKey:
-    """`kinds` are the classes that the digest tells apart: without one of them no model has this key any more."""
-
-    digest: bytes
-    kinds: tuple[weakref.ref[type], ...] = field(compare=False)
-
-    @property
-    def can_be_met(self) -> bool:
-        return all(kind() is not None for kind in self.kinds)
+def plan_key(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
+    """Equal for trials of one architecture and dtype, whatever their learning rates."""
+    order = {id(p): i for i, p in enumerate(model.parameters())}
+    options = [
+        (_number_of(type(optimizer)), [(told, [order.get(id(p)) for p in own]) for told, own in options_of(optimizer)])
+        for optimizer in optimizers
+    ]
+    return _digest((Fingerprint().of_model(model), options))
 
 
 class Fingerprint:
@@ -52,22 +50,20 @@ class Fingerprint:
     deepest = 12
 
     def __init__(self) -> None:
-        self._kinds: set[type] = set()
         # What was met, by id. Values are kept: the next one may get the id of one that is collected.
         self._known: dict[int, tuple[Any, Hashable]] = {}
         self._modules: set[int] = set()  # by id; wherever else they are met, they are known
 
-    def key(self, *parts: object) -> PlanKey:
-        return PlanKey(_digest(parts), tuple(map(weakref.ref, self._kinds)))
-
-    def number(self, kind: type) -> int:
-        self._kinds.add(kind)
-        return _numbers.setdefault(kind, next(_count))
-
-    def of_model(self, model: nn.Module) -> Hashable:
+    def of_model(self, model: nn.Module) -> bytes:
         """Of PyTorch's own modules numbers count as zero or not (dropout keeps a mask or it doesn't)."""
         self._modules.update(map(id, model.modules()))
-        return _digest([(name, self.number(type(m)), self._of_module(m)) for name, m in model.named_modules()])
+        order = {id(p): i for i, p in enumerate(model.parameters())}  # equal numbers are tied
+        weights = [
+            (name, order[id(p)], p.requires_grad, _of_values(p, 0 if p.requires_grad else 1))
+            for name, p in model.named_parameters(remove_duplicate=False)
+        ]
+        modules = [(name, _number_of(type(m)), self._of_module(m)) for name, m in model.named_modules()]
+        return _digest((weights, modules))
 
     def tensors_within(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """Those that these objects lead to."""
@@ -80,32 +76,32 @@ class Fingerprint:
         if type(module).__module__.startswith("torch.nn."):
             own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
             buffers = {}  # they decide nothing (a count of batches)
-        values = [(k, None if b is None else _values_of(b, _FEW)) for k, b in buffers.items()]
+        values = [(k, None if b is None else _of_values(b, _FEW)) for k, b in buffers.items()]
         return (*((k, self._of(v, 0)) for k, v in own.items()), *values, self._of(own_forward_of(module), 0))
 
     def _of(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, type):
-            return self.number(value)
+            return _number_of(value)
         if type(value) in PLAIN:
             return marshal.dumps(value, 2)  # of any length, to the bit
         if depth > self.deepest:
-            return self.number(type(value))
+            return _number_of(type(value))
         if id(value) not in self._known:
-            kind = self.number(type(value))
+            kind = _number_of(type(value))
             self._known[id(value)] = value, kind  # met again within itself
             self._known[id(value)] = value, _digest((kind, self._of_object(value, depth + 1)))
         return self._known[id(value)][1]
 
     def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
-        return _values_of(tensor, _MANY)
+        return _of_values(tensor, _MANY)
 
     def _of_object(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, StandIn):
             return self._of(value.own, depth)
         if isinstance(value, nn.Module):
-            return None if id(value) in self._modules else (self.of_model(value), _weights_of(value))
-        if isinstance(value, (torch.dtype, torch.device, types.ModuleType)):
-            return str(value)
+            return None if id(value) in self._modules else self.of_model(value)
+        if isinstance(value, types.ModuleType):
+            return value.__name__
         if type(value).__module__ == "numpy":
             return getattr(value, "shape", None), repr(value.tolist()) if getattr(value, "size", 1) <= _MANY else None
         own = self._of(vars(value), depth) if hasattr(value, "__dict__") else None
@@ -118,36 +114,25 @@ class Fingerprint:
             return tuple(self._of(item, depth) for item in items), own
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-            defaults = value.__defaults__ or (), value.__kwdefaults__ or {}
+            defaults = value.__defaults__, value.__kwdefaults__
             return marshal.dumps(value.__code__, 2), self._of([value.__module__, *cells, *defaults], depth), own
         if isinstance(value, types.MethodType):
             return self._of([value.__func__, value.__self__], depth)
-        return self._of(_reduced(value), depth), own
+        try:
+            reduced = value.__reduce_ex__(2)  # what pickle would keep
+        except Exception:  # it can't: a lock, a generator
+            reduced = None
+        return self._of(reduced if isinstance(reduced, str) else list((reduced or ())[:3]), depth), own
 
 
-def _values_of(tensor: torch.Tensor, most: int) -> Hashable:
+def _of_values(tensor: torch.Tensor, most: int) -> Hashable:
     """Themselves, if they are few."""
     few = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() <= most
     return tuple(tensor.shape), tensor.dtype, repr(tensor.tolist()) if few else None
 
 
-def _weights_of(module: nn.Module) -> Hashable:
-    return tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
-
-
-def _reduced(value: Any) -> Any:
-    """What pickle would keep of an object; None of what it can't keep (a lock, a generator)."""
-    try:
-        reduced = value.__reduce_ex__(2)
-    except Exception:
-        return None
-    return list(reduced[:3]) if isinstance(reduced, tuple) else reduced
-
-
-def slots_of(kind: type) -> list[str]:
-    """The names of attributes that instances have in slots."""
-    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return [name for names in found for name in ((names,) if isinstance(names, str) else names) if name[:2] != "__"]
+def _number_of(kind: type) -> int:
+    return _numbers.setdefault(kind, next(_count))
 
 
 def _digest(parts: object) -> bytes:

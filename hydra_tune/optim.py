@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_map
 
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.mode import ThreadMode
@@ -58,13 +59,14 @@ def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     return sum(p.nbytes for p in parameters) + gradients + state
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[Hashable, list[nn.Parameter]]]:
+def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, list[nn.Parameter]]]:
     """What decides the bytes that it takes: each group's options, of which a rate counts as zero or not, and its
     parameters."""
     defaults = getattr(optimizer, "defaults", None)
-    groups = getattr(optimizer, "param_groups", [])
-    own = ({k: v for k, v in group.items() if defaults is None or k in defaults} for group in groups)
-    return [(_plain_options(options), group["params"]) for options, group in zip(own, groups, strict=True)]
+    return [
+        (_told({k: v for k, v in group.items() if defaults is None or k in defaults}), group["params"])
+        for group in optimizer.param_groups
+    ]
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -82,22 +84,17 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
                 own[key] = value.to(own[key].device)
 
 
-def _plain_options(group: dict[str, Any]) -> tuple[tuple[str, Hashable], ...]:
-    return tuple((key, _plain(value)) for key, value in sorted(group.items()) if key != "params")
+def _told(options: dict[str, Any]) -> str:
+    def told_of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), value.dtype
+        return value != 0 if isinstance(value, float) else value
+
+    return repr(tree_map(told_of, {key: value for key, value in sorted(options.items()) if key != "params"}))
 
 
-def _plain(value: Any) -> Hashable:
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value != 0
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
-    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else repr(value)
-
-
-# by class, and options, shape and dtype of a parameter: bytes of state, of temporaries, and whether all are at once
-_known: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[int, int, bool]]] = weakref.WeakKeyDictionary()
+# by class, and options, shape and dtype of a parameter: bytes of state, of temporaries that all have at once, or one has
+_known: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[int, int, int]]] = weakref.WeakKeyDictionary()
 
 
 def _stepped_bytes(
@@ -110,21 +107,19 @@ def _stepped_bytes(
         own |= {key: False for key in ("fused", "capturable") if key in own}  # for which meta tensors are no device
         if own.get("foreach", False) is None:
             own["foreach"] = foreach_by_default and not isinstance(optimizer, torch.optim.Adafactor)  # a loop anywhere
-        options = _plain_options(own)
+        options = _told(own)
         for p in wanted.intersection(group["params"]):
             kind = options, p.size(), p.stride(), p.dtype
             if kind not in known:
                 known[kind] = _measured(type(optimizer), own, p)
-            state, scratch, at_once = known[kind]
+            state, together, alone = known[kind]
             state_bytes += state
-            if at_once and not group.get("fused"):
-                together_bytes += scratch
-            elif not group.get("fused"):
-                alone_bytes = max(alone_bytes, _FEW * scratch)
+            if not group.get("fused"):
+                together_bytes, alone_bytes = together_bytes + together, max(alone_bytes, alone)
     return state_bytes, together_bytes + alone_bytes
 
 
-def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: torch.Tensor) -> tuple[int, int, bool]:
+def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: torch.Tensor) -> tuple[int, int, int]:
     """Nobody draws other random numbers for it, nor is any hook called.
 
     Raises:
@@ -133,35 +128,31 @@ def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: 
     if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
         raise RuntimeError("hooks of all optimizers would be called")
 
-    def measure() -> list[tuple[int, int]]:
-        found = []
-        for number in (_FEW, _MANY):
-            parameters = [nn.Parameter(torch.empty_like(like, device="meta")) for _ in range(number)]
-            for p in parameters:
-                p.grad = torch.empty_like(p)
-            optimizer: Any = make([{"params": parameters, **copy.deepcopy(options)}])  # type: ignore[call-arg]
-            step = type(optimizer).step
-            step = step.__wrapped__ if getattr(step, "hooked", False) else step
-            with LiveBytes():
-                step(optimizer)  # makes its state
-            with LiveBytes() as temporaries:
-                step(optimizer)
-            state_bytes = sum(tensor_bytes(v) for v in tensors_in(list(optimizer.state.values())))
-            found.append((state_bytes, temporaries.peak_bytes))
-        return found
+    def step_copy(number: int) -> tuple[int, int]:
+        parameters = [nn.Parameter(torch.empty_like(like, device="meta")) for _ in range(number)]
+        for p in parameters:
+            p.grad = torch.empty_like(p)
+        optimizer: Any = make([{"params": parameters, **copy.deepcopy(options)}])  # type: ignore[call-arg]
+        step = type(optimizer).step
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        with LiveBytes():
+            step(optimizer)  # makes its state
+        with LiveBytes() as temporaries:
+            step(optimizer)
+        return sum(tensor_bytes(v) for v in tensors_in(list(optimizer.state.values()))), temporaries.peak_bytes
 
     with state_kept(), torch.no_grad():
-        ((_, few), (state_bytes, many)), _ = watching_draws(measure)
+        ((_, few), (state_bytes, many)), _ = watching_draws(lambda: (step_copy(_FEW), step_copy(_MANY)))
     at_once = many > few * (_FEW + _MANY) / (2 * _FEW)
-    return math.ceil(state_bytes / _MANY), math.ceil(many / _MANY if at_once else few / _FEW), at_once
+    return math.ceil(state_bytes / _MANY), *((math.ceil(many / _MANY), 0) if at_once else (0, few))
 
 
 class LiveBytes(ThreadMode):
-    """Bytes of the storages that operators make, while they live. A number that is read of a meta tensor is 1."""
+    """The most that storages take at once that operators make. A number that is read of a meta tensor is 1."""
 
     def __init__(self) -> None:
-        self.live_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
+        self.peak_bytes = 0
+        self._living: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
@@ -169,16 +160,7 @@ class LiveBytes(ThreadMode):
         is_new = func is torch.ops.aten.lift_fresh.default  # what `torch.tensor` has made
         given = set() if is_new else {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
         made = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(made):
-            storage = tensor.untyped_storage()
-            key, num_bytes = storage._cdata, storage.nbytes()
-            if key not in given and key not in self._known:
-                self._known.add(key)
-                self.live_bytes += num_bytes
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-                weakref.finalize(storage, self._forget, key, num_bytes)
+        storages = [t.untyped_storage() for t in tensors_in(made)]
+        self._living.update({s: s.nbytes() for s in storages if s._cdata not in given})
+        self.peak_bytes = max(self.peak_bytes, sum(self._living.values()))
         return made
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= num_bytes

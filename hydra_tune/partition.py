@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
-from math import inf
-from operator import ge
 from typing import Any
 
 import torch
@@ -22,9 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hydra_tune.blocks.block import Block
 from hydra_tune.config import format_apart, format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError
-from hydra_tune.fingerprint import Fingerprint, PlanKey
 from hydra_tune.host_buffer import tensor_bytes
-from hydra_tune.optim import options_of
 from hydra_tune.root import SeveralModels
 from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
 from hydra_tune.tree import flatten, tensors_in
@@ -32,6 +27,7 @@ from hydra_tune.tree import flatten, tensors_in
 # 5 ms on the fastest links, ten times what a task costs the host; larger ones crowd others out
 MOST_SLOT_BYTES = 1 << 28
 UNMEASURED = "no first step has called it"
+Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -51,18 +47,16 @@ def find_blocks(
         if size == 0 or name in kept:
             return
         stack = isinstance(module, _STACKS)
-        gradients = sum(tensor_bytes(p) for p in module.parameters() if p.requires_grad)
-        too_large = size + gradients > limit_bytes
-        opens = stack or name in opened or too_large or (not in_stack and _contains_stack(module))
-        children = children_of(module) if opens else []
-        if not children:
+        size += sum(tensor_bytes(p) for p in module.parameters() if p.requires_grad)
+        opens = stack or name in opened or size > limit_bytes or (not in_stack and _contains_stack(module))
+        children = children_of(module) if opens or not name else []
+        if name and not children:
             yield name, module
         for child_name, child in children:
-            yield from walk(f"{name}.{child_name}", child, in_stack=in_stack or stack)
+            yield from walk(f"{name}.{child_name}".lstrip("."), child, in_stack=in_stack or stack)
 
-    for name, child in root.named_children():
-        for found_name, module in walk(name, child, in_stack=isinstance(root, _STACKS)):
-            blocks.setdefault(module, found_name)
+    for found_name, module in walk("", root, in_stack=False):
+        blocks.setdefault(module, found_name)
     return {name: module for module, name in blocks.items()}
 
 
@@ -99,8 +93,8 @@ def blocks_of(
     blocks = []
     for name in dict.fromkeys((*known, *modules)):
         block = Block(name, modules[name], held=[*held.intersection(modules[name].parameters())])
-        if name in old and _are_alike(old[name], block):
-            block = old[name]
+        if (former := old.get(name)) is not None and _what_runs(former) == _what_runs(block):
+            block = former
         profile = known.get(name, BlockProfile(name, 0))
         block.keeps = (profile.keeps if profile.visits else UNMEASURED) or block.keeps
         block.clones, block.writes_buffers = profile.clones or block.clones, profile.writes_buffers
@@ -109,10 +103,9 @@ def blocks_of(
     return blocks
 
 
-def _are_alike(a: Block, b: Block) -> bool:
-    """Whether both promote the same parameters, and run the same forward."""
-    same = [*map(id, a.slot_parameters)] == [*map(id, b.slot_parameters)]
-    return same and a.module is b.module and a.own_forward is b.own_forward
+def _what_runs(block: Block) -> list[int]:
+    """Equal where the same parameters are promoted, for the same forward."""
+    return [*map(id, (block.module, block.own_forward, *block.slot_parameters))]
 
 
 def make_plan(
@@ -181,115 +174,67 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
 
     Known slack: with blocks that have no backward there may be one shard too many.
     """
-    limit = min((room_bytes - max((p.work_bytes for p in profiles), default=0)) // 2, MOST_SLOT_BYTES)
-    first = _first_kept([(p.weight_bytes, p.work_bytes) for p in profiles], room_bytes)
-    kept = next((i for i in range(first, len(profiles)) if profiles[i].visits == 2), len(profiles))
-    shards: list[Shard] = []
-    for _, run in groupby(range(kept), lambda i: profiles[i].visits):
-        shards += _pack_run(profiles, list(run), limit)
-    return (*shards, *_pack_run(profiles, range(kept, len(profiles)), limit, room_bytes))
+    most = min((room_bytes - max((p.work_bytes for p in profiles), default=0)) // 2, MOST_SLOT_BYTES)
+    kept = _first_kept(profiles, room_bytes)
+
+    def filled(limit: int) -> list[list[int]]:
+        parts: list[list[int]] = []
+        size = work = kept_bytes = 0
+        for i, p in enumerate(profiles):
+            size, work = size + p.weight_bytes, max(work, p.work_bytes)
+            kept_bytes += p.weight_bytes if i >= kept else 0
+            begins = i in (0, kept) or (i < kept and p.visits != profiles[i - 1].visits)
+            if begins or size > limit or kept_bytes + work > room_bytes:
+                parts.append([])
+                size, work = p.weight_bytes, p.work_bytes
+            parts[-1].append(i)
+        return parts
+
+    fewest = len(filled(most))
+    least = bisect_left(range(most + 1), True, key=lambda limit: len(filled(limit)) <= fewest)
+    return tuple(_shard_of(part, [profiles[i] for i in part]) for part in filled(least))
 
 
-def promotions(plan: TrialPlan, budget_bytes: int) -> list[int]:
-    """How often a step promotes each shard, on a device of this budget without other trials."""
-    if plan.resident:
-        return [0]
-    visits = [max(plan.blocks[i].visits for i in shard.blocks) for shard in plan.shards]
-    needs = [(s.slot_bytes, max(s.forward_work_bytes, s.backward_work_bytes)) for s in plan.shards]
-    first = _first_kept(needs, budget_bytes - plan.held_bytes - plan.step_bytes)
-    return [v if n < first else min(v, 1) for n, v in enumerate(visits)]
+def _shard_of(numbers: Sequence[int], blocks: Sequence[BlockProfile]) -> Shard:
+    return Shard(
+        tuple(numbers),
+        sum(p.weight_bytes for p in blocks),
+        max(p.forward_work_bytes for p in blocks),
+        max(p.backward_work_bytes for p in blocks),
+        max(p.boundary_bytes for p in blocks),
+    )
 
 
-def _first_kept(needs: Sequence[tuple[int, int]], room_bytes: int) -> int:
-    """The first of the shards that are on the device from their forward to their backward.
+def _first_kept(profiles: Sequence[BlockProfile], room_bytes: int) -> int:
+    """The first of the blocks, with one a shard, that are on the device from their forward to their backward.
 
-    `needs` are slot and work of each. Whoever is kept leaves room for those after it, up to each one and
-    its work: after that one's backward its copy goes first (see `slots.py`).
+    Whoever is kept leaves room for those after it, up to each one and its work: after that one's backward its copy
+    goes first (see `slots.py`).
     """
+    kept = len(profiles)
     after = 0  # what the later ones need at most, all slots up to one of them and its work
-    for i in reversed(range(len(needs))):
-        slot, work = needs[i]
-        if slot + after > room_bytes:
-            return i + 1
-        after = slot + max(work, after)
-    return 0
+    for i, p in reversed([*enumerate(profiles)]):
+        if p.weight_bytes + after > room_bytes:
+            break
+        after = p.weight_bytes + max(p.work_bytes, after)
+        kept = i if p.visits == 2 else kept
+    return kept
 
 
-def _pack_run(
-    profiles: Sequence[BlockProfile], run: Sequence[int], limit_bytes: int, room_bytes: float = inf
-) -> Iterator[Shard]:
-    """The fewest shards for a run of blocks, and of these the smallest; together within `room_bytes`."""
-    blocks = [profiles[i] for i in run]
-    fewest = len(_ends(blocks, limit_bytes, room_bytes))
-    least = bisect_left(range(limit_bytes + 1), True, key=lambda limit: len(_ends(blocks, limit, room_bytes)) <= fewest)
-    for start, end in pairwise([0, *_ends(blocks, least, room_bytes)]):
-        part = blocks[start:end]
-        yield Shard(
-            tuple(run[start:end]),
-            sum(p.weight_bytes for p in part),
-            max(p.forward_work_bytes for p in part),
-            max(p.backward_work_bytes for p in part),
-            max(p.boundary_bytes for p in part),
-        )
-
-
-def _ends(blocks: Iterable[BlockProfile], limit_bytes: int, room_bytes: float) -> list[int]:
-    """Where shards end that hold all they can: `limit_bytes`, if more than one block, and all blocks so far
-    within `room_bytes` beside the shard's work."""
-    ends: list[int] = []
-    total = size = work = i = 0
-    for i, p in enumerate(blocks, 1):
-        total += p.weight_bytes
-        size += p.weight_bytes
-        work = max(work, p.work_bytes)
-        if i > 1 and (size > limit_bytes or total + work > room_bytes):
-            ends.append(i - 1)
-            size, work = p.weight_bytes, p.work_bytes
-    return [*ends, i] if i else []
-
-
-def summary_of(plan: TrialPlan | None, budget_bytes: int) -> dict[str, Any]:
-    """A plan as plain data, on a device of this budget; before there is one, the same without figures."""
-    plan = plan or TrialPlan(False, (), (), 0, 0)
-    shards = list(zip(plan.shards, promotions(plan, budget_bytes), strict=True))
+def summary_of(plan: TrialPlan) -> dict[str, Any]:
+    """A plan as plain data."""
     return {
         "resident": plan.resident,
         "held_bytes": plan.held_bytes,
         "step_bytes": plan.step_bytes,
         "weight_bytes": sum(p.weight_bytes for p in plan.blocks),
-        "promoted_bytes_per_step": sum(shard.slot_bytes * times for shard, times in shards),
-        "shards": [
-            {**vars(shard), "blocks": [plan.blocks[i].name for i in shard.blocks], "promotions_per_step": times}
-            for shard, times in shards
-        ],
+        "shards": [{**vars(shard), "blocks": [plan.blocks[i].name for i in shard.blocks]} for shard in plan.shards],
         "cut": {what: {**reasons} for what, reasons in vars(plan.cut).items()},
         "keeps": {p.name: p.keeps for p in plan.blocks if p.keeps},
     }
 
 
-# ---- which trials share a plan -----------------------------------------------------------------------
-
-
-def plan_key(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> PlanKey:
-    """Equal for trials of one architecture and dtype, whatever their learning rates."""
-    fingerprint = Fingerprint()
-    order = {id(p): i for i, p in enumerate(root.parameters())}  # equal numbers are tied
-    parameters = tuple(
-        (name, order[id(p)], tuple(p.shape), p.dtype, p.requires_grad, _setting_of(p))
-        for name, p in root.named_parameters(remove_duplicate=False)
-    )
-    states = []
-    for optimizer in optimizers:
-        groups = [(options, [order.get(id(p)) for p in own]) for options, own in options_of(optimizer)]
-        states.append((fingerprint.number(type(optimizer)), groups))
-    return fingerprint.key(fingerprint.of_model(root), parameters, states)
-
-
-def _setting_of(parameter: torch.Tensor) -> Any:
-    return parameter.item() if parameter.numel() == 1 and not parameter.requires_grad else None
-
-
-def input_signature(inputs: object) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+def input_signature(inputs: object) -> Signature:
     return tuple((shape_of(t), t.dtype) for t in tensors_in(inputs))
 
 
@@ -303,13 +248,3 @@ def flags_of(inputs: object) -> tuple[object, ...]:
     leaves = flatten(inputs)[0]
     told = (x.requires_grad if isinstance(x, torch.Tensor) else x for x in leaves)
     return tuple(x for x in told if x is None or isinstance(x, (bool, str)))
-
-
-def covers(
-    measured: Sequence[tuple[tuple[int, ...], torch.dtype]], now: Sequence[tuple[tuple[int, ...], torch.dtype]]
-) -> bool:
-    """Whether a pilot on inputs of signature `measured` bounds the bytes of a step on those of `now`."""
-    return len(measured) == len(now) and all(
-        m_dtype == n_dtype and len(m) == len(n) and all(map(ge, m, n))
-        for (m, m_dtype), (n, n_dtype) in zip(measured, now, strict=True)
-    )

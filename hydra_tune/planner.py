@@ -21,17 +21,17 @@ from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
-from hydra_tune.fingerprint import PlanKey
+from hydra_tune.fingerprint import plan_key
 from hydra_tune.glance import glance_at
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.optim import stepping_bytes
 from hydra_tune.own_forward import BlockForward
 from hydra_tune.planning.first_step import FirstStep
-from hydra_tune.planning.kind import Kind, StepMeasure, larger_of
-from hydra_tune.planning.on_paper import least_bytes
+from hydra_tune.planning.kind import Kind, Known, StepMeasure, larger_of
 from hydra_tune.process_state import autocast_mode
 from hydra_tune.root import refuse_computed_weights, refuse_unsupported
 from hydra_tune.shard import TOO_LARGE, BlockProfile, Cut, TrialPlan
+from hydra_tune.tree import tensors_in
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
@@ -51,20 +51,20 @@ class Planner:
         self.covered: set[Any] = set()  # calls that the plan, a resident one, is known to cover
         self._plans: dict[bool, TrialPlan] = {}  # of `_measures`, for training and for evaluation
         self._measures: list[StepMeasure] = []  # of forwards that this trial has made
-        self._key = PlanKey(b"", ())
+        self._key, self._known = b"", Known()  # of the architecture, and what is known of it
         self._cut = Cut()
         self._is_changed = False  # the model, since it was cut
         self._shard_of: dict[str, int] = {}
         self._uses: Counter[int] = Counter()  # of weights, by id: the blocks that have them
         self._settings: set[Hashable] = set()
-        self._summary: tuple[TrialPlan | None, int, dict[str, Any]] = None, 0, partition.summary_of(None, 0)
+        self._summary = partition.summary_of(TrialPlan(False, (), (), 0, 0))
 
     def start(self) -> None:
         """Cut the model, or the models, that the trial has now."""
         self._settings.clear()
         if self.plan is not None:
             self.leave_plan()
-        self._key, self._measures, self._plans = PlanKey(b"", ()), [], {}
+        self._key, self._measures, self._plans = b"", [], {}
         self._adopt_cut(Cut())
 
     def close(self) -> None:
@@ -74,11 +74,7 @@ class Planner:
 
     def summary(self) -> dict[str, Any]:
         """Plain data on the plan, the same as long as that is; of training, once there was one."""
-        plan = self._plans.get(True) or self.plan or self._plans.get(False)
-        budget_bytes = self._trial.device.budget_bytes
-        if self._summary[:2] != (plan, budget_bytes):
-            self._summary = plan, budget_bytes, partition.summary_of(plan, budget_bytes)
-        return self._summary[2]
+        return self._summary
 
     # ---- the plan for a forward ----
 
@@ -93,10 +89,10 @@ class Planner:
         if len(self._settings) < _MOST_SETTINGS:
             self._settings.add(now)
         setting = (
-            glance.parameters, glance.needs_gradient, glance.buffers, partition.flags_of(inputs),
+            glance.needs_gradient, glance.buffers, partition.flags_of(inputs),
             autocast_mode(), now if now in self._settings else None, number,
         )  # fmt: skip
-        return Kind(torch.is_grad_enabled(), setting, partition.input_signature(inputs))
+        return Kind(torch.is_grad_enabled(), setting, partition.input_signature(inputs), glance.parameters)
 
     def knows(self, kind: Kind) -> bool:
         return any(measure.covers(kind) for measure in self._measures)
@@ -104,22 +100,21 @@ class Planner:
     def learn(self, kind: Kind) -> bool:
         """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it."""
         trial = self._trial
-        key = partition.plan_key(trial.model, trial.optimizers)
+        key = plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
             refuse_unsupported(trial.model)
-            self._key, self._measures, self._is_changed = key, [], True
-        found = next((m for m in trial.pool.measures.get(key, ()) if m.covers(_comparable(kind))), None)
+            self._key, self._known, self._measures, self._is_changed = key, trial.pool.known_of(key), [], True
+        found = next((m for m in self._known.measures if m.covers(kind.of_any)), None)
         plan = self.plan or next(iter(self._plans.values()), None)
         if found is None or plan is None or not plan.resident:
             refuse_computed_weights(trial.model)
         if found is not None:
-            self._count(replace(found, kinds=(kind,), trains=kind.trains))
+            self._count(replace(found, kinds=(kind,)))
         return found is not None
 
     def _count(self, measure: StepMeasure) -> None:
         self._is_changed |= measure.cut != self._cut
-        self._measures = [m for m in self._measures if m.cut == measure.cut and not measure.replaces(m)] + [measure]
-        self._cut, self._plans = measure.cut, {}
+        self._measures, self._cut, self._plans = measure.put_among(self._measures), measure.cut, {}
 
     def plan_for(self, kind: Kind) -> TrialPlan:
         """
@@ -129,42 +124,39 @@ class Planner:
         if not self._plans:
             if self._is_changed:
                 self._adopt_cut(self._cut)
-            self._plans = self._make_plans()
-        plan = self._plans.get(kind.trains) or self._plans[True]
-        self._trial.pool.plans[self._key] = plan
+            self._plans = plans = self._make_plans()
+            self._summary = partition.summary_of(plans.get(True) or plans[False])
+        self._known.plan = plan = self._plans.get(kind.trains) or self._plans[True]
         return plan
 
     # ---- a first step ----
 
-    def begin(self, kind: Kind) -> FirstStep:
+    def begin(self, kind: Kind) -> None:
         """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
         trial, pool = self._trial, self._trial.pool
-        known = pool.refusals.get((self._key, _comparable(kind)))
-        if known is not None:
-            raise copy.copy(known)  # without its frames
+        if kind.of_any in self._known.refusals:
+            raise copy.copy(self._known.refusals[kind.of_any])  # without its frames
         self.leave_plan()
         least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
         least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
         beside = trial.of_runner and not trial.alone
         room = pool.ask(trial, PilotReady(trial.id, trial.alone, least if beside else None), StartPilot)
-        self._adopt_cut(self._cut)
         self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)
-        self._hold(self.blocks)
-        return self.first
+        self._adopt_cut(self._cut)
 
     def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
-        """The error that ends a first step, with the least budget that would do. What fits depends on the budget, not
-        on the neighbours: where the step had all of it, trials alike are refused by the same words. Not where it had
-        several forwards: others may have fewer in a step."""
+        """The error that ends a first step. What it would have needed is not known: its lack grows with the model and
+        what this is given. What fits depends on the budget, not on the neighbours: where the step had all of it, trials
+        alike are refused by the same words. Not where it had several forwards: others may have fewer in a step."""
         first, trial = self.first, self._trial
         if first is None:
             return error
         refusal, budget_bytes = copy.copy(error), trial.pool.budget_bytes
-        least = least_bytes(trial.model, self.blocks, args, kwargs, lambda ps: self._held_bytes(ps, first.trains))
-        if least is not None and least > budget_bytes:
-            refusal = BudgetError(f"{error} About {format_bytes(least)} would do.").lacking(least, budget_bytes)
+        beyond = self._held_bytes(list(trial.model.parameters()), first.trains)
+        beyond += sum(map(storage_bytes, tensors_in((args, kwargs))))
+        refusal.lacking(budget_bytes + beyond, budget_bytes)
         if first.free_bytes >= budget_bytes and trial.steps.num_forwards <= 1:
-            trial.pool.refusals[self._key, _comparable(first.kinds[0])] = copy.copy(refusal)
+            self._known.refusals[first.kinds[0].of_any] = copy.copy(refusal)
         return refusal
 
     def end_first(self, step_bytes: int, *, trained: bool) -> None:
@@ -172,24 +164,22 @@ class Planner:
         first = self.give_up_first(trained=trained)
         assert first is not None
         profiles = first.profiles_beside(step_bytes)
-        measure = StepMeasure(tuple(first.kinds), first.trains, self._cut, profiles, step_bytes, first.kept_bytes)
+        measure = StepMeasure(tuple(first.kinds), self._cut, profiles, step_bytes, first.kept_bytes)
         self._count(measure)
         try:
             self.plan_for(first.kinds[0])
         except BlockTooLargeError as error:  # beside what its step holds, which was not known when it was measured
-            cut = self._opened(next(b for b in self.blocks if b.name == error.block), TOO_LARGE)
-            if cut is not None:  # the next step is measured anew
+            if partition.has_children(self._trial.model.get_submodule(error.block)):  # the next step is measured anew
                 self._measures = []
-                self._adopt_cut(cut)
+                self._adopt_cut(self._cut.adding("opened", error.block, TOO_LARGE))
                 return
         except BudgetError:  # which the next forward raises
             pass
-        self._trial.pool.share(self._key, replace(measure, kinds=tuple(map(_comparable, measure.kinds))))
+        self._known.add(measure)
 
     def give_up_first(self, *, trained: bool = False) -> FirstStep | None:
-        first, trial = self.first, self._trial
+        (first, self.first), trial = (self.first, None), self._trial
         if first is not None:
-            self.first = None
             first.end()
             trial.pool.tell(PilotDone(trial.id, first.peak_bytes, trained))
             trial.residency.bring_home(trial.optimizers)
@@ -197,26 +187,19 @@ class Planner:
 
     def open_block(self, block: Block, reason: str) -> None:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
-        opened = self._opened(block, reason)
-        if opened is None and reason.startswith(TOO_LARGE):
-            budget = self._trial.device.budget_bytes
+        opens = partition.has_children(block.module)
+        if not opens and reason.startswith(TOO_LARGE):
             raise BlockTooLargeError(
                 block.name,
                 f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights, but beside what its step "
                 f"holds {reason.rstrip('.')}. {self._cut.advice()}",
-            ).lacking(budget + 1, budget)
-        self._adopt_cut(opened or self._cut.adding("kept", block.name, reason))
-        self._hold(self.blocks)
-
-    def _opened(self, block: Block, reason: str) -> Cut | None:
-        """The cut with the block's children in its place; None if it has none."""
-        return self._cut.adding("opened", block.name, reason) if partition.has_children(block.module) else None
+            )
+        self._adopt_cut(self._cut.adding("opened" if opens else "kept", block.name, reason))
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         """Within a first step: a weight of this block is on the device from here on; the block as it is then."""
         name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
         self._adopt_cut(self._cut.adding("held", name, reason))
-        self._hold(self.blocks)
         return next(each for each in self.blocks if each.module is block.module)
 
     # ---- plans ----
@@ -224,7 +207,7 @@ class Planner:
     def _make_plans(self) -> dict[bool, TrialPlan]:
         """Of what the trial has done, trained or not; all of them resident, or none."""
         trial, kinds = self._trial, sorted({m.trains for m in self._measures}, reverse=True)
-        if not (trial.alone or self._key in trial.pool.too_large or trial.residency.spilled):
+        if not (trial.alone or self._known.too_large or trial.residency.spilled):
             plans = {trains: self._make(trains, resident=True) for trains in kinds}
             if all(plan.resident for plan in plans.values()):
                 return plans
@@ -260,9 +243,11 @@ class Planner:
     def _uncalled(self, known: Mapping[str, BlockProfile]) -> list[BlockProfile]:
         """Blocks that no forward has called yet are like a called one of their kind, or nothing is known of them."""
         of_kind = {_kind_of(b): known[b.name] for b in self.blocks if b.name in known}
-        unknown = [b for b in self.blocks if b.name not in known]
-        alike = [of_kind.get(_kind_of(b), BlockProfile(b.name, b.weight_bytes)) for b in unknown]
-        return [replace(p, name=b.name, visits=0) for b, p in zip(unknown, alike, strict=True)]
+        return [
+            replace(of_kind.get(_kind_of(b)) or BlockProfile("", b.weight_bytes), name=b.name, visits=0)
+            for b in self.blocks
+            if b.name not in known
+        ]
 
     @property
     def _loose(self) -> list[nn.Parameter]:
@@ -304,19 +289,15 @@ class Planner:
             self._adopt_cut(plan.cut, plan.blocks)
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]
-        self._adopt(plan)
+        self.plan = plan
+        trial.residency.cut([[self.blocks[i] for i in shard.blocks] for shard in plan.shards])
+        self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         if plan.resident:
             self.unwrap()
             self._hold([])
         else:
-            self.wrap()
             self._hold(self.blocks)
             trial.residency.spill(self.blocks)
-
-    def _adopt(self, plan: TrialPlan) -> None:
-        self.plan = plan
-        self._trial.residency.cut([[self.blocks[i] for i in shard.blocks] for shard in plan.shards])
-        self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
 
     def settle_last(self) -> None:
         """By what was measured last, if anything was."""
@@ -331,7 +312,7 @@ class Planner:
     def note_out_of_memory(self) -> None:
         """Where all of it was on the device, trials like it are spilled from here on."""
         if self.plan is not None and self.plan.resident:
-            self._trial.pool.too_large.add(self._key)
+            self._known.too_large = True
 
     def shard_of(self, block: Block) -> int:
         if block.name not in self._shard_of:
@@ -355,15 +336,11 @@ class Planner:
         model, budget_bytes = self._trial.model, self._trial.pool.budget_bytes
         self.blocks = partition.blocks_of(model, budget_bytes, cut, profiles, self.blocks)
         self._uses = Counter(id(p) for block in self.blocks for p in block.slot_parameters)
-        self.wrap()
-
-    def wrap(self) -> None:
-        """From here on blocks run in visits."""
-        for block in self.blocks:
+        for block in self.blocks:  # from here on they run in visits
             block.is_current = True
-            present = block.module.__dict__.get("forward")
-            if not isinstance(present, BlockForward) or present.block is not block:
-                block.module.forward = BlockForward(block, self._trial)
+            block.module.forward = BlockForward(block, self._trial)
+        if self.first is not None:
+            self._hold(self.blocks)
 
     def unwrap(self) -> None:
         for block in self.blocks:
@@ -375,10 +352,3 @@ class Planner:
 
 def _kind_of(block: Block) -> Hashable:
     return type(block.module), tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.slot_parameters)
-
-
-def _comparable(kind: Kind) -> Kind:
-    """Without what only one model has: the identities of its parameters."""
-    setting: Any = kind.setting
-    parameters, *others = setting
-    return replace(kind, setting=(tuple((place, name) for place, name, *_ in parameters), *others))

@@ -21,11 +21,10 @@ from hydra_tune.device import Device
 from hydra_tune.devices import host_bytes_for, open_devices
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError
 from hydra_tune.event_loop import EventLoop
-from hydra_tune.fingerprint import PlanKey
 from hydra_tune.fork import new_in_child
 from hydra_tune.interrupts import Stop
 from hydra_tune.lease import Lease
-from hydra_tune.planning.kind import Kind, StepMeasure
+from hydra_tune.planning.kind import Known
 from hydra_tune.policy import Policy, policy_named
 from hydra_tune.randomness import RandomState
 from hydra_tune.recording import recorded
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
 _SEED_STRIDE = 1_000_003  # seeds of neighbouring trials lie apart
+_MOST_KNOWN = 256  # architectures
 _DEVICE_KEYS = ("name", "budget_bytes", "used_bytes", "peak_bytes", "measured_peak_bytes")  # in a report
 _FIGURES = ("device", "steps", "resident", "weight_bytes")
 
@@ -74,10 +74,7 @@ class ShardPool(EventLoop):
         opened = open_devices(devices, memory)
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
-        self.plans: dict[PlanKey, TrialPlan] = {}  # the latest of each architecture
-        self.measures: dict[PlanKey, list[StepMeasure]] = {}  # by `partition.plan_key`
-        self.refusals: dict[tuple[PlanKey, Kind], BudgetError] = {}  # of first steps that had the whole device
-        self.too_large: set[PlanKey] = set()  # keys of resident plans under which a trial ran out of memory
+        self._known: dict[bytes, Known] = {}  # by `fingerprint.plan_key`, the latest last
         self.host_memory_bytes = host_bytes_for(host_memory, opened)  # for all live trials together
         self.budget_bytes = min(device.budget_bytes for device in opened)  # plans are made for any home
         self.spills_behind = any(device.spills_behind for device in opened)
@@ -288,18 +285,18 @@ class ShardPool(EventLoop):
                 self._forget(trial.id)
             self._trials.pop(trial.id, None)
 
-    def share(self, key: PlanKey, measure: StepMeasure) -> None:
-        """Keep what a first step has shown for the trials to come; let go of what none can need, for a class of its
-        model is gone."""
+    def known_of(self, key: bytes) -> Known:
+        """What trials of this architecture have shown; the latest architectures are remembered."""
         with self._lock:
-            for gone in [other for other in self.measures if not other.can_be_met]:
-                del self.measures[gone]
-                self.plans.pop(gone, None)
-                self.too_large.discard(gone)
-            for refused in [each for each in self.refusals if not each[0].can_be_met]:
-                del self.refusals[refused]
-            known = self.measures.get(key, [])
-            self.measures[key] = [*(m for m in known if m.cut == measure.cut and not measure.replaces(m)), measure]
+            self._known[key] = known = self._known.pop(key, None) or Known()
+            if len(self._known) > _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            return known
+
+    @property
+    def plans(self) -> dict[bytes, TrialPlan]:
+        """The latest of each architecture."""
+        return {key: known.plan for key, known in self._known.items() if known.plan is not None}
 
     def free_bytes_of(self, trial: Trial) -> int:
         """Of its home, where it has that to itself: all that no other trial holds for life."""

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -165,10 +166,9 @@ def _num_steps(total_steps: int | None, epochs: int | None, loaders: Sequence[An
         return total_steps
     if not loaders:
         raise ConfigError("epochs are counted in a loader's lengths, but no loader was given. Write total_steps=.")
-    try:
+    with suppress(TypeError):  # an iterable data set has no length
         return epochs * len(loaders[0])
-    except TypeError:  # an iterable data set has no length
-        return None
+    return None
 
 
 def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

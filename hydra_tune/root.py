@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
+import gc
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import update_wrapper
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +16,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import PrepareError, UntraceableError
-from hydra_tune.fingerprint import slots_of
 from hydra_tune.host_buffer import is_dense
 from hydra_tune.interrupts import interrupts
 from hydra_tune.own_forward import StandIn
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
-_MOST_ITEMS = 1_000  # of a container; larger ones are data
-_DEEPEST = 4
+_MOST_OBJECTS = 1_000  # that an attribute leads to; more are data
+_LEAD_ELSEWHERE = (nn.Module, type, types.FunctionType, types.ModuleType)
 
 
 class SeveralModels(nn.Module):
@@ -108,45 +110,30 @@ def _stand_ins(model: nn.Module) -> list[RootForward | RootApply]:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    for problem in _problems_of(model):
-        raise PrepareError(problem)
-
-
-def _problems_of(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         what = name or type(module).__name__
         if _is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
-            yield (
+            raise PrepareError(
                 f"a prepared model runs operator by operator, but {what} was made by torch.jit or given to "
                 "torch.compile, which would bypass the blocks. Prepare the plain model."
             )
-        if slots := slots_of(type(module)):
-            yield (
+        if slots := copyreg._slotnames(type(module)):  # type: ignore[attr-defined]
+            raise PrepareError(
                 f"a module's attributes are in its __dict__, where they can be put back, but {what} has "
                 f"{', '.join(slots)} in __slots__. Take the __slots__ away."
             )
     tensors = {id(t): (name, t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     for name, tensor in tensors.values():
-        if tensor.device.type == "meta" or is_lazy(tensor):
-            yield (
-                f"a model has weights before it is prepared, but {name} is {'lazy' if is_lazy(tensor) else 'on meta'}. "
-                "Materialise it first; a lazy one, by a call of the model."
-            )
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            yield (
-                f"weights are torch.nn.Parameter and plain tensors, but {name} is a {type(tensor).__name__}, whose "
-                "copies on the device would be plain. Make a module of what it does."
-            )
-        if not is_dense(tensor) and tensor.numel() > 0:
-            yield (
-                f"weights and buffers are dense and fill their memory, but {name} is {tensor.layout} and does not. "
-                "Make it dense (.to_dense()), or have it fill its memory (.contiguous()), first."
+        if what := _odd(tensor):
+            raise PrepareError(
+                f"weights and buffers are dense, plain torch tensors that fill their memory, but {name} is {what}. "
+                "Materialise it (a lazy one, by a call of the model), make it dense (.to_dense()), have it fill its "
+                "memory (.contiguous()), or make a module of what its class does, first."
             )
     for name, buffer in model.named_buffers():
         if buffer.requires_grad and buffer.is_leaf:
-            yield (
-                f"what requires a gradient is a torch.nn.Parameter, but the buffer {name} does. Register it as a "
-                "parameter."
+            raise PrepareError(
+                f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one."
             )
     attributes = [
         (f"{name}.{key}".lstrip("."), tensor)
@@ -158,44 +145,45 @@ def _problems_of(model: nn.Module) -> Iterator[str]:
         if tensor.layout is torch.strided and id(tensor) not in tensors
     ]
     for name, other in _sharing_memory([*tensors.values()], attributes):
-        yield (  # each weight gets memory of its own: what follows it by sharing its memory would not any more
+        # each weight gets memory of its own: what follows it by sharing its memory would not any more
+        raise PrepareError(
             f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
             "tensor. Tie them by assigning the Parameter or buffer itself, or clone one."
         )
 
 
-def _tensors_of(value: Any, depth: int = _DEEPEST, *, opens: bool = True) -> Iterator[torch.Tensor]:
-    """Itself, or those in its lists, tuples and dicts, as long as these are no data, and in an object's among them."""
-    kind = type(value)
-    if issubclass(kind, torch.Tensor):
-        yield value
-    elif depth and not issubclass(kind, (nn.Module, type)):
-        inside: Any = value if issubclass(kind, (list, tuple, dict)) else ()
-        goes_on = opens and inside is value
-        if opens and not goes_on:
-            with suppress(AttributeError):  # it has none
-                inside = object.__getattribute__(value, "__dict__")
-        if len(inside) <= _MOST_ITEMS:
-            for each in inside.values() if isinstance(inside, dict) else inside:
-                yield from _tensors_of(each, depth - 1, opens=goes_on)
+def _odd(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta" or is_lazy(tensor):
+        return "lazy" if is_lazy(tensor) else "on meta"
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    return "" if is_dense(tensor) or not tensor.numel() else f"not ({tensor.layout})"
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Itself, or those in its containers, as long as these are no data, and in an object's among them."""
+    left, met = [(value, True)], set[int]()
+    while left and len(met) < _MOST_OBJECTS:
+        each, opens = left.pop()
+        is_container = isinstance(each, (list, tuple, dict, set))
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif (opens or is_container) and id(each) not in met and not isinstance(each, _LEAD_ELSEWHERE):
+            met.add(id(each))
+            left += [(x, opens and is_container) for x in gc.get_referents(each)]
 
 
 def _sharing_memory(
-    weights: Sequence[tuple[str, torch.Tensor]], attributes: Sequence[tuple[str, torch.Tensor]]
+    weights: Iterable[tuple[str, torch.Tensor]], attributes: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, str]]:
     """Weights, each with another one or an attribute in whose memory it is."""
-    places = [(*_place_of(t), True, name) for name, t in weights if t.numel()]
-    places += [(*_place_of(t), False, name) for name, t in attributes if t.numel()]
-    weight = attribute = (0, "")  # the one that ends last, of those that begin before
-    for start, end, is_weight, name in sorted(places):
-        if start < weight[0]:
-            yield weight[1], name
-        if is_weight and start < attribute[0]:
-            yield name, attribute[1]
-        if is_weight:
-            weight = max(weight, (end, name))
-        else:
-            attribute = max(attribute, (end, name))
+    places = sorted((*_place_of(t), name) for name, t in weights if t.numel())
+    for (_, end, name), (start, _, other) in pairwise(places):
+        if start < end:
+            yield name, other
+    for other, tensor in attributes:
+        first, last = _place_of(tensor)
+        yield from ((name, other) for start, end, name in places if start < last and first < end)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -241,7 +229,9 @@ def refuse_transforms(tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         transform = "torch.jit.trace"
     elif torch._C._functorch.peek_interpreter_stack() is not None:
         transform = "a transform of torch.func (grad, vmap, jvp)"
-    elif torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, tensors())):
+    elif torch.autograd.forward_ad._current_level >= 0 and any(
+        torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors()
+    ):
         transform = "forward-mode automatic differentiation"
     elif (compiler := sys.modules.get("torch._C._dynamo.eval_frame")) and compiler.get_eval_frame_callback():
         transform = "torch.compile"
@@ -250,7 +240,3 @@ def refuse_transforms(tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
             f"a prepared model runs operator by operator, but it was called within {transform}. Call "
             "hydra_tune.release(model) first, or use that inside of a module's forward."
         )
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None

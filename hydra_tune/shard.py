@@ -107,7 +107,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """How one architecture runs within one budget; shared by trials with the same `partition.plan_key`.
+    """How one architecture runs within one budget; shared by trials with the same `fingerprint.plan_key`.
 
     `held_bytes`  from admission to the trial's end: what is never promoted or dropped
     `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators between blocks, the

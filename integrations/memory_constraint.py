@@ -11,8 +11,8 @@ from hydra_tune.integrations.search import LACK
 
 
 def memory_constraint(trial: FrozenTrial | optuna.Trial) -> tuple[float]:
-    """By how much a trial lacked memory that could never fit: 0.5 if it needed half as much again as there is, of what
-    was measured until there was no room; 1.0 if nothing was; 0 if it fitted.
+    """By how much a trial lacked memory that could never fit: 0.5 if it needed half as much again as there is; where
+    its first step found no room, a guess that grows with the model and its batch; 0 if it fitted.
 
     From Optuna 5 on, call ``hydra_tune.memory_constraint(trial)`` in the objective, before `prepare`: the runner sets
     the constraint when the trial ends, and tells one that could never fit, or has diverged to NaN, as complete but

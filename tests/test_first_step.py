@@ -193,9 +193,7 @@ def test_a_block_that_fits_no_budget_is_named_with_its_need_and_the_ways_out():
     model = hydra_tune.prepare(
         nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), pool=hydra_tune.ShardPool(["cpu"], "512KiB")
     )
-    with pytest.raises(
-        hydra_tune.BudgetError, match=r"block \d needs 1.0 MiB of weights.*smaller children. About 2.0 MiB would do"
-    ):
+    with pytest.raises(hydra_tune.BudgetError, match=r"block \d needs 1.0 MiB of weights.*smaller children"):
         model(torch.randn(1, 512))
 
 
@@ -261,14 +259,14 @@ def test_what_follows_a_block_that_changes_its_input_is_measured_with_inputs_as_
         hydra_tune.release(model)
 
 
-def test_a_batch_beyond_the_budget_is_refused_with_the_least_that_would_do():
+def test_a_batch_beyond_the_budget_is_refused_and_the_larger_model_lacks_more():
     """It was an end for lack of memory, after which the runner tried the trial once more."""
     lacks = []
     for width in (4, 48):
         model = nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
         with hydra_tune.ShardPool("cpu", "200KiB") as pool:
             hydra_tune.prepare(model, torch.optim.Adam(model.parameters()), pool=pool)
-            with pytest.raises(hydra_tune.BudgetError, match=r"asked for 392.0 KiB .* About \d.* would do") as refused:
+            with pytest.raises(hydra_tune.BudgetError, match=r"asked for 392.0 KiB ") as refused:
                 model(torch.randn(128, 784))
             assert not torch._C._len_torch_dispatch_stack(), "the next trial's operators are not its own"
             hydra_tune.release(model)

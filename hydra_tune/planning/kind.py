@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import ge
+from typing import Any
 
-import torch
-
-from hydra_tune.partition import covers
-from hydra_tune.shard import BlockProfile, Cut
-
-Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+from hydra_tune.errors import BudgetError
+from hydra_tune.partition import Signature
+from hydra_tune.shard import BlockProfile, Cut, TrialPlan
 
 
 @dataclass(frozen=True)
 class Kind:
     """`trains`: gradients are on. `setting` is all that is equal for forwards of one kind; a measure of inputs of one
-    `signature` holds for smaller ones."""
+    `signature` holds for smaller ones. `parameters`: what only one model has, the identities of its own."""
 
     trains: bool
     setting: Hashable
     signature: Signature
+    parameters: Hashable = None
 
     def covers(self, other: Kind) -> bool:
-        same = (self.trains, self.setting) == (other.trains, other.setting)
-        return same and covers(self.signature, other.signature)
+        same = (self.trains, self.setting, self.parameters) == (other.trains, other.setting, other.parameters)
+        return (
+            same and len(self.signature) == len(other.signature) and all(map(_bounds, self.signature, other.signature))
+        )
+
+    @property
+    def of_any(self) -> Kind:
+        """The same of any model of the architecture."""
+        return replace(self, parameters=None)
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,14 @@ class StepMeasure:
     """What a first step with forwards of these kinds has shown: blocks in the order in which they ran."""
 
     kinds: tuple[Kind, ...]
-    trains: bool
     cut: Cut
     blocks: dict[str, BlockProfile]
     step_bytes: int
     kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
+
+    @property
+    def trains(self) -> bool:
+        return any(kind.trains for kind in self.kinds)
 
     def covers(self, kind: Kind) -> bool:
         return any(own.covers(kind) for own in self.kinds)
@@ -44,6 +54,29 @@ class StepMeasure:
     def replaces(self, other: StepMeasure) -> bool:
         """Whether it tells all that the other one does, and later."""
         return self.trains == other.trains and all(map(self.covers, other.kinds))
+
+    def put_among(self, measures: list[StepMeasure]) -> list[StepMeasure]:
+        """Those of the same cut that tell more than this one, and this one."""
+        return [*(m for m in measures if m.cut == self.cut and not self.replaces(m)), self]
+
+
+@dataclass
+class Known:
+    """What trials of one architecture have shown in a pool."""
+
+    plan: TrialPlan | None = None  # the latest
+    measures: list[StepMeasure] = field(default_factory=list)
+    refusals: dict[Kind, BudgetError] = field(default_factory=dict)  # of first steps that had the whole device
+    too_large: bool = False  # one has run out of memory with all of it on the device
+
+    def add(self, measure: StepMeasure) -> None:
+        shared = replace(measure, kinds=tuple(kind.of_any for kind in measure.kinds))
+        self.measures = shared.put_among(self.measures)
+
+
+def _bounds(a: Any, b: Any) -> bool:
+    (sizes, dtype), (others, other) = a, b
+    return dtype == other and len(sizes) == len(others) and all(map(ge, sizes, others))
 
 
 def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:

@@ -17,7 +17,7 @@ from hydra_tune.garbage import collect_until
 from hydra_tune.interrupts import Stop
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
-from hydra_tune.process_state import ThreadSettings
+from hydra_tune.process_state import thread_settings_kept
 from hydra_tune.randomness import RandomState, hold_unheld, let_go, make_current, own_devices
 from hydra_tune.resumption import Resumption
 from hydra_tune.trial import Trial
@@ -101,7 +101,7 @@ class TrialContext:
         context = self._context
         self._outer, _local.context = getattr(_local, "context", None), context
         self._set = stack = ExitStack()
-        stack.callback(ThreadSettings().restore)
+        stack.enter_context(thread_settings_kept())
         torch.set_num_threads(self._num_threads)
         stack.enter_context(own_devices())
         stack.callback(make_current, make_current(self._state))

@@ -22,24 +22,16 @@ from hydra_tune.module_states import ModuleStates
 _CPU = torch.device("cpu")
 _KINDS = ("cpu", "cuda")  # of devices, that autocast is on or off for
 _CALL = methodcaller("__call__")
-_fp32_precision = partial(partial, torch._C._get_fp32_precision_getter)  # of a backend, and a kind of operator
-_CHOICES: dict[str, Callable[[], Any]] = {
-    "backends.mkldnn.enabled": torch._C._get_mkldnn_enabled,
-    "backends.mkldnn.conv.fp32_precision": _fp32_precision("mkldnn", "conv"),
-    "backends.mkldnn.matmul.fp32_precision": _fp32_precision("mkldnn", "matmul"),
-    "backends.cuda.matmul.fp32_precision": _fp32_precision("cuda", "matmul"),
-    "backends.cuda.math_sdp": torch._C._get_math_sdp_enabled,
-    "backends.cuda.flash_sdp": torch._C._get_flash_sdp_enabled,
-    "backends.cuda.mem_efficient_sdp": torch._C._get_mem_efficient_sdp_enabled,
-    "backends.cuda.cudnn_sdp": torch._C._get_cudnn_sdp_enabled,
-    "nn.attention.sdpa_kernel's priorities": torch._C._get_sdp_priority_order,
-    "backends.cudnn.enabled": torch._C._get_cudnn_enabled,
-    "backends.cudnn.deterministic": torch._C._get_cudnn_deterministic,
-    "backends.cudnn.conv.fp32_precision": _fp32_precision("cuda", "conv"),
-    "backends.cudnn.rnn.fp32_precision": _fp32_precision("cuda", "rnn"),
-    "use_deterministic_algorithms": torch._C._get_deterministic_algorithms,
+_CHOICES = (  # of kernels, as PyTorch itself asks for them
+    "mkldnn_enabled", "math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled",
+    "sdp_priority_order", "deterministic_algorithms", "cudnn_enabled", "cudnn_deterministic",
+)  # fmt: skip
+_PRECISIONS = ("mkldnn", "conv"), ("mkldnn", "matmul"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")
+_READS: dict[str, Callable[[], Any]] = {
+    **{name: getattr(torch._C, f"_get_{name}") for name in _CHOICES},
+    **{f"fp32_precision of {' '.join(of)}": partial(torch._C._get_fp32_precision_getter, *of) for of in _PRECISIONS},
 }
-_READS = tuple(_CHOICES.values())  # several times a task, so without a wrapper
+_GETTERS = tuple(_READS.values())  # several times a task, so without a wrapper
 
 _latest: ProcessState | None = None
 
@@ -56,7 +48,7 @@ class ProcessState(NamedTuple):
         global _latest
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU  # a mode may have set one
         autocast = tuple(map(autocast_state, _KINDS)) if torch._C._is_any_autocast_enabled() else ()
-        state = cls(autocast, device, tuple(map(_CALL, _READS)))
+        state = cls(autocast, device, tuple(map(_CALL, _GETTERS)))
         latest = _latest  # of any thread
         if state == latest:  # one for all who keep it: each is ten objects to the garbage collector
             return latest
@@ -75,13 +67,13 @@ class ProcessState(NamedTuple):
         if self == now:
             yield
             return
-        for name, value, other in zip(_CHOICES, self.choices, now.choices, strict=True):
+        for name, value, other in zip(_READS, self.choices, now.choices, strict=True):
             # Hugging Face's CTC losses switch cuDNN off and on, wherever they run
-            if value != other and (torch.accelerator.is_available() or "cudnn." not in name):
+            if value != other and (torch.accelerator.is_available() or "cud" not in name):
                 raise RuntimeError(
-                    f"the process's settings stay as they are from a forward to its backward, which repeats the "
-                    f"forward, but torch.{name} was {value} in the forward of block {block} and is {other} now: this "
-                    "trial or another one has set it. Set it once, before the first step or the search."
+                    f"PyTorch's choice of kernels stays as it is from a forward to its backward, which repeats the "
+                    f"forward, but {name} was {value} in the forward of block {block} and is {other} now: this trial "
+                    "or another one has set it. Set it once, before the first step or the search."
                 )
         before = tuple(map(autocast_state, _KINDS))
         torch.autocast_increment_nesting()
@@ -152,23 +144,22 @@ def changed_in_between(what: str, which: str, block: str, advice: str) -> Runtim
     )
 
 
-class ThreadSettings:
-    """What this thread has set now: whether gradients are on, autocast, the default device."""
-
-    def __init__(self) -> None:
-        self._gradients, self._nesting = torch.is_grad_enabled(), _nesting()
-        self._autocast, self._caches = tuple(map(autocast_state, _KINDS)), torch.is_autocast_cache_enabled()
-        self._device = _device_context()
-
-    def restore(self) -> None:
-        torch._C._set_grad_enabled(self._gradients)
-        torch.set_autocast_cache_enabled(self._caches)
-        _set_autocast(self._autocast)
-        while _nesting() > self._nesting:
+@contextmanager
+def thread_settings_kept() -> Iterator[None]:
+    """Afterwards this thread has set what it has now: whether gradients are on, autocast, the default device."""
+    autocast, caches = tuple(map(autocast_state, _KINDS)), torch.is_autocast_cache_enabled()
+    nesting, device = _nesting(), _device_context()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        _set_autocast(autocast)
+        while _nesting() > nesting:
             torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()  # as who leaves a context does
-        if _device_context() is not self._device:
-            torch.set_default_device(None if self._device is None else self._device.device)
+        if _device_context() is not device:
+            torch.set_default_device(None if device is None else device.device)
 
 
 def _device_context() -> Any:

@@ -10,7 +10,6 @@ Nothing of it is undone: what the step computes is the trial's.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +24,11 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import clear_frames
-from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import storages_of
-from hydra_tune.partition import UNMEASURED, shape_of
+from hydra_tune.partition import UNMEASURED, plan_key, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
+from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError, measured
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.shard import TOO_LARGE, BlockProfile
 from hydra_tune.tree import flatten_call, tensors_in
@@ -164,14 +162,11 @@ class FirstStep:
     @contextmanager
     def measuring(self, block: Block) -> Iterator[None]:
         """Around a visit without gradients."""
-        meter, device = self._trial.meter, self._trial.residency.device
-        device.synchronize()
-        before, start_s = meter.start_window(), time.perf_counter()
-        yield
-        device.synchronize()
-        seconds = time.perf_counter() - start_s
-        used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
-        self._note(block, BlockProfile("", 0, used, boundary_bytes=kept, forward_s=seconds, visits=1))
+        meter = self._trial.meter
+        with measured(meter, self._trial.residency.device) as used:
+            yield
+        profile = BlockProfile("", 0, used.num_bytes, boundary_bytes=used.left_bytes, forward_s=used.seconds, visits=1)
+        self._note(block, profile)
         total = self._totals.get(block.name, 0)
         self._totals[block.name] = max(total, meter.window_peak - self._start_bytes)
 
@@ -198,21 +193,17 @@ class FirstStep:
         leaves, structure = flatten_call(args, kwargs)
         places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
         given = tuple(
-            (shape_of(x), x.dtype, x.requires_grad, _layout_of(x), places[id(x)])
+            (shape_of(x), x.dtype, x.requires_grad, _strides_of(x), places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
         )
-        numbers = {id(p): i for i, p in enumerate(block.slot_parameters)}
-        weights = tuple(
-            (name, numbers.get(id(p), -1), tuple(p.shape), p.dtype, p.requires_grad)
-            for name, p in block.module.named_parameters(remove_duplicate=False)
-        )
-        alike = block.own_forward is None
-        model = Fingerprint().of_model(block.module) if alike else id(block)
+        called = structure if isinstance(structure, tuple) else str(structure)  # a dict's has no hash
+        model = plan_key(block.module, ()), None if block.own_forward is None else id(block)
+        promoted = set(map(id, block.slot_parameters))
+        held = tuple(id(p) not in promoted for p in block.parameters)
         training = tuple(m.training for m in block.modules)
-        casts = casts_to() if remembers_casts() else None
-        return model, weights, training, structure.key, given, torch.is_grad_enabled(), casts
+        return model, held, training, called, given, casts_to() if remembers_casts() else None
 
     def _measure(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockMeasure:
         trial = self._trial
@@ -257,11 +248,8 @@ class FirstStep:
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
 
 
-def _layout_of(tensor: torch.Tensor) -> Hashable:
-    """How its memory is parted; None of what is not strided."""
-    if tensor.layout is not torch.strided:
-        return None
-    return tuple(map(tuple, tensor._nested_tensor_size().tolist())) if tensor.is_nested else tensor.stride()
+def _strides_of(tensor: torch.Tensor) -> Hashable:
+    return None if tensor.is_nested or tensor.layout is not torch.strided else tensor.stride()
 
 
 def _memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -7,8 +7,7 @@ arguments   tensors without a history, or clones of them; copies of objects
 from __future__ import annotations
 
 import copy
-from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -21,13 +20,14 @@ from torch.overrides import TorchFunctionMode
 from hydra_tune.blocks.block import Block, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.fingerprint import Fingerprint
-from hydra_tune.glance import keep_only_pytorchs
+from hydra_tune.glance import HOOKS_OF_MODULES, keep_only_pytorchs
 from hydra_tune.host_buffer import versions_of
 from hydra_tune.meter import storages_of
 from hydra_tune.planning.reached import STRUCTURE, Reached
-from hydra_tune.tree import Structure, containers_in, flatten, is_fixed, tensors_in, unflatten
+from hydra_tune.tree import PLAIN, Structure, flatten, tensors_in, unflatten
 
 _BUFFERS = "a buffer"
+_FIXED = (torch.dtype, torch.device, torch.layout, Enum, type, nn.Module, bytes, complex)
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -60,12 +60,19 @@ class Twin:
                 if leaf.requires_grad:
                     self.asked.append(bare.requires_grad_())
                 given[id(leaf)] = bare.clone() if clones else bare
-        lost = {id(v) for m in block.modules for v in vars(m).values() if _is_activation(v)} if gone else set()
-        copier = _Copier({id(p): p for p in model.parameters()} | {id(p): leaf for p, leaf in own})
-        with torch.no_grad(), _CopiesTensors(lost):
-            self.module = copier.copy_block(block)
-            copier.memo = given | copier.memo
-            self.given = [given[id(x)] if isinstance(x, torch.Tensor) else copier.copy(x) for x in leaves]
+        ours = vars(block.module).get("forward")
+        memo: dict[int, Any] = {id(p): p for p in model.parameters()} | {id(p): leaf for p, leaf in own}
+        memo[id(ours)] = ours
+        with torch.no_grad(), _CopiesTensors():
+            _copy_each((v for m in block.modules for k, v in vars(m).items() if k not in STRUCTURE), memo)
+            self.module = copy.deepcopy(block.module, memo)
+            vars(self.module).pop("forward", None)
+            memo |= {number: tensor for number, tensor in given.items() if number not in memo}
+            _copy_each(leaves, memo)
+            self.given = [given[id(x)] if isinstance(x, torch.Tensor) else memo.get(id(x), x) for x in leaves]
+            for part, twin in zip(block.modules, self.module.modules(), strict=True) if gone else ():
+                for name in [name for name, value in vars(part).items() if is_activation(value)]:
+                    vars(twin)[name].fill_(torch.nan if vars(twin)[name].is_floating_point() else 0)
         for part in self.module.modules():
             if part is not self.module:
                 keep_only_pytorchs(part)
@@ -74,35 +81,29 @@ class Twin:
 
     def note(self) -> None:
         """What is there before its forward."""
-        notes = {"what is noted on a weight": [leaf.__dict__ for leaf in (*self.weights, *self.held)]}
-        objects = [x for x in self.given if not isinstance(x, torch.Tensor)]
-        self._reached = Reached(self.module, {"an argument": objects, _BUFFERS: self._buffers, **notes})
-
-    def note_buffers(self) -> None:
-        self._reached = Reached(nn.Module(), {_BUFFERS: self._buffers})
+        others = {
+            "an argument": [x for x in self.given if not isinstance(x, torch.Tensor)],
+            "what is noted on a weight": [leaf.__dict__ for leaf in (*self.weights, *self.held)],
+            "a hook": [vars(m)[kind] for m in self.module.modules() for kind in HOOKS_OF_MODULES],
+            _BUFFERS: self._buffers,
+        }
+        self._reached = Reached(self.module, others)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those that it is given."""
-        return [x for x in self.given if isinstance(x, torch.Tensor)]
+        """Those that it is given, and its buffers."""
+        return [x for x in self.given if isinstance(x, torch.Tensor)] + self.buffers
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         return [b for own in self._buffers for b in own.values() if b is not None]
-
-    @property
-    def _own_tensors(self) -> list[torch.Tensor]:
-        """Beside its weights and what it is given: buffers, attributes, and tensors in these."""
-        return self.buffers + [t for m in self.module.modules() for t in _tensors_of(m)]
 
     def forward(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
         """By the module's class, or a forward of its own, with these hooks on what autograd saves."""
         args, kwargs = unflatten(self.given, self._structure)
         own, caches = self._block.own_forward, torch.is_autocast_cache_enabled()
         run = getattr(own, "__func__", None) if getattr(own, "__self__", None) is self._block.module else None
-        known = parametrize._cache  # of the original, whose key a copy has; a new one once `cached` is left
-        kept = dict(known)
-        known.clear()
+        cached, parametrize._cache_enabled = parametrize._cache_enabled, 0  # the original's keys are the copy's, too
         torch.set_autocast_cache_enabled(False)  # its casts would outlive the copy
         _push_hooks(pack, unpack)
         try:
@@ -110,8 +111,7 @@ class Twin:
         finally:
             _pop_hooks()
             torch.set_autocast_cache_enabled(caches)
-            known.clear()
-            known.update(kept)
+            parametrize._cache_enabled = cached
 
     # ---- what its forward has done ----
 
@@ -123,7 +123,8 @@ class Twin:
 
     def misuse_of_weights(self) -> str:
         """What it does with its weights that it cannot do in a visit."""
-        if any(self._at.has(t) for m in self.module.modules() for t in _tensors_of(m)):
+        own = [{k: v for k, v in vars(m).items() if k not in STRUCTURE} for m in self.module.modules()]
+        if any(map(self._at.has, tensors_in(own))):
             return "keeps a view of a weight in an attribute"
         return "puts a hook on a weight in its forward" if any(map(has_hooks, (*self.weights, *self.held))) else ""
 
@@ -132,21 +133,19 @@ class Twin:
         buffers since it was noted what is there."""
         changes = self._reached.changes()
         others = [name for name in changes if name != _BUFFERS]
-        others += ["a buffer into an activation"] if any(map(_is_activation, self.buffers)) else []
+        others += ["a buffer into an activation"] if any(map(is_activation, self.buffers)) else []
         return f"changes {others[0]}" if others else self._gives_away(outputs), _BUFFERS in changes
 
     def _gives_away(self, outputs: Any) -> str:
-        memory = {s._cdata for t in (*self._own_tensors, *self.held) for s in storages_of(t)}
+        kept = self._reached.met
+        memory = {s._cdata for t in (*kept.values(), *self.held) if isinstance(t, torch.Tensor) for s in storages_of(t)}
         if any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
             return "returns a buffer, or another tensor that it keeps"
-        if self._reached.has(containers_in(outputs)):
+        met = Reached(nn.Module(), {"": outputs}).met.items()
+        if any(number in kept and not stays_as_it_is(x) for number, x in met if not isinstance(x, torch.Tensor)):
             return "returns a list, dict or object that it keeps"
         if not all(isinstance(x, torch.Tensor) or stays_as_it_is(x) for x in flatten(outputs)[0]):
             return "returns an object"
-        for module in self._block.modules:
-            direct = set(map(id, vars(module).values()))
-            if any(_is_activation(t) and id(t) not in direct for t in _tensors_of(module)):
-                return "has an activation in an attribute"
         return "puts a hook or an attribute on an input" if list(map(_marks_on, self.given)) != self._marks else ""
 
 
@@ -160,18 +159,18 @@ def _like(parameter: nn.Parameter) -> nn.Parameter:
 def weights_in(outputs: Any, at: DeviceCopy) -> list[nn.Parameter]:
     """The weights in a slot that a block returns where a copy would not do: frozen ones, into which others may write,
     and those in objects."""
-    leaves = [x for x in flatten(outputs)[0] if not is_fixed(x) or isinstance(x, torch.Tensor)]
+    leaves = flatten(outputs)[0]
     found = [at.parameter_at(x.data_ptr())[0] for x in leaves if isinstance(x, torch.Tensor) and at.has(x)]
-    objects = [x for x in leaves if not isinstance(x, torch.Tensor)]
+    objects = [x for x in leaves if not isinstance(x, torch.Tensor) and not stays_as_it_is(x)]
     hidden = [t for t in Fingerprint().tensors_within(objects) if at.has(t)] if objects else []
     return [p for p in found if not p.requires_grad] + [at.parameter_at(t.data_ptr())[0] for t in hidden]
 
 
 def stays_as_it_is(value: Any) -> bool:
     """Whether nobody can change what a block sees of this argument."""
-    if is_fixed(value) or type(value) is object:
-        return True
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, Enum, type, nn.Module, bytes, complex)):
+    if isinstance(value, tuple):
+        return all(map(stays_as_it_is, value))
+    if type(value) in PLAIN or type(value) is object or isinstance(value, _FIXED):
         return True
     return isinstance(value, (FunctionType, BuiltinFunctionType)) and not getattr(value, "__closure__", None)
 
@@ -179,59 +178,29 @@ def stays_as_it_is(value: Any) -> bool:
 class _CopiesTensors(TorchFunctionMode):
     """Within, `deepcopy` clones tensors with a history, too."""
 
-    def __init__(self, lost: set[int]) -> None:
-        super().__init__()
-        self._lost = lost  # ids of tensors of which only the shape is left
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is not torch.Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            made = tensor.detach().clone()
-            if id(tensor) in self._lost:
-                made.fill_(torch.nan if made.is_floating_point() else 0)
+            memo[id(tensor)] = made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             made.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
-            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
         return memo[id(tensor)]
 
 
-class _Copier:
-    """Copies what belongs together: what two values lead to is one in their copies, too."""
-
-    def __init__(self, memo: dict[int, Any]) -> None:
-        self.memo = memo
-        self._alive = list[Any]()  # ids in the memo are of these, too
-
-    def copy(self, value: Any) -> Any:
-        """What can't be copied, as a lock, is the copy's, too; so is what is known by its identity alone."""
-        made: Any = ChainMap({id(value): value} if type(value) is object else {}, self.memo)
+def _copy_each(values: Iterable[Any], memo: dict[int, Any]) -> None:
+    """Into the memo: what two of them lead to is one in their copies, too. What can't be copied, as a lock, is the
+    copy's, too; so is what is known by its identity alone."""
+    for value in values:
+        before = dict(memo)
         try:
-            found = copy.deepcopy(value, made)
-        except Exception:  # half of it may be in `made`
-            found, made = value, ChainMap({id(value): value})
-        self.memo |= made.maps[0]
-        self._alive.append(made)
-        return found
-
-    def copy_block(self, block: Block) -> nn.Module:
-        for value in [v for m in block.modules for k, v in vars(m).items() if k not in STRUCTURE]:
-            self.copy(value)
-        own = vars(block.module).pop("forward", None)
-        try:
-            return copy.deepcopy(block.module, self.memo)
-        finally:
-            if own is not None:
-                vars(block.module)["forward"] = own
+            memo[id(value)] = value if type(value) is object else copy.deepcopy(value, memo)
+        except Exception:  # half of it may be in the memo
+            memo.clear()
+            memo.update(before | {id(value): value})
 
 
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Among its attributes, and in their containers; no parameters or buffers."""
-    own = [v for k, v in vars(module).items() if k not in STRUCTURE]
-    return tensors_in([v for v in own if isinstance(v, (torch.Tensor, list, tuple, dict))])
-
-
-def _is_activation(value: Any) -> bool:
+def is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 

@@ -223,7 +223,7 @@ def test_what_a_block_takes_is_what_was_measured(monkeypatch):
     assert profile.forward_work_bytes == rows, "what it makes beside that"
     assert weights < profile.backward_work_bytes <= weights + 4 * rows, "weight gradients and rows"
     assert profile.forward_s > 0 and profile.backward_s > 0
-    assert not profile.keeps and not measure.whole and not measure.holds and not profile.clones
+    assert not profile.keeps and not measure.why and not measure.holds and not profile.clones
 
 
 class InPlace(nn.Module):

@@ -298,24 +298,24 @@ class FillsATable(Script):
         return super().model()
 
 
+class FillsATableOfItsModule(FillsATable):
+    class Layer(scripts.Layer):
+        def set_up(self):
+            self.table = {}
+
+        def forward(self, x, *_):
+            if len(x) not in self.table:
+                self.table[len(x)] = torch.linspace(0, 1, len(x))[:, None]
+            return super().forward(x + self.table[len(x)])
+
+
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
-def test_a_global_table_that_a_first_call_fills_is_found_filled(budget):
-    assert_trains_as_in_plain_pytorch(FillsATable, budget)
-
-
-class DrawsATable(LooksUp):
-    def forward(self, x, *_):
-        if not TABLES:
-            TABLES[0] = torch.rand(WIDTH)
-        return super(LooksUp, self).forward(x + TABLES[0])
-
-
-def test_a_global_table_that_is_drawn_is_refused():
-    """What filled it was a copy, whose draws are taken back."""
-    TABLES.clear()
-    words, pool = "has changed the global TABLES", hydra_tune.ShardPool(["cpu"], scripts.BUDGETS["spilled"])
+def test_a_table_that_a_first_call_fills_is_an_attribute(budget):
+    """One of the whole process is filled by a copy, whose draws are taken back."""
+    words, pool = "has changed the global TABLES", hydra_tune.ShardPool(["cpu"], scripts.BUDGETS[budget])
     with pool, pytest.raises(hydra_tune.PrepareError, match=words):
-        scripts.step(Net(DrawsATable), pool)
+        scripts.step(FillsATable().model(), pool)
+    assert_trains_as_in_plain_pytorch(FillsATableOfItsModule, budget)
 
 
 class Observed(scripts.Layer):

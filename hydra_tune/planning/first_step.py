@@ -146,9 +146,9 @@ class FirstStep:
             if not measure.holds:
                 break
             for weight in [block.slot_parameters[i] for i in measure.holds]:
-                block = self._trial.hold_weight(block, weight, measure.why or "its block changes it in its forward")
-        if measure.whole:
-            self._trial.planner.open_block(block, measure.whole)
+                block = self._trial.hold_weight(block, weight, measure.why)
+        if measure.why:
+            self._trial.planner.open_block(block, measure.why)
             return None
         self._trained.add(block.name)
         profile = measure.profile
@@ -222,7 +222,7 @@ class FirstStep:
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():
-                    return BlockMeasure(whole=f"{TOO_LARGE}: {error}")
+                    return BlockMeasure(why=f"{TOO_LARGE}: {error}")
             finally:
                 self._guarded = set()
                 trial.meter.outside_starts()

@@ -22,8 +22,7 @@ from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes
 from hydra_tune.meter import TrialMeter, storages_of
-from hydra_tune.planning.reached import Reached, globals_of
-from hydra_tune.planning.twin import Twin, is_activation, stays_as_it_is, weights_in
+from hydra_tune.planning.twin import Reached, Twin, globals_of, is_activation, stays_as_it_is, weights_in
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shard import BlockProfile
@@ -35,20 +34,15 @@ _CHECKPOINT = "CheckpointFunctionBackward"  # of a reentrant one, in a graph
 
 @dataclass(frozen=True)
 class BlockMeasure:
-    """Of one call of a block.
+    """Of one call of a block: its `profile`; `why` it is no block, which is opened into its children, or stays on the
+    device with its own graph; or why it `holds` weights, by their numbers, which stay on the device.
 
-    profile   bytes and seconds; why its activations are kept, if they are; casts are of weights that it uses only
-              through autocast's copy, by their numbers in the block
-    whole     why it is to be opened into its children, or to stay on the device with its own graph; empty if not
-    holds     weights that it changes in its forward or returns, by their numbers in the block: these stay on the
-              device, `why`
     is_of_its_own  it tells nothing of the next call: the forward raised
     """
 
     profile: BlockProfile = BlockProfile("", 0)  # noqa: RUF009
-    whole: str = ""
-    holds: tuple[int, ...] = ()
     why: str = ""
+    holds: tuple[int, ...] = ()
     is_of_its_own: bool = False
 
 
@@ -61,7 +55,7 @@ class _FoundError(Exception):
 
     def __init__(self, why: str, *, holds: tuple[int, ...] = ()) -> None:
         super().__init__(why)
-        self.measure = BlockMeasure(holds=holds, why=why) if holds else BlockMeasure(whole=why)
+        self.measure = BlockMeasure(why=why, holds=holds)
 
 
 class Measurement:
@@ -76,22 +70,13 @@ class Measurement:
         Raises:
             torch.OutOfMemoryError: it has no room.
             WritesInputError: it needs clones.
-            PrepareError: it has changed what no copy was made of, or is given what can be read only once.
+            PrepareError: it has changed what no copy was made of.
         """
-        block, self._clones, self._filled = self._block, clones, ""
-        self._call = flatten_call(args, kwargs)
+        block, self._clones, self._call = self._block, clones, flatten_call(args, kwargs)
         objects = [x for x in self._call[0] if not isinstance(x, torch.Tensor)]
-        for x in objects:
-            if isinstance(x, Iterator):
-                raise PrepareError(
-                    f"a block's inputs are read when it is measured and when it runs, but block {block.name} is given "
-                    f"a {type(x).__name__}, which can be read only once. Give it a list."
-                )
         own = {"an argument": objects, "its forward": block.own_forward}
         with self._meter.paused():
-            self._shared = Reached(block.module, own, globals_of(block.module, block.own_forward))
-        direct = {id(value) for module in block.modules for value in vars(module).values()}
-        within = any(is_activation(value) for number, value in self._shared.met.items() if number not in direct)
+            shared = Reached(block.module, own, globals_of(block.module, block.own_forward))
         with (
             state_kept(self._device.generators()),
             torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
@@ -99,11 +84,13 @@ class Measurement:
             try:
                 measure, drew = watching_draws(self._measure)
             finally:
-                self._refuse(self._shared_change())
-        keeps = measure.profile.keeps
+                with self._meter.paused():
+                    self._refuse(shared.changes())
+        direct = {id(value) for module in block.modules for value in vars(module).values()}
+        within = [x for number, x in shared.met.items() if number not in direct and is_activation(x)]
         changing = next((type(x).__name__ for x in objects if not stays_as_it_is(x)), None)
+        keeps = measure.profile.keeps
         if drew:  # of all reasons the one that says most
-            self._refuse(self._filled)
             keeps = f"{block.name} draws from Python's or NumPy's random numbers"
         elif changing and not keeps:
             keeps = f"{block.name} is given an object, a {changing}, that others may change"
@@ -111,12 +98,8 @@ class Measurement:
             keeps = f"{block.name} has an activation in an attribute"
         return replace(measure, profile=replace(measure.profile, keeps=keeps))
 
-    def _shared_change(self) -> str:
-        with self._meter.paused():
-            return next(iter(self._shared.changes()), "")
-
-    def _refuse(self, change: str) -> None:
-        if change:
+    def _refuse(self, changes: Sequence[str]) -> None:
+        for change in changes:
             raise PrepareError(
                 f"a block is measured on a copy of it before its first run, but the forward of {self._block.name} has "
                 f"changed {change}, which the copy shares with it. Make it an attribute of the module: a number, a "
@@ -131,7 +114,7 @@ class Measurement:
         try:
             with noting_draws(draws):
                 measure = BlockMeasure(self._forward_and_backward(*self._forward_alone(), draws))
-        except (torch.OutOfMemoryError, WritesInputError, PrepareError):
+        except (torch.OutOfMemoryError, WritesInputError):
             raise
         except _FoundError as found:
             measure = found.measure
@@ -149,7 +132,7 @@ class Measurement:
                     self._at.fill()
         written = tuple(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b and a == a)
         if written and not measure.holds:
-            return BlockMeasure(holds=written)
+            return BlockMeasure(why="its block changes it in its forward", holds=written)
         if changed:
             return replace(measure, profile=replace(measure.profile, keeps=f"{block.name} changes a weight"))
         return measure
@@ -158,6 +141,8 @@ class Measurement:
         """As in training, but what is saved is dropped: what that tells, and its outputs."""
         block = self._block
         twin = Twin(block, self._model, self._at, self._call, clones=self._clones, gone=False)
+        if twin.shares:
+            raise _FoundError(f"{block.name} {twin.shares}")
         with self._meter.paused():
             twin.note()
         stay = {s._cdata for x in twin.tensors for s in storages_of(x)}
@@ -181,11 +166,8 @@ class Measurement:
         if returned := set(map(id, weights_in(outputs, self._at))):
             holds = tuple(i for i, p in enumerate(block.slot_parameters) if id(p) in returned)
             raise _FoundError(f"{block.name} returns one of its weights", holds=holds)
-        if self._meter.within_checkpoint:
-            raise _FoundError(f"{block.name} has a checkpoint within")
-        if misuse := twin.misuse_of_weights():
+        if misuse := "has a checkpoint within" if self._meter.within_checkpoint else twin.misuse():
             raise _FoundError(f"{block.name} {misuse}")
-        self._filled = self._shared_change()
         with self._meter.paused():
             why, writes_buffers = twin.look(outputs)
         profile = BlockProfile(
@@ -212,11 +194,7 @@ class Measurement:
             outputs = tensors_in(twin.forward(_as_it_is, _as_it_is))  # or a checkpoint around took it for its own
             saved = self._meter.trial_bytes - start
             same = len(first) == len(outputs) and all(map(same_values, first, outputs))
-            if draws.states or not same:  # else who finds it filled computes what who fills it does
-                self._refuse(self._filled)
-            keeps = alone.keeps
-            if not keeps and not draws.states and not same:
-                keeps = f"{self._block.name} makes other values when it is repeated"
+            other = "" if draws.states or same else f"{self._block.name} makes other values when it is repeated"
             wanted = [x for x in outputs if x.requires_grad]
             del outputs
             casts = self._casts(wanted, twin.weights)
@@ -225,8 +203,8 @@ class Measurement:
                 torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
             del wanted
         return replace(
-            alone, backward_work_bytes=used.num_bytes, backward_s=used.seconds, saved_bytes=saved, keeps=keeps,
-            casts=casts,
+            alone, backward_work_bytes=used.num_bytes, backward_s=used.seconds, saved_bytes=saved,
+            keeps=alone.keeps or other, casts=casts,
         )  # fmt: skip
 
     def _casts(
@@ -292,7 +270,7 @@ def measured(meter: TrialMeter, device: Device) -> Iterator[Used]:
 
 def _after(error: Exception, name: str) -> BlockMeasure:
     if "saved tensor hooks" in str(error):
-        return BlockMeasure(whole=f"{name} takes gradients within its forward by torch.func")
+        return BlockMeasure(why=f"{name} takes gradients within its forward by torch.func")
     keeps = f"{name} raises {type(error).__name__}"
     return BlockMeasure(BlockProfile(name, 0, keeps=keeps), is_of_its_own=True)
 

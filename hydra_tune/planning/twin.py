@@ -1,4 +1,5 @@
-"""A copy of a block and of what it is given, to be run once: what its forward changes goes with the copy.
+"""A copy of a block and of what it is given, to be run once: what its forward changes goes with the copy; and whether
+what it reaches holds other values then.
 
 the block   its modules, with all that their attributes lead to; the weights are those of its visit
 arguments   tensors without a history, or clones of them; copies of objects
@@ -6,26 +7,45 @@ arguments   tensors without a history, or clones of them; copies of objects
 
 from __future__ import annotations
 
+import argparse
 import copy
-from collections.abc import Callable, Iterable
+import functools
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
+from itertools import chain
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.quasirandom import SobolEngine
 
 from hydra_tune.blocks.block import Block, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.glance import HOOKS_OF_MODULES, keep_only_pytorchs
-from hydra_tune.host_buffer import versions_of
+from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.meter import storages_of
-from hydra_tune.planning.reached import STRUCTURE, Reached
 from hydra_tune.tree import PLAIN, Structure, flatten, tensors_in, unflatten
 
+_MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
+_MOST_BYTES = 1_000_000  # of an array that is read
+_PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
+_HOLD_SOMETHING = {"array", "builtins", "collections", "itertools"}
+_FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names) - _HOLD_SOMETHING
+_FOLLOWED = (  # for all that their classes are somebody else's
+    functools.partial, SimpleNamespace, argparse.Namespace, random.Random,
+    torch.Generator, torch.Tensor, torch.optim.Optimizer, SobolEngine,
+)  # fmt: skip
+STRUCTURE = frozenset((  # attributes of modules that are no state of theirs
+    "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs", "forward", "_apply",
+))  # fmt: skip
+Called = tuple[list[Any], Structure]  # the leaves of its arguments, and how they belong together
 _BUFFERS = "a buffer"
 _FIXED = (torch.dtype, torch.device, torch.layout, Enum, type, nn.Module, bytes, complex)
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -34,7 +54,7 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 class Twin:
     """`weights` are those of the visit, `held` those that are on the device anyway, `given` the leaves of the
-    arguments, `asked` those of them that gradients are asked for.
+    arguments, `asked` those of them that gradients are asked for; `shares` is why it is no copy.
 
     With `gone`, activations among the attributes are no more what they were: a repetition would not find them.
     """
@@ -45,21 +65,16 @@ class Twin:
         model: nn.Module,
         at: DeviceCopy,
         call: tuple[list[Any], Structure],
-        *,
         clones: bool,
+        *,
         gone: bool,
     ) -> None:
         self._block, self._at, (leaves, self._structure) = block, at, call
-        self.weights = list(map(_like, at.leaves(block.slot_parameters)))
-        self.held = list(map(_like, block.held))
+        self.weights, self.held = list(map(_like, at.leaves(block.slot_parameters))), list(map(_like, block.held))
         own = zip((*block.slot_parameters, *block.held), (*self.weights, *self.held), strict=True)
-        self.asked, given = list[torch.Tensor](), dict[int, torch.Tensor]()
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in given:
-                bare = leaf.detach()
-                if leaf.requires_grad:
-                    self.asked.append(bare.requires_grad_())
-                given[id(leaf)] = bare.clone() if clones else bare
+        given = {id(x): x.detach().requires_grad_(x.requires_grad) for x in leaves if isinstance(x, torch.Tensor)}
+        self.asked = [x for x in given.values() if x.requires_grad]
+        given = {number: x.clone() for number, x in given.items()} if clones else given
         ours = vars(block.module).get("forward")
         memo: dict[int, Any] = {id(p): p for p in model.parameters()} | {id(p): leaf for p, leaf in own}
         memo[id(ours)] = ours
@@ -68,11 +83,12 @@ class Twin:
             self.module = copy.deepcopy(block.module, memo)
             vars(self.module).pop("forward", None)
             memo |= {number: tensor for number, tensor in given.items() if number not in memo}
-            _copy_each(leaves, memo)
-            self.given = [given[id(x)] if isinstance(x, torch.Tensor) else memo.get(id(x), x) for x in leaves]
+            is_copied = _copy_each(leaves, memo)
             for part, twin in zip(block.modules, self.module.modules(), strict=True) if gone else ():
                 for name in [name for name, value in vars(part).items() if is_activation(value)]:
                     vars(twin)[name].fill_(torch.nan if vars(twin)[name].is_floating_point() else 0)
+        self.shares = "" if is_copied else "is given an object that copy.deepcopy does not copy"
+        self.given = [given.get(id(x), memo[id(x)]) for x in leaves]
         for part in self.module.modules():
             if part is not self.module:
                 keep_only_pytorchs(part)
@@ -121,7 +137,7 @@ class Twin:
         now = versions_of(self.weights)
         return tuple(i for i, (a, b) in enumerate(zip(self._versions, now, strict=True)) if a != b)
 
-    def misuse_of_weights(self) -> str:
+    def misuse(self) -> str:
         """What it does with its weights that it cannot do in a visit."""
         own = [{k: v for k, v in vars(m).items() if k not in STRUCTURE} for m in self.module.modules()]
         if any(map(self._at.has, tensors_in(own))):
@@ -188,16 +204,19 @@ class _CopiesTensors(TorchFunctionMode):
         return memo[id(tensor)]
 
 
-def _copy_each(values: Iterable[Any], memo: dict[int, Any]) -> None:
+def _copy_each(values: Iterable[Any], memo: dict[int, Any]) -> bool:
     """Into the memo: what two of them lead to is one in their copies, too. What can't be copied, as a lock, is the
-    copy's, too; so is what is known by its identity alone."""
+    copy's, too, and so is what is known by its identity alone. Whether all could."""
+    could = True
     for value in values:
         before = dict(memo)
         try:
             memo[id(value)] = value if type(value) is object else copy.deepcopy(value, memo)
         except Exception:  # half of it may be in the memo
+            could = False
             memo.clear()
             memo.update(before | {id(value): value})
+    return could
 
 
 def is_activation(value: Any) -> bool:
@@ -209,3 +228,93 @@ def _marks_on(leaf: Any) -> tuple[Any, ...]:
     if not isinstance(leaf, torch.Tensor):
         return ()
     return leaf._backward_hooks is not None, leaf.retains_grad, leaf.requires_grad, tuple(leaf.__dict__)
+
+
+# ---- what a forward can reach beside weights ----
+
+
+class Reached(Fingerprint):
+    """The attributes of modules, without their weights, buffers and children, `others` by name, and what is set under
+    a name: as they are now. An attribute that is set anew is no change: each repetition has the values of before."""
+
+    most_items = 10_000
+    deepest = 100
+
+    def __init__(
+        self, module: nn.Module, others: Mapping[str, Any], names: Sequence[tuple[Mapping[str, Any], str]] = ()
+    ) -> None:
+        super().__init__()
+        self._modules = set(map(id, module.modules()))
+        self._names = names
+        self._roots = dict(others)
+        for prefix, part in module.named_modules():
+            for name, value in vars(part).items():
+                if name not in STRUCTURE and "_hooks" not in name:
+                    self._roots[f"{prefix}.{name}".lstrip(".")] = value
+        self._before = self._read()
+        self.met = {number: value for number, (value, _) in self._known.items()}  # objects by id, as they were first
+
+    def changes(self) -> list[str]:
+        """The names of what holds other values than when it was asked last."""
+        before, self._before = self._before, self._read()
+        return [name for (name, now), (_, then) in zip(self._before, before, strict=True) if now != then]
+
+    def _read(self) -> list[tuple[str, Hashable]]:
+        self._known = {}
+        globals_ = [(f"the global {name}", space.get(name)) for space, name in self._names]
+        return [(name, self._of(value, 0)) for name, value in (*self._roots.items(), *globals_)]
+
+    def _of_object(self, value: Any, depth: int) -> Hashable:
+        if value is _PYTHONS or value is getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None):
+            return None  # the process's own generators are another matter
+        if isinstance(value, nn.Module):  # hidden from the model, a teacher in a list
+            return None if id(value) in self._modules else self._of(vars(value), depth)
+        module = type(value).__module__
+        if module == "numpy":
+            return value.tobytes() if getattr(value, "nbytes", _MOST_BYTES + 1) <= _MOST_BYTES else None
+        is_of_others = module.partition(".")[0] in _FOREIGN and not isinstance(value, _FOLLOWED)
+        if len(self._known) > _MOST_OBJECTS or is_of_others:
+            return None
+        if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and len(value) > self.most_items:
+            return tuple(map(id, value))
+        return super()._of_object(value, depth)
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
+        return version_of(tensor), super()._of_tensor(tensor), None if tensor.is_meta else digest(tensor.detach())
+
+
+def globals_of(module: nn.Module, forward: Any) -> list[tuple[dict[str, Any], str]]:
+    """Those that the code of its modules' classes names, or a `forward` that is set on it, or functions that these
+    name, and that are neither functions nor classes nor modules: where they are, and their names."""
+    kinds = dict.fromkeys(kind for part in module.modules() for kind in type(part).__mro__)
+    own = (vars(kind).values() for kind in kinds if not _is_foreign(kind.__module__))
+    left: list[Any] = [forward, *chain.from_iterable(own)]
+    found, met = list[tuple[dict[str, Any], str]](), set[int]()
+    while left:
+        value = left.pop()
+        function = getattr(value, "fget", getattr(value, "__func__", value))  # a property's, or a static method's
+        if not isinstance(function, FunctionType) or id(function) in met:
+            continue
+        met.add(id(function))
+        space = function.__globals__
+        for name in [name for name in _names_in(function.__code__) if name in space]:
+            if isinstance(space[name], FunctionType):
+                left += [] if _is_foreign(space[name].__module__) else [space[name]]
+            elif not isinstance(space[name], (type, ModuleType, BuiltinFunctionType)):
+                found.append((space, name))
+    return found
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_foreign(module: str | None) -> bool:
+    """Whether it is a library's: what these keep in globals decides nothing."""
+    if (module or "").partition(".")[0] in _FOREIGN:
+        return True
+    return "site-packages" in (getattr(sys.modules.get(module or ""), "__file__", None) or "")

@@ -28,7 +28,7 @@ from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import storages_of
 from hydra_tune.partition import UNMEASURED, plan_key, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError, measured
+from hydra_tune.planning.measure import FoundError, Measurement, ProfileOfOneCall, WritesInputError, measured
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.shard import TOO_LARGE, BlockProfile
 from hydra_tune.tree import flatten_call, tensors_in
@@ -50,7 +50,7 @@ class FirstStep:
         self._trial = trial
         self._beside = beside
         self._copy: tuple[Block, DeviceCopy] | None = None
-        self._known: dict[Any, BlockMeasure] = {}
+        self._known: dict[Any, BlockProfile | FoundError] = {}
         self._start_bytes = trial.meter.trial_bytes
         self._trained = set[str]()  # names of blocks that were measured with gradients
         self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
@@ -138,25 +138,22 @@ class FirstStep:
             return None
         while True:
             key = self._key(block, args, kwargs)
-            measure = self._known.get(key)
-            if measure is None:
-                measure = self._measure(block, args, kwargs)
-                if not measure.is_of_its_own:
-                    self._known[key] = measure
-            if not measure.holds:
+            found = self._known.get(key) or self._measure(block, args, kwargs)
+            if not isinstance(found, ProfileOfOneCall):
+                self._known[key] = found
+            if isinstance(found, BlockProfile):
                 break
-            for weight in [block.slot_parameters[i] for i in measure.holds]:
-                block = self._trial.hold_weight(block, weight, measure.why)
-        if measure.why:
-            self._trial.planner.open_block(block, measure.why)
-            return None
+            if not found.holds:
+                self._trial.planner.open_block(block, found.why)
+                return None
+            for weight in [block.slot_parameters[i] for i in found.holds]:
+                block = self._trial.hold_weight(block, weight, found.why)
         self._trained.add(block.name)
-        profile = measure.profile
-        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or profile.keeps
-        block.clones |= profile.clones
-        block.casts |= profile.casts
-        block.saved_counts |= profile.saved_counts
-        self._note(block, profile)
+        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or found.keeps
+        block.clones |= found.clones
+        block.casts |= found.casts
+        block.saved_counts |= found.saved_counts
+        self._note(block, found)
         return block
 
     @contextmanager
@@ -205,7 +202,7 @@ class FirstStep:
         training = tuple(m.training for m in block.modules)
         return model, held, training, called, given, casts_to() if remembers_casts() else None
 
-    def _measure(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockMeasure:
+    def _measure(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockProfile | FoundError:
         trial = self._trial
         while True:
             trial.meter.outside_ends()
@@ -222,7 +219,7 @@ class FirstStep:
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():
-                    return BlockMeasure(why=f"{TOO_LARGE}: {error}")
+                    return FoundError(f"{TOO_LARGE}: {error}")
             finally:
                 self._guarded = set()
                 trial.meter.outside_starts()

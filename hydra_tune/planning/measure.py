@@ -32,30 +32,21 @@ from hydra_tune.tree import flatten_call, tensors_in
 _CHECKPOINT = "CheckpointFunctionBackward"  # of a reentrant one, in a graph
 
 
-@dataclass(frozen=True)
-class BlockMeasure:
-    """Of one call of a block: its `profile`; `why` it is no block, which is opened into its children, or stays on the
-    device with its own graph; or why it `holds` weights, by their numbers, which stay on the device.
-
-    is_of_its_own  it tells nothing of the next call: the forward raised
-    """
-
-    profile: BlockProfile = BlockProfile("", 0)  # noqa: RUF009
-    why: str = ""
-    holds: tuple[int, ...] = ()
-    is_of_its_own: bool = False
-
-
 class WritesInputError(Exception):
     """The block is about to change an input in place, which was not copied: it is to be measured on clones."""
 
 
-class _FoundError(Exception):
-    """The block is not to be run apart, or only without these weights: why."""
+class FoundError(Exception):
+    """Why the block is none, but opened into its children, or on the device as a whole, with its own graph; or why it
+    is one only without the weights with these numbers, which the device holds."""
 
     def __init__(self, why: str, *, holds: tuple[int, ...] = ()) -> None:
         super().__init__(why)
-        self.measure = BlockMeasure(why=why, holds=holds)
+        self.why, self.holds = why, holds
+
+
+class ProfileOfOneCall(BlockProfile):
+    """It tells nothing of the next one: the forward raised."""
 
 
 class Measurement:
@@ -64,7 +55,7 @@ class Measurement:
     def __init__(self, block: Block, model: nn.Module, at: DeviceCopy, device: Device, meter: TrialMeter) -> None:
         self._block, self._model, self._at, self._device, self._meter = block, model, at, device, meter
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, clones: bool = False) -> BlockMeasure:
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, clones: bool = False) -> BlockProfile | FoundError:
         """With `clones` of its inputs, where it changes these in place.
 
         Raises:
@@ -85,43 +76,44 @@ class Measurement:
                 measure, drew = watching_draws(self._measure)
             finally:
                 with self._meter.paused():
-                    self._refuse(shared.changes())
+                    changes = shared.changes()
+                if changes:
+                    raise PrepareError(
+                        f"a block is measured on a copy of it before its first run, but the forward of {block.name} "
+                        f"has changed {changes[0]}, which the copy shares with it. Make it an attribute of the module: "
+                        "a number, a tensor, a generator, a list, a dict, or an object that copy.deepcopy copies."
+                    )
+        if isinstance(measure, FoundError):
+            return measure
         direct = {id(value) for module in block.modules for value in vars(module).values()}
-        within = [x for number, x in shared.met.items() if number not in direct and is_activation(x)]
+        within = any(number not in direct and is_activation(x) for number, x in shared.met.items())
         changing = next((type(x).__name__ for x in objects if not stays_as_it_is(x)), None)
-        keeps = measure.profile.keeps
         if drew:  # of all reasons the one that says most
-            keeps = f"{block.name} draws from Python's or NumPy's random numbers"
-        elif changing and not keeps:
-            keeps = f"{block.name} is given an object, a {changing}, that others may change"
-        elif within and not keeps:
-            keeps = f"{block.name} has an activation in an attribute"
-        return replace(measure, profile=replace(measure.profile, keeps=keeps))
+            return replace(measure, keeps=f"{block.name} draws from Python's or NumPy's random numbers")
+        if changing and not measure.keeps:
+            return replace(measure, keeps=f"{block.name} is given an object, a {changing}, that others may change")
+        return replace(measure, keeps=measure.keeps or (f"{block.name} has an activation in an attribute" * within))
 
-    def _refuse(self, changes: Sequence[str]) -> None:
-        for change in changes:
-            raise PrepareError(
-                f"a block is measured on a copy of it before its first run, but the forward of {self._block.name} has "
-                f"changed {change}, which the copy shares with it. Make it an attribute of the module: a number, a "
-                "tensor, a generator, a list, a dict, or an object that copy.deepcopy copies."
-            )
-
-    def _measure(self) -> BlockMeasure:
+    def _measure(self) -> BlockProfile | FoundError:
         block, draws = self._block, DrawRecord()
+        measure: BlockProfile | FoundError
         with self._meter.paused():
             before = list(map(digest, self._at.leaves(block.slot_parameters)))
             held = [(p.data, p.data.clone()) for p in block.held]
         try:
             with noting_draws(draws):
-                measure = BlockMeasure(self._forward_and_backward(*self._forward_alone(), draws))
+                measure = self._forward_and_backward(*self._forward_alone(), draws)
         except (torch.OutOfMemoryError, WritesInputError):
             raise
-        except _FoundError as found:
-            measure = found.measure
+        except FoundError as found:
+            measure = FoundError(found.why, holds=found.holds)  # without its frames
         except Exception as error:  # as its own forward will, before anybody repeats it
             if not self._clones and "leaf Variable that requires grad" in str(error):
                 raise WritesInputError from None
-            measure = _after(error, block.name)
+            if "saved tensor hooks" in str(error):
+                measure = FoundError(f"{block.name} takes gradients within its forward by torch.func")
+            else:
+                measure = ProfileOfOneCall(block.name, 0, keeps=f"{block.name} raises {type(error).__name__}")
         finally:
             with self._meter.paused():
                 changed = [(now, then) for now, then in held if not same_bits(now.contiguous(), then.contiguous())]
@@ -131,10 +123,10 @@ class Measurement:
                 if after != before:
                     self._at.fill()
         written = tuple(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b and a == a)
-        if written and not measure.holds:
-            return BlockMeasure(why="its block changes it in its forward", holds=written)
-        if changed:
-            return replace(measure, profile=replace(measure.profile, keeps=f"{block.name} changes a weight"))
+        if written and not getattr(measure, "holds", ()):
+            return FoundError("its block changes it in its forward", holds=written)
+        if changed and isinstance(measure, BlockProfile):
+            return replace(measure, keeps=f"{block.name} changes a weight")
         return measure
 
     def _forward_alone(self) -> tuple[BlockProfile, list[torch.Tensor]]:
@@ -142,7 +134,7 @@ class Measurement:
         block = self._block
         twin = Twin(block, self._model, self._at, self._call, clones=self._clones, gone=False)
         if twin.shares:
-            raise _FoundError(f"{block.name} {twin.shares}")
+            raise FoundError(f"{block.name} {twin.shares}")
         with self._meter.paused():
             twin.note()
         stay = {s._cdata for x in twin.tensors for s in storages_of(x)}
@@ -154,7 +146,7 @@ class Measurement:
             promotes_again |= any(s._cdata not in stay for s in storages_of(tensor))
 
         def refuse(_: Any) -> torch.Tensor:
-            raise _FoundError(f"{block.name} runs a backward within its forward")
+            raise FoundError(f"{block.name} runs a backward within its forward")
 
         self._meter.within_checkpoint = False
         with measured(self._meter, self._device) as used:
@@ -162,12 +154,12 @@ class Measurement:
         made = tensors_in(outputs)
         boundary = sum(map(storage_bytes, made))
         if holds := twin.written_weights:
-            raise _FoundError(f"{block.name} changes a weight in its forward", holds=holds)
+            raise FoundError(f"{block.name} changes a weight in its forward", holds=holds)
         if returned := set(map(id, weights_in(outputs, self._at))):
             holds = tuple(i for i, p in enumerate(block.slot_parameters) if id(p) in returned)
-            raise _FoundError(f"{block.name} returns one of its weights", holds=holds)
+            raise FoundError(f"{block.name} returns one of its weights", holds=holds)
         if misuse := "has a checkpoint within" if self._meter.within_checkpoint else twin.misuse():
-            raise _FoundError(f"{block.name} {misuse}")
+            raise FoundError(f"{block.name} {misuse}")
         with self._meter.paused():
             why, writes_buffers = twin.look(outputs)
         profile = BlockProfile(
@@ -222,7 +214,7 @@ class Measurement:
                 continue
             met.add(node)
             if node.name() == _CHECKPOINT:
-                raise _FoundError(f"{block.name} has a checkpoint within")
+                raise FoundError(f"{block.name} has a checkpoint within")
             for child, _ in node.next_functions:
                 number = numbers.get(id(getattr(child, "variable", None)))
                 if number is not None:
@@ -243,7 +235,7 @@ class Measurement:
         if not uses.keys() >= set(hooked):  # not every call uses all such weights
             held.update(hooked)
         if held:
-            raise _FoundError("its gradients are added up otherwise than in a visit", holds=tuple(sorted(held)))
+            raise FoundError("its gradients are added up otherwise than in a visit", holds=tuple(sorted(held)))
         return frozenset((i, dtype) for i in casts) if dtype is not None else frozenset()
 
 
@@ -266,13 +258,6 @@ def measured(meter: TrialMeter, device: Device) -> Iterator[Used]:
     device.synchronize()
     used.seconds = time.perf_counter() - start_s
     used.num_bytes, used.left_bytes = meter.window_peak - before, max(0, meter.trial_bytes - before)
-
-
-def _after(error: Exception, name: str) -> BlockMeasure:
-    if "saved tensor hooks" in str(error):
-        return BlockMeasure(why=f"{name} takes gradients within its forward by torch.func")
-    keeps = f"{name} raises {type(error).__name__}"
-    return BlockMeasure(BlockProfile(name, 0, keeps=keeps), is_of_its_own=True)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-_STRUCTURE = frozenset((  # not what a module is set to
+STRUCTURE = frozenset((  # not what a module is set to
     "_parameters", "_buffers", "_modules", "_apply", "_flat_weights", "_flat_weight_refs",
 ))  # fmt: skip
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -23,8 +23,7 @@ class State(NamedTuple):
 
     found: tuple[list[int], list[int], list[type]] | None
     attributes: list[dict[str, Any]]  # of each module by name
-    children: list[list[tuple[str, nn.Module | None]]]
-    classes: list[type]
+    build: list[tuple[type, list[tuple[str, nn.Module | None]]]]  # of each its class and children
     is_rebuilt: bool  # has other children, or classes, than at first
 
 
@@ -37,8 +36,8 @@ class ModuleStates:
         self._first = self._build()
         self.shared: State | None = None  # the latest, if it keeps nothing large alive: not to be changed
 
-    def _build(self) -> tuple[Any, Any]:
-        return [[*module._modules.items()] for module in self._modules], list(map(type, self._modules))
+    def _build(self) -> list[tuple[type, list[tuple[str, nn.Module | None]]]]:
+        return [(type(module), [*module._modules.items()]) for module in self._modules]
 
     def _found(self) -> tuple[list[int], list[int], list[type]]:
         """In PyTorch's and Python's own functions: it is asked several times a visit."""
@@ -53,7 +52,7 @@ class ModuleStates:
         if self.shared is not None and self.shared.found == found:
             return self.shared
         build = self._build()
-        state = State(found, list(map(dict, map(vars, self._modules))), *build, build != self._first)
+        state = State(found, list(map(dict, map(vars, self._modules))), build, build != self._first)
         keeps = any(_keeps(v) for own in state.attributes for k, v in own.items() if k not in _OF_EVERY_MODULE)
         self.shared = None if keeps else state
         return state
@@ -62,14 +61,13 @@ class ModuleStates:
         return self._found() == state.found
 
     def set(self, state: State) -> None:
-        stays = _STRUCTURE | {"forward"}  # the first one is the block, which may be cut otherwise since
-        for module, values, children, kind in zip(self._modules, *state[1:4], strict=True):
+        stays = STRUCTURE | {"forward"}  # the first one is the block, which may be cut otherwise since
+        for module, values, (kind, children) in zip(self._modules, state.attributes, state.build, strict=True):
             own = vars(module)
-            extra = [k for k, v in own.items() if k not in values and k not in stays and not _is_activation(v)]
-            for name in extra:
+            for name in [k for k, v in own.items() if not (k in values or k in stays or is_activation(v))]:
                 del own[name]
             own.update((k, v) for k, v in values.items() if k not in stays)
-            stays = _STRUCTURE
+            stays = STRUCTURE
             if [*module._modules.items()] != children:
                 module._modules.clear()
                 module._modules.update(children)
@@ -79,10 +77,8 @@ class ModuleStates:
 
 def _keeps(value: Any) -> bool:
     """Memory, which shall not live longer for it."""
-    if isinstance(value, tuple):
-        return any(map(_keeps, value))
-    return isinstance(value, (torch.Tensor, list, dict, set))
+    return any(map(_keeps, value)) if isinstance(value, tuple) else isinstance(value, (torch.Tensor, list, dict, set))
 
 
-def _is_activation(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.grad_fn is not None
+def is_activation(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None

@@ -90,9 +90,7 @@ class Surroundings:
     """As they are now: autocast, the default device, the choice of kernels, and the modules of a block."""
 
     def __init__(self, modules: ModuleStates) -> None:
-        self._modules = modules
-        self._process = ProcessState.now()
-        self._state = modules.now()
+        self._modules, self._process, self._state = modules, ProcessState.now(), modules.now()
         self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
         for own in () if self._state is modules.shared else self._state.attributes:
             for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
@@ -109,8 +107,7 @@ class Surroundings:
 
     @property
     def are_rebuilt(self) -> bool:
-        """Some modules have other children, or are of other classes, than at first: nobody has noted what those are
-        set to."""
+        """Nobody has noted what modules are set to that were no children at first."""
         return self._state.is_rebuilt
 
     @contextmanager

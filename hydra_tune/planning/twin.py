@@ -31,6 +31,7 @@ from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.glance import HOOKS_OF_MODULES, keep_only_pytorchs
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.meter import storages_of
+from hydra_tune.module_states import STRUCTURE, is_activation
 from hydra_tune.tree import PLAIN, Structure, flatten, tensors_in, unflatten
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
@@ -42,10 +43,8 @@ _FOLLOWED = (  # for all that their classes are somebody else's
     functools.partial, SimpleNamespace, argparse.Namespace, random.Random,
     torch.Generator, torch.Tensor, torch.optim.Optimizer, SobolEngine,
 )  # fmt: skip
-STRUCTURE = frozenset((  # attributes of modules that are no state of theirs
-    "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs", "forward", "_apply",
-))  # fmt: skip
 Called = tuple[list[Any], Structure]  # the leaves of its arguments, and how they belong together
+_NO_STATE = STRUCTURE | {"forward"}
 _BUFFERS = "a buffer"
 _FIXED = (torch.dtype, torch.device, torch.layout, Enum, type, nn.Module, bytes, complex)
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -79,7 +78,7 @@ class Twin:
         memo: dict[int, Any] = {id(p): p for p in model.parameters()} | {id(p): leaf for p, leaf in own}
         memo[id(ours)] = ours
         with torch.no_grad(), _CopiesTensors():
-            _copy_each((v for m in block.modules for k, v in vars(m).items() if k not in STRUCTURE), memo)
+            _copy_each((v for m in block.modules for k, v in vars(m).items() if k not in _NO_STATE), memo)
             self.module = copy.deepcopy(block.module, memo)
             vars(self.module).pop("forward", None)
             memo |= {number: tensor for number, tensor in given.items() if number not in memo}
@@ -139,7 +138,7 @@ class Twin:
 
     def misuse(self) -> str:
         """What it does with its weights that it cannot do in a visit."""
-        own = [{k: v for k, v in vars(m).items() if k not in STRUCTURE} for m in self.module.modules()]
+        own = [{k: v for k, v in vars(m).items() if k not in _NO_STATE} for m in self.module.modules()]
         if any(map(self._at.has, tensors_in(own))):
             return "keeps a view of a weight in an attribute"
         return "puts a hook on a weight in its forward" if any(map(has_hooks, (*self.weights, *self.held))) else ""
@@ -219,10 +218,6 @@ def _copy_each(values: Iterable[Any], memo: dict[int, Any]) -> bool:
     return could
 
 
-def is_activation(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
-
-
 def _marks_on(leaf: Any) -> tuple[Any, ...]:
     """What a forward may leave on a tensor that it is given."""
     if not isinstance(leaf, torch.Tensor):
@@ -249,7 +244,7 @@ class Reached(Fingerprint):
         self._roots = dict(others)
         for prefix, part in module.named_modules():
             for name, value in vars(part).items():
-                if name not in STRUCTURE and "_hooks" not in name:
+                if name not in _NO_STATE and "_hooks" not in name:
                     self._roots[f"{prefix}.{name}".lstrip(".")] = value
         self._before = self._read()
         self.met = {number: value for number, (value, _) in self._known.items()}  # objects by id, as they were first

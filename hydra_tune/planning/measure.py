@@ -182,6 +182,8 @@ class Measurement:
     ) -> BlockProfile:
         """As a repetition and its backward."""
         twin = Twin(self._block, self._model, self._at, self._call, clones=self._clones, gone=True)
+        with self._meter.paused():
+            buffers = Reached(nn.Module(), {"": twin.buffers_of_modules})
         with measured(self._meter, self._device) as used:
             start = self._meter.trial_bytes
             outputs = tensors_in(twin.forward(_as_it_is, _as_it_is))  # or a checkpoint around took it for its own
@@ -195,9 +197,11 @@ class Measurement:
             if wanted and inputs:
                 torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
             del wanted
+        with self._meter.paused():  # a hook or a Function may write some in the backward
+            writes_buffers = alone.writes_buffers or bool(buffers.changes())
         return replace(
             alone, backward_work_bytes=used.num_bytes, backward_s=used.seconds, saved_bytes=saved,
-            keeps=alone.keeps or other, casts=casts,
+            keeps=alone.keeps or other, casts=casts, writes_buffers=writes_buffers,
         )  # fmt: skip
 
     def _casts(

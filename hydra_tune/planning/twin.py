@@ -59,14 +59,7 @@ class Twin:
     """
 
     def __init__(
-        self,
-        block: Block,
-        model: nn.Module,
-        at: DeviceCopy,
-        call: tuple[list[Any], Structure],
-        clones: bool,
-        *,
-        gone: bool,
+        self, block: Block, model: nn.Module, at: DeviceCopy, call: Called, *, clones: bool, gone: bool
     ) -> None:
         self._block, self._at, (leaves, self._structure) = block, at, call
         self.weights, self.held = list(map(_like, at.leaves(block.slot_parameters))), list(map(_like, block.held))
@@ -91,7 +84,7 @@ class Twin:
         for part in self.module.modules():
             if part is not self.module:
                 keep_only_pytorchs(part)
-        self._buffers = [m._buffers for m in self.module.modules()]
+        self.buffers_of_modules = [m._buffers for m in self.module.modules()]
         self._versions, self._marks = versions_of(self.weights), list(map(_marks_on, self.given))
 
     def note(self) -> None:
@@ -100,7 +93,7 @@ class Twin:
             "an argument": [x for x in self.given if not isinstance(x, torch.Tensor)],
             "what is noted on a weight": [leaf.__dict__ for leaf in (*self.weights, *self.held)],
             "a hook": [vars(m)[kind] for m in self.module.modules() for kind in HOOKS_OF_MODULES],
-            _BUFFERS: self._buffers,
+            _BUFFERS: self.buffers_of_modules,
         }
         self._reached = Reached(self.module, others)
 
@@ -111,7 +104,7 @@ class Twin:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        return [b for own in self._buffers for b in own.values() if b is not None]
+        return [b for own in self.buffers_of_modules for b in own.values() if b is not None]
 
     def forward(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
         """By the module's class, or a forward of its own, with these hooks on what autograd saves."""

@@ -241,8 +241,28 @@ class CountsInAFunction(scripts.Layer):
         return super().forward(x / self.count())
 
 
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (DrawsFromAGlobal, "the global GENERATOR"), (AppendsToAGlobal, "the global LOSSES"),
+        (CountsInAGlobal, "the global STEP"), (HooksForAGlobal, "the global SEEN"), (DrawsInAClosure, "draw"),
+        (CountsInAFunction, "count"),
+    ],
+)  # fmt: skip
+def test_what_a_block_shares_with_its_copy_and_changes_is_refused_by_name(kind, name, budget):
+    """Its measure would have drawn, counted or appended as well."""
+    words = rf"the forward of layers\.0 has changed {name}, .* Make it an attribute of the module"
+    with (
+        hydra_tune.ShardPool(["cpu"], scripts.BUDGETS[budget]) as pool,
+        pytest.raises(hydra_tune.PrepareError, match=words),
+    ):
+        scripts.step(Net(kind), pool).sum().backward()
+    assert pool.devices[0].used_bytes == 0
+
+
 class CountsUnderALock(scripts.Layer):
-    """What has a lock can't be copied."""
+    """What has a lock can't be copied: such a block is opened."""
 
     class Counter:
         def __init__(self):
@@ -257,25 +277,13 @@ class CountsUnderALock(scripts.Layer):
         return super().forward(x / self.counter.calls)
 
 
+class CountsLocked(Script):
+    Layer = CountsUnderALock
+
+
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (DrawsFromAGlobal, "the global GENERATOR"), (AppendsToAGlobal, "the global LOSSES"),
-        (CountsInAGlobal, "the global STEP"), (HooksForAGlobal, "the global SEEN"), (DrawsInAClosure, "draw"),
-        (CountsInAFunction, "count"),
-        (CountsUnderALock, "counter"),
-    ],
-)  # fmt: skip
-def test_what_a_block_shares_with_its_copy_and_changes_is_refused_by_name(kind, name, budget):
-    """Its measure would have drawn, counted or appended as well."""
-    words = rf"the forward of layers\.0 has changed {name}, .* Make it an attribute of the module"
-    with (
-        hydra_tune.ShardPool(["cpu"], scripts.BUDGETS[budget]) as pool,
-        pytest.raises(hydra_tune.PrepareError, match=words),
-    ):
-        scripts.step(Net(kind), pool).sum().backward()
-    assert pool.devices[0].used_bytes == 0
+def test_a_block_that_cannot_be_copied_is_opened(budget):
+    assert_trains_as_in_plain_pytorch(CountsLocked, budget)
 
 
 TABLES = {}

@@ -130,12 +130,18 @@ class Measurement:
             return replace(measure, keeps=f"{block.name} changes a weight")
         return measure
 
+    def _twin(self, *, gone: bool) -> Twin:
+        try:
+            return Twin(self._block, self._model, self._at, self._call, clones=self._clones, gone=gone)
+        except (torch.OutOfMemoryError, WritesInputError):
+            raise
+        except Exception as error:
+            raise FoundError(f"copy.deepcopy can't copy {self._block.name}, or what it is given: {error}") from None
+
     def _forward_alone(self) -> tuple[BlockProfile, list[torch.Tensor]]:
         """As in training, but what is saved is dropped: what that tells, and its outputs."""
         block = self._block
-        twin = Twin(block, self._model, self._at, self._call, clones=self._clones, gone=False)
-        if twin.shares:
-            raise FoundError(f"{block.name} {twin.shares}")
+        twin = self._twin(gone=False)
         with self._meter.paused():
             twin.note()
         stay = {s._cdata for x in twin.tensors for s in storages_of(x)}
@@ -181,7 +187,7 @@ class Measurement:
         self, alone: BlockProfile, first: Sequence[torch.Tensor], draws: DrawRecord
     ) -> BlockProfile:
         """As a repetition and its backward."""
-        twin = Twin(self._block, self._model, self._at, self._call, clones=self._clones, gone=True)
+        twin = self._twin(gone=True)
         with self._meter.paused():
             buffers = Reached(nn.Module(), {"": twin.buffers_of_modules})
         with measured(self._meter, self._device) as used:

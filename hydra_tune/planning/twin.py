@@ -13,7 +13,7 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
@@ -53,7 +53,7 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 class Twin:
     """`weights` are those of the visit, `held` those that are on the device anyway, `given` the leaves of the
-    arguments, `asked` those of them that gradients are asked for; `shares` is why it is no copy.
+    arguments, `asked` those of them that gradients are asked for.
 
     With `gone`, activations among the attributes are no more what they were: a repetition would not find them.
     """
@@ -67,20 +67,17 @@ class Twin:
         given = {id(x): x.detach().requires_grad_(x.requires_grad) for x in leaves if isinstance(x, torch.Tensor)}
         self.asked = [x for x in given.values() if x.requires_grad]
         given = {number: x.clone() for number, x in given.items()} if clones else given
-        ours = vars(block.module).get("forward")
         memo: dict[int, Any] = {id(p): p for p in model.parameters()} | {id(p): leaf for p, leaf in own}
-        memo[id(ours)] = ours
+        ours = vars(block.module).get("forward")
+        memo |= {id(x): x for x in (ours, *leaves) if x is ours or type(x) is object}  # known by its identity alone
         with torch.no_grad(), _CopiesTensors():
-            _copy_each((v for m in block.modules for k, v in vars(m).items() if k not in _NO_STATE), memo)
             self.module = copy.deepcopy(block.module, memo)
-            vars(self.module).pop("forward", None)
             memo |= {number: tensor for number, tensor in given.items() if number not in memo}
-            is_copied = _copy_each(leaves, memo)
+            self.given = [given[id(x)] if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo) for x in leaves]
             for part, twin in zip(block.modules, self.module.modules(), strict=True) if gone else ():
                 for name in [name for name, value in vars(part).items() if is_activation(value)]:
                     vars(twin)[name].fill_(torch.nan if vars(twin)[name].is_floating_point() else 0)
-        self.shares = "" if is_copied else "is given an object that copy.deepcopy does not copy"
-        self.given = [given.get(id(x), memo[id(x)]) for x in leaves]
+        vars(self.module).pop("forward", None)
         for part in self.module.modules():
             if part is not self.module:
                 keep_only_pytorchs(part)
@@ -194,21 +191,6 @@ class _CopiesTensors(TorchFunctionMode):
             memo[id(tensor)] = made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             made.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
         return memo[id(tensor)]
-
-
-def _copy_each(values: Iterable[Any], memo: dict[int, Any]) -> bool:
-    """Into the memo: what two of them lead to is one in their copies, too. What can't be copied, as a lock, is the
-    copy's, too, and so is what is known by its identity alone. Whether all could."""
-    could = True
-    for value in values:
-        before = dict(memo)
-        try:
-            memo[id(value)] = value if type(value) is object else copy.deepcopy(value, memo)
-        except Exception:  # half of it may be in the memo
-            could = False
-            memo.clear()
-            memo.update(before | {id(value): value})
-    return could
 
 
 def _marks_on(leaf: Any) -> tuple[Any, ...]:

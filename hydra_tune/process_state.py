@@ -91,6 +91,8 @@ class Surroundings:
 
     def __init__(self, modules: ModuleStates) -> None:
         self._modules, self._process, self._state = modules, ProcessState.now(), modules.now()
+        self.choices = self._process.choices  # of kernels
+        self.are_rebuilt = self._state.is_rebuilt  # nobody has noted what children are set to that were none at first
         self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
         for own in () if self._state is modules.shared else self._state.attributes:
             for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
@@ -99,16 +101,6 @@ class Surroundings:
                 else:  # an activation, which would keep its graph
                     del own[name]
                     self._state = self._state._replace(found=None)
-
-    @property
-    def choices(self) -> tuple[Any, ...]:
-        """Of kernels."""
-        return self._process.choices
-
-    @property
-    def are_rebuilt(self) -> bool:
-        """Nobody has noted what modules are set to that were no children at first."""
-        return self._state.is_rebuilt
 
     @contextmanager
     def restored(self, block: str) -> Iterator[None]:

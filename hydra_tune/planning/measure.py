@@ -107,7 +107,7 @@ class Measurement:
         except (torch.OutOfMemoryError, WritesInputError):
             raise
         except FoundError as found:
-            measure = FoundError(found.why, holds=found.holds)  # without its frames
+            measure = found.with_traceback(None)
         except Exception as error:  # as its own forward will, before anybody repeats it
             if not self._clones and "leaf Variable that requires grad" in str(error):
                 raise WritesInputError from None
@@ -144,7 +144,7 @@ class Measurement:
         twin = self._twin(gone=False)
         with self._meter.paused():
             twin.note()
-        stay = {s._cdata for x in twin.tensors for s in storages_of(x)}
+        stay = {s._cdata for x in (*twin.given, *twin.buffers) if isinstance(x, torch.Tensor) for s in storages_of(x)}
         num_saved, promotes_again = 0, False
 
         def drop(tensor: torch.Tensor) -> None:
@@ -192,7 +192,7 @@ class Measurement:
             buffers = Reached(nn.Module(), {"": twin.buffers_of_modules})
         with measured(self._meter, self._device) as used:
             start = self._meter.trial_bytes
-            outputs = tensors_in(twin.forward(_as_it_is, _as_it_is))  # or a checkpoint around took it for its own
+            outputs = tensors_in(twin.forward(lambda x: x, lambda x: x))  # or a checkpoint around took it for its own
             saved = self._meter.trial_bytes - start
             same = len(first) == len(outputs) and all(map(same_values, first, outputs))
             other = "" if draws.states or same else f"{self._block.name} makes other values when it is repeated"
@@ -269,7 +269,3 @@ def measured(meter: TrialMeter, device: Device) -> Iterator[Used]:
     device.synchronize()
     used.seconds = time.perf_counter() - start_s
     used.num_bytes, used.left_bytes = meter.window_peak - before, max(0, meter.trial_bytes - before)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

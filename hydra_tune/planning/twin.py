@@ -82,7 +82,7 @@ class Twin:
             if part is not self.module:
                 keep_only_pytorchs(part)
         self.buffers_of_modules = [m._buffers for m in self.module.modules()]
-        self._versions, self._marks = versions_of(self.weights), list(map(_marks_on, self.given))
+        self._versions, self._marks = versions_of(self.weights), self._marks_now()
 
     def note(self) -> None:
         """What is there before its forward."""
@@ -93,11 +93,6 @@ class Twin:
             _BUFFERS: self.buffers_of_modules,
         }
         self._reached = Reached(self.module, others)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Those that it is given, and its buffers."""
-        return [x for x in self.given if isinstance(x, torch.Tensor)] + self.buffers
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -151,7 +146,12 @@ class Twin:
             return "returns a list, dict or object that it keeps"
         if not all(isinstance(x, torch.Tensor) or stays_as_it_is(x) for x in flatten(outputs)[0]):
             return "returns an object"
-        return "puts a hook or an attribute on an input" if list(map(_marks_on, self.given)) != self._marks else ""
+        return "puts a hook or an attribute on an input" if self._marks_now() != self._marks else ""
+
+    def _marks_now(self) -> list[tuple[Any, ...]]:
+        """What a forward may leave on a tensor that it is given."""
+        given = [x for x in self.given if isinstance(x, torch.Tensor)]
+        return [(x._backward_hooks is not None, x.retains_grad, x.requires_grad, tuple(x.__dict__)) for x in given]
 
 
 def _like(parameter: nn.Parameter) -> nn.Parameter:
@@ -191,13 +191,6 @@ class _CopiesTensors(TorchFunctionMode):
             memo[id(tensor)] = made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             made.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
         return memo[id(tensor)]
-
-
-def _marks_on(leaf: Any) -> tuple[Any, ...]:
-    """What a forward may leave on a tensor that it is given."""
-    if not isinstance(leaf, torch.Tensor):
-        return ()
-    return leaf._backward_hooks is not None, leaf.retains_grad, leaf.requires_grad, tuple(leaf.__dict__)
 
 
 # ---- what a forward can reach beside weights ----

@@ -110,10 +110,9 @@ class FirstStep:
         """Those of an evaluation need what is beyond the step's highest, which may come at another time."""
         if self.trains:
             return self.profiles
+        beyond = {name: max(0, self._totals.get(name, 0) - step_bytes) for name in self.profiles}
         return {
-            name: replace(
-                p, forward_work_bytes=min(p.forward_work_bytes, max(0, self._totals.get(name, 0) - step_bytes))
-            )
+            name: replace(p, forward_work_bytes=min(p.forward_work_bytes, beyond[name]))
             for name, p in self.profiles.items()
         }
 

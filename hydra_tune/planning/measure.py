@@ -22,9 +22,8 @@ from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes
 from hydra_tune.meter import TrialMeter, storages_of
-from hydra_tune.module_states import is_activation
 from hydra_tune.planning.twin import Reached, Twin, globals_of, stays_as_it_is, weights_in
-from hydra_tune.process_state import casts_to, remembers_casts
+from hydra_tune.process_state import casts_to, is_activation, remembers_casts
 from hydra_tune.randomness import DrawRecord, noting_draws, state_kept
 from hydra_tune.shard import BlockProfile
 from hydra_tune.shared_random import watching_draws

@@ -31,7 +31,7 @@ from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.glance import HOOKS_OF_MODULES, keep_only_pytorchs
 from hydra_tune.host_buffer import digest, version_of, versions_of
 from hydra_tune.meter import storages_of
-from hydra_tune.module_states import STRUCTURE, is_activation
+from hydra_tune.process_state import STRUCTURE, is_activation
 from hydra_tune.tree import PLAIN, Structure, flatten, tensors_in, unflatten
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything

@@ -20,7 +20,7 @@ from hydra_tune.blocks.block import Block, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
-from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes
+from hydra_tune.host_buffer import digest, same_bits, same_values, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.twin import Reached, Twin, globals_of, stays_as_it_is, weights_in
 from hydra_tune.process_state import casts_to, is_activation, remembers_casts
@@ -159,7 +159,7 @@ class Measurement:
             outputs = twin.forward(drop, refuse)
         made = tensors_in(outputs)
         boundary = sum(map(storage_bytes, made))
-        if holds := twin.written_weights:
+        if holds := tuple(i for i, version in enumerate(versions_of(twin.weights)) if version):
             raise FoundError(f"{block.name} changes a weight in its forward", holds=holds)
         if returned := set(map(id, weights_in(outputs, self._at))):
             holds = tuple(i for i, p in enumerate(block.slot_parameters) if id(p) in returned)

@@ -29,7 +29,7 @@ from hydra_tune.blocks.block import Block, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.glance import HOOKS_OF_MODULES, keep_only_pytorchs
-from hydra_tune.host_buffer import digest, version_of, versions_of
+from hydra_tune.host_buffer import digest, version_of
 from hydra_tune.meter import storages_of
 from hydra_tune.process_state import STRUCTURE, is_activation
 from hydra_tune.tree import PLAIN, Structure, flatten, tensors_in, unflatten
@@ -82,7 +82,7 @@ class Twin:
             if part is not self.module:
                 keep_only_pytorchs(part)
         self.buffers_of_modules = [m._buffers for m in self.module.modules()]
-        self._versions, self._marks = versions_of(self.weights), self._marks_now()
+        self._marks = self._marks_now()
 
     def note(self) -> None:
         """What is there before its forward."""
@@ -115,12 +115,6 @@ class Twin:
 
     # ---- what its forward has done ----
 
-    @property
-    def written_weights(self) -> tuple[int, ...]:
-        """Their numbers in the block."""
-        now = versions_of(self.weights)
-        return tuple(i for i, (a, b) in enumerate(zip(self._versions, now, strict=True)) if a != b)
-
     def misuse(self) -> str:
         """What it does with its weights that it cannot do in a visit."""
         own = [{k: v for k, v in vars(m).items() if k not in _NO_STATE} for m in self.module.modules()]
@@ -139,11 +133,10 @@ class Twin:
     def _gives_away(self, outputs: Any) -> str:
         kept = self._reached.met
         memory = {s._cdata for t in (*kept.values(), *self.held) if isinstance(t, torch.Tensor) for s in storages_of(t)}
-        if any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
-            return "returns a buffer, or another tensor that it keeps"
-        met = Reached(nn.Module(), {"": outputs}).met.items()
-        if any(number in kept and not stays_as_it_is(x) for number, x in met if not isinstance(x, torch.Tensor)):
-            return "returns a list, dict or object that it keeps"
+        within = Reached(nn.Module(), {"": outputs}).met.items()
+        same = any(number in kept and not stays_as_it_is(x) for number, x in within if not isinstance(x, torch.Tensor))
+        if same or any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
+            return "returns a buffer, or another tensor, list, dict or object that it keeps"
         if not all(isinstance(x, torch.Tensor) or stays_as_it_is(x) for x in flatten(outputs)[0]):
             return "returns an object"
         return "puts a hook or an attribute on an input" if self._marks_now() != self._marks else ""

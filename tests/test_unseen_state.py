@@ -421,9 +421,12 @@ class ToldByIdentity(Script):
         setting = Setting()
 
         class Tells(scripts.Layer):
+            def set_up(self):
+                self.factor = MISSING
+
             def forward(self, x, given, factor):
                 x = super().forward(x) if given is setting else super().forward(-x)
-                return x if factor is MISSING else x * factor
+                return x if factor is self.factor is MISSING else x * factor
 
         class Hands(Net):
             def forward(self, x):

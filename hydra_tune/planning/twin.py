@@ -69,7 +69,8 @@ class Twin:
         given = {number: x.clone() for number, x in given.items()} if clones else given
         memo: dict[int, Any] = {id(p): p for p in model.parameters()} | {id(p): leaf for p, leaf in own}
         ours = vars(block.module).get("forward")
-        memo |= {id(x): x for x in (ours, *leaves) if x is ours or type(x) is object}  # known by its identity alone
+        values = [ours, *leaves, *(value for module in block.modules for value in vars(module).values())]
+        memo |= {id(x): x for x in values if x is ours or type(x) is object}  # known by its identity alone
         with torch.no_grad(), _CopiesTensors():
             self.module = copy.deepcopy(block.module, memo)
             memo |= {number: tensor for number, tensor in given.items() if number not in memo}

@@ -17,7 +17,7 @@ from hydra_tune.garbage import collect_until
 from hydra_tune.interrupts import Stop
 from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
-from hydra_tune.process_state import ThreadSettings
+from hydra_tune.process_state import thread_settings_kept
 from hydra_tune.randomness import RandomState, drawing_from
 from hydra_tune.resumption import Resumption
 from hydra_tune.trial import Trial
@@ -80,10 +80,9 @@ def trial_context(
     mode = TrialMode(stays=True) if checks_enabled() else None
     context = Context(pool, name or f"trial {number}", state, mode, alone=alone)
     outer, _local.context = getattr(_local, "context", None), context
-    settings = ThreadSettings()
     try:
-        torch.set_num_threads(pool.num_threads)
-        with drawing_from(state), mode or nullcontext():
+        with thread_settings_kept(), drawing_from(state), mode or nullcontext():
+            torch.set_num_threads(pool.num_threads)
             try:
                 yield context
             finally:
@@ -96,7 +95,6 @@ def trial_context(
                 trial.planner.note_out_of_memory()
         raise
     finally:
-        settings.restore()
         _local.context = outer
         if context.trials:
             forget_interrupted_backward()

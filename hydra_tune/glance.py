@@ -4,9 +4,8 @@ between two forwards."""
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,16 +15,14 @@ _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or coll
 _SWITCHES = frozenset((bool, str, type(None), torch.Tensor))
 
 
-@dataclass(frozen=True)
-class Glance:
+class Glance(NamedTuple):
     """Modules in the order of `nn.Module.modules`; parameters and buffers by the place of their module there.
 
     `switches` is what is on or off in modules and in their configs: truth values, names, what is absent, what requires
     a gradient. These decide what a forward computes more often than numbers do.
     """
 
-    parameters: tuple[tuple[int, str, int, torch.Size, tuple[int, ...]], ...]  # with its id, sizes and strides
-    needs_gradient: tuple[bool, ...]  # of each of these
+    parameters: tuple[tuple[Any, ...], ...]  # also whether it requires a gradient, its id, sizes and strides
     buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
     training: tuple[bool, ...]
     hooked: tuple[int, ...]  # ids of modules with a user's hook
@@ -34,24 +31,23 @@ class Glance:
 
 def glance_at(model: nn.Module) -> Glance:
     modules = modules_of(model)
-    parameters, needs_gradient, buffers = [], [], []
+    parameters, buffers = [], []
     owners: dict[int, Any] = {}
     for place, module in enumerate(modules):
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                parameters.append((place, name, id(parameter), parameter.size(), parameter.stride()))
-                needs_gradient.append(parameter.requires_grad)
+                shape = parameter.size(), parameter.stride()
+                parameters.append((place, name, parameter.requires_grad, id(parameter), *shape))
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.append((place, name, tuple(buffer.shape), buffer.dtype))
-        has_config = "config" in vars(module) or hasattr(type(module), "config")  # `getattr` is slow where it fails
-        config = getattr(module, "config", None) if has_config else None
-        for owner in (module,) if config is None else (module, config):
-            if hasattr(owner, "__dict__"):
-                owners[id(owner)] = owner
+        owners[id(module)] = module
+        if "config" in vars(module) or hasattr(type(module), "config"):  # `getattr` is slow where it fails
+            config = getattr(module, "config", None)
+            if hasattr(config, "__dict__"):
+                owners[id(config)] = config
     return Glance(
         tuple(parameters),
-        tuple(needs_gradient),
         tuple(buffers),
         tuple([module.training for module in modules]),
         tuple([id(module) for module in modules if _has_users_hook(module)]),

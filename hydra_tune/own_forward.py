@@ -8,6 +8,7 @@ accelerate and trl set a forward on a module itself, before its class's, as does
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -42,7 +43,7 @@ class StandIn:
         return self.original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return (getattr, (self.module, self.attribute)) if self.own is None else (_itself, (self.own,))
+        return (getattr, (self.module, self.attribute)) if self.own is None else (itemgetter(0), ((self.own,),))
 
     def give_back(self) -> None:
         """The module is as it was. Who has put something around this one since keeps that; it leads here still."""
@@ -94,7 +95,3 @@ def own_forward_of(module: nn.Module, attribute: str = StandIn.attribute) -> Cal
     if getattr(own, "__func__", None) is of_class and getattr(own, "__self__", None) is module:
         return None  # the copy of a prepared module has that
     return own  # type: ignore[no-any-return]
-
-
-def _itself(own: Callable[..., Any]) -> Callable[..., Any]:
-    return own

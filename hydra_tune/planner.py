@@ -89,7 +89,7 @@ class Planner:
         if len(self._settings) < _MOST_SETTINGS:
             self._settings.add(now)
         setting = (
-            glance.needs_gradient, glance.buffers, partition.flags_of(inputs),
+            glance.buffers, partition.flags_of(inputs),
             autocast_mode(), now if now in self._settings else None, number,
         )  # fmt: skip
         return Kind(torch.is_grad_enabled(), setting, partition.input_signature(inputs), glance.parameters)

@@ -1,4 +1,5 @@
-"""What a block's forward sees beside its inputs and weights, so that its repetition sees the same.
+"""What a block's forward sees beside its inputs and weights, so that its repetition sees the same: what its modules are
+set to, and the process.
 
 Between a forward and its backward a script may leave `torch.autocast`, call `eval()` or switch an adapter off. Plain
 PyTorch computes once and does not care; a forward that is repeated has to. Autocast and the default device are of a
@@ -11,35 +12,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from operator import methodcaller
+from itertools import chain
+from operator import itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from hydra_tune.host_buffer import version_of
-from hydra_tune.module_states import ModuleStates
 
 _CPU = torch.device("cpu")
 _KINDS = ("cpu", "cuda")  # of devices, that autocast is on or off for
 _CALL = methodcaller("__call__")
-_fp32_precision = partial(partial, torch._C._get_fp32_precision_getter)  # of a backend, and a kind of operator
-_CHOICES: dict[str, Callable[[], Any]] = {
-    "backends.mkldnn.enabled": torch._C._get_mkldnn_enabled,
-    "backends.mkldnn.conv.fp32_precision": _fp32_precision("mkldnn", "conv"),
-    "backends.mkldnn.matmul.fp32_precision": _fp32_precision("mkldnn", "matmul"),
-    "backends.cuda.matmul.fp32_precision": _fp32_precision("cuda", "matmul"),
-    "backends.cuda.math_sdp": torch._C._get_math_sdp_enabled,
-    "backends.cuda.flash_sdp": torch._C._get_flash_sdp_enabled,
-    "backends.cuda.mem_efficient_sdp": torch._C._get_mem_efficient_sdp_enabled,
-    "backends.cuda.cudnn_sdp": torch._C._get_cudnn_sdp_enabled,
-    "nn.attention.sdpa_kernel's priorities": torch._C._get_sdp_priority_order,
-    "backends.cudnn.enabled": torch._C._get_cudnn_enabled,
-    "backends.cudnn.deterministic": torch._C._get_cudnn_deterministic,
-    "backends.cudnn.conv.fp32_precision": _fp32_precision("cuda", "conv"),
-    "backends.cudnn.rnn.fp32_precision": _fp32_precision("cuda", "rnn"),
-    "use_deterministic_algorithms": torch._C._get_deterministic_algorithms,
+_CHOICES = (  # of kernels, as PyTorch itself asks for them
+    "mkldnn_enabled", "math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled",
+    "sdp_priority_order", "deterministic_algorithms", "cudnn_enabled", "cudnn_deterministic",
+)  # fmt: skip
+_PRECISIONS = ("mkldnn", "conv"), ("mkldnn", "matmul"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")
+_READS: dict[str, Callable[[], Any]] = {
+    **{name: getattr(torch._C, f"_get_{name}") for name in _CHOICES},
+    **{f"fp32_precision of {' '.join(of)}": partial(torch._C._get_fp32_precision_getter, *of) for of in _PRECISIONS},
 }
-_READS = tuple(_CHOICES.values())  # several times a task, so without a wrapper
+_GETTERS = tuple(_READS.values())  # several times a task, so without a wrapper
+
+STRUCTURE = frozenset((  # not what a module is set to
+    "_parameters", "_buffers", "_modules", "_apply", "_flat_weights", "_flat_weight_refs",
+))  # fmt: skip
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CHILDREN = itemgetter("_modules")
 
 _latest: ProcessState | None = None
 
@@ -56,7 +56,7 @@ class ProcessState(NamedTuple):
         global _latest
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU  # a mode may have set one
         autocast = tuple(map(autocast_state, _KINDS)) if torch._C._is_any_autocast_enabled() else ()
-        state = cls(autocast, device, tuple(map(_CALL, _READS)))
+        state = cls(autocast, device, tuple(map(_CALL, _GETTERS)))
         latest = _latest  # of any thread
         if state == latest:  # one for all who keep it: each is ten objects to the garbage collector
             return latest
@@ -75,13 +75,13 @@ class ProcessState(NamedTuple):
         if self == now:
             yield
             return
-        for name, value, other in zip(_CHOICES, self.choices, now.choices, strict=True):
+        for name, value, other in zip(_READS, self.choices, now.choices, strict=True):
             # Hugging Face's CTC losses switch cuDNN off and on, wherever they run
-            if value != other and (torch.accelerator.is_available() or "cudnn." not in name):
+            if value != other and (torch.accelerator.is_available() or "cud" not in name):
                 raise RuntimeError(
-                    f"the process's settings stay as they are from a forward to its backward, which repeats the "
-                    f"forward, but torch.{name} was {value} in the forward of block {block} and is {other} now: this "
-                    "trial or another one has set it. Set it once, before the first step or the search."
+                    f"PyTorch's choice of kernels stays as it is from a forward to its backward, which repeats the "
+                    f"forward, but {name} was {value} in the forward of block {block} and is {other} now: this trial "
+                    "or another one has set it. Set it once, before the first step or the search."
                 )
         before = tuple(map(autocast_state, _KINDS))
         torch.autocast_increment_nesting()
@@ -94,13 +94,80 @@ class ProcessState(NamedTuple):
             torch.autocast_decrement_nesting()
 
 
+class ModuleState(NamedTuple):
+    """What modules are set to: training mode, flags, numbers, objects, tensors that are no buffers; and what they are
+    built of. `found` is by identity and order: an equal number in a new object is put back for nothing."""
+
+    found: tuple[list[int], list[int], list[type]] | None
+    attributes: list[dict[str, Any]]  # of each module by name
+    build: list[tuple[type, list[tuple[str, nn.Module | None]]]]  # of each its class and children
+    is_rebuilt: bool  # has other children, or classes, than at first
+
+
+class ModuleStates:
+    """Of the modules of a block. Calls that find the same share it: most attributes never change, and what each call
+    keeps until its backward is work for the garbage collector."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._first = self._build()
+        self.shared: ModuleState | None = None  # the latest, if it keeps nothing large alive: not to be changed
+
+    def _build(self) -> list[tuple[type, list[tuple[str, nn.Module | None]]]]:
+        return [(type(module), [*module._modules.items()]) for module in self._modules]
+
+    def _found(self) -> tuple[list[int], list[int], list[type]]:
+        """In PyTorch's and Python's own functions: it is asked several times a visit."""
+        own = list(map(vars, self._modules))
+        every = [*own, *map(_CHILDREN, own)]
+        values = chain.from_iterable(map(dict.values, every))
+        return list(map(id, values)), list(map(len, every)), list(map(type, self._modules))
+
+    def now(self) -> ModuleState:
+        """The caller's own, unless it is `shared`."""
+        found = self._found()
+        if self.shared is not None and self.shared.found == found:
+            return self.shared
+        build = self._build()
+        state = ModuleState(found, list(map(dict, map(vars, self._modules))), build, build != self._first)
+        keeps = any(_keeps(v) for own in state.attributes for k, v in own.items() if k not in _OF_EVERY_MODULE)
+        self.shared = None if keeps else state
+        return state
+
+    def are(self, state: ModuleState) -> bool:
+        return self._found() == state.found
+
+    def set(self, state: ModuleState) -> None:
+        stays = STRUCTURE | {"forward"}  # the first one is the block, which may be cut otherwise since
+        for module, values, (kind, children) in zip(self._modules, state.attributes, state.build, strict=True):
+            own = vars(module)
+            for name in [k for k, v in own.items() if not (k in values or k in stays or is_activation(v))]:
+                del own[name]
+            own.update((k, v) for k, v in values.items() if k not in stays)
+            stays = STRUCTURE
+            if [*module._modules.items()] != children:
+                module._modules.clear()
+                module._modules.update(children)
+            if type(module) is not kind:
+                module.__class__ = kind
+
+
+def _keeps(value: Any) -> bool:
+    """Memory, which shall not live longer for it."""
+    return any(map(_keeps, value)) if isinstance(value, tuple) else isinstance(value, (torch.Tensor, list, dict, set))
+
+
+def is_activation(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
 class Surroundings:
     """As they are now: autocast, the default device, the choice of kernels, and the modules of a block."""
 
     def __init__(self, modules: ModuleStates) -> None:
-        self._modules = modules
-        self._process = ProcessState.now()
-        self._state = modules.now()
+        self._modules, self._process, self._state = modules, ProcessState.now(), modules.now()
+        self.choices = self._process.choices  # of kernels
+        self.are_rebuilt = self._state.is_rebuilt  # nobody has noted what children are set to that were none at first
         self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
         for own in () if self._state is modules.shared else self._state.attributes:
             for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
@@ -109,17 +176,6 @@ class Surroundings:
                 else:  # an activation, which would keep its graph
                     del own[name]
                     self._state = self._state._replace(found=None)
-
-    @property
-    def choices(self) -> tuple[Any, ...]:
-        """Of kernels."""
-        return self._process.choices
-
-    @property
-    def are_rebuilt(self) -> bool:
-        """Some modules have other children, or are of other classes, than at first: nobody has noted what those are
-        set to."""
-        return self._state.is_rebuilt
 
     @contextmanager
     def restored(self, block: str) -> Iterator[None]:
@@ -152,23 +208,22 @@ def changed_in_between(what: str, which: str, block: str, advice: str) -> Runtim
     )
 
 
-class ThreadSettings:
-    """What this thread has set now: whether gradients are on, autocast, the default device."""
-
-    def __init__(self) -> None:
-        self._gradients, self._nesting = torch.is_grad_enabled(), _nesting()
-        self._autocast, self._caches = tuple(map(autocast_state, _KINDS)), torch.is_autocast_cache_enabled()
-        self._device = _device_context()
-
-    def restore(self) -> None:
-        torch._C._set_grad_enabled(self._gradients)
-        torch.set_autocast_cache_enabled(self._caches)
-        _set_autocast(self._autocast)
-        while _nesting() > self._nesting:
+@contextmanager
+def thread_settings_kept() -> Iterator[None]:
+    """Afterwards this thread has set what it has now: whether gradients are on, autocast, the default device."""
+    autocast, caches = tuple(map(autocast_state, _KINDS)), torch.is_autocast_cache_enabled()
+    nesting, device = _nesting(), _device_context()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        _set_autocast(autocast)
+        while _nesting() > nesting:
             torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()  # as who leaves a context does
-        if _device_context() is not self._device:
-            torch.set_default_device(None if self._device is None else self._device.device)
+        if _device_context() is not device:
+            torch.set_default_device(None if device is None else device.device)
 
 
 def _device_context() -> Any:

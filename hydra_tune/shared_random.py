@@ -24,7 +24,7 @@ def watching_draws(run: Callable[[], ResultT]) -> tuple[ResultT, bool]:
         for _ in range(_TRIES):
             before = _states()
             result = run()
-            if _same(before, _states()):
+            if before == _states():
                 return result, False
     except BaseException:
         _put_back(first)
@@ -39,10 +39,6 @@ def _states() -> tuple[Any, Any]:
         return random.getstate(), None
     name, keys, *rest = numpy_random.get_state()
     return random.getstate(), (name, keys.tolist(), *rest)
-
-
-def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    return before[0] == now[0] and before[1] in (None, now[1])  # NumPy, imported since, tells nothing
 
 
 def _put_back(states: tuple[Any, Any]) -> None:

@@ -19,12 +19,12 @@ def test_it_walks_as_pytorch_does(name):
     assert list(glance.training) == [module.training for module in modules]
     assert {number for *_, number in glance.parameters} == set(map(id, model.parameters()))
     sites = [(i, n) for i, module in enumerate(modules) for n, p in module._parameters.items() if p is not None]
-    assert [(place, n) for place, n, _ in glance.parameters] == sites
+    assert [(place, n) for place, n, *_ in glance.parameters] == sites
 
 
 CHANGES = {
     "parameters": lambda model: setattr(model.transformer.h[1].ln_1, "weight", nn.Parameter(torch.ones(WIDTH))),
-    "needs_gradient": lambda model: model.transformer.wte.weight.requires_grad_(False),
+    "parameters, by what they require": lambda model: model.transformer.wte.weight.requires_grad_(False),
     "buffers": lambda model: model.transformer.h[0].register_buffer("more", torch.zeros(2)),
     "training": lambda model: model.transformer.h[2].eval(),
     "hooked": lambda model: model.transformer.h[2].register_forward_hook(lambda *_: None),
@@ -39,6 +39,7 @@ def test_it_sees_each_change_and_nothing_else(what):
     assert glance_at(model) == before
     CHANGES[what](model)
     after = glance_at(model)
-    changed = {key for key, value in vars(after).items() if value != vars(before)[key]}
+    changed = {key for key, value in after._asdict().items() if value != getattr(before, key)}
     also = {"hooked": {"switches"}, "parameters": {"switches"}}.get(what, set())  # that come with it
-    assert {what} <= changed <= {what} | also
+    named = what.partition(",")[0]
+    assert {named} <= changed <= {named} | also

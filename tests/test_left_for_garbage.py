@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.module_states import ModuleStates
+from hydra_tune.process_state import ModuleStates
 
 
 class Training:

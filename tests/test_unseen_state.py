@@ -241,8 +241,28 @@ class CountsInAFunction(scripts.Layer):
         return super().forward(x / self.count())
 
 
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (DrawsFromAGlobal, "the global GENERATOR"), (AppendsToAGlobal, "the global LOSSES"),
+        (CountsInAGlobal, "the global STEP"), (HooksForAGlobal, "the global SEEN"), (DrawsInAClosure, "draw"),
+        (CountsInAFunction, "count"),
+    ],
+)  # fmt: skip
+def test_what_a_block_shares_with_its_copy_and_changes_is_refused_by_name(kind, name, budget):
+    """Its measure would have drawn, counted or appended as well."""
+    words = rf"the forward of layers\.0 has changed {name}, .* Make it an attribute of the module"
+    with (
+        hydra_tune.ShardPool(["cpu"], scripts.BUDGETS[budget]) as pool,
+        pytest.raises(hydra_tune.PrepareError, match=words),
+    ):
+        scripts.step(Net(kind), pool).sum().backward()
+    assert pool.devices[0].used_bytes == 0
+
+
 class CountsUnderALock(scripts.Layer):
-    """What has a lock can't be copied."""
+    """What has a lock can't be copied: such a block is opened."""
 
     class Counter:
         def __init__(self):
@@ -257,25 +277,13 @@ class CountsUnderALock(scripts.Layer):
         return super().forward(x / self.counter.calls)
 
 
+class CountsLocked(Script):
+    Layer = CountsUnderALock
+
+
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (DrawsFromAGlobal, "the global GENERATOR"), (AppendsToAGlobal, "the global LOSSES"),
-        (CountsInAGlobal, "the global STEP"), (HooksForAGlobal, "the global SEEN"), (DrawsInAClosure, "draw"),
-        (CountsInAFunction, "count"),
-        (CountsUnderALock, "counter"),
-    ],
-)  # fmt: skip
-def test_what_a_block_shares_with_its_copy_and_changes_is_refused_by_name(kind, name, budget):
-    """Its measure would have drawn, counted or appended as well."""
-    words = rf"the forward of layers\.0 has changed {name}, .* Make it an attribute of the module"
-    with (
-        hydra_tune.ShardPool(["cpu"], scripts.BUDGETS[budget]) as pool,
-        pytest.raises(hydra_tune.PrepareError, match=words),
-    ):
-        scripts.step(Net(kind), pool).sum().backward()
-    assert pool.devices[0].used_bytes == 0
+def test_a_block_that_cannot_be_copied_is_opened(budget):
+    assert_trains_as_in_plain_pytorch(CountsLocked, budget)
 
 
 TABLES = {}
@@ -298,24 +306,24 @@ class FillsATable(Script):
         return super().model()
 
 
+class FillsATableOfItsModule(FillsATable):
+    class Layer(scripts.Layer):
+        def set_up(self):
+            self.table = {}
+
+        def forward(self, x, *_):
+            if len(x) not in self.table:
+                self.table[len(x)] = torch.linspace(0, 1, len(x))[:, None]
+            return super().forward(x + self.table[len(x)])
+
+
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
-def test_a_global_table_that_a_first_call_fills_is_found_filled(budget):
-    assert_trains_as_in_plain_pytorch(FillsATable, budget)
-
-
-class DrawsATable(LooksUp):
-    def forward(self, x, *_):
-        if not TABLES:
-            TABLES[0] = torch.rand(WIDTH)
-        return super(LooksUp, self).forward(x + TABLES[0])
-
-
-def test_a_global_table_that_is_drawn_is_refused():
-    """What filled it was a copy, whose draws are taken back."""
-    TABLES.clear()
-    words, pool = "has changed the global TABLES", hydra_tune.ShardPool(["cpu"], scripts.BUDGETS["spilled"])
+def test_a_table_that_a_first_call_fills_is_an_attribute(budget):
+    """One of the whole process is filled by a copy, whose draws are taken back."""
+    words, pool = "has changed the global TABLES", hydra_tune.ShardPool(["cpu"], scripts.BUDGETS[budget])
     with pool, pytest.raises(hydra_tune.PrepareError, match=words):
-        scripts.step(Net(DrawsATable), pool)
+        scripts.step(FillsATable().model(), pool)
+    assert_trains_as_in_plain_pytorch(FillsATableOfItsModule, budget)
 
 
 class Observed(scripts.Layer):
@@ -413,9 +421,12 @@ class ToldByIdentity(Script):
         setting = Setting()
 
         class Tells(scripts.Layer):
+            def set_up(self):
+                self.factor = MISSING
+
             def forward(self, x, given, factor):
                 x = super().forward(x) if given is setting else super().forward(-x)
-                return x if factor is MISSING else x * factor
+                return x if factor is self.factor is MISSING else x * factor
 
         class Hands(Net):
             def forward(self, x):

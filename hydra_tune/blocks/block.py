@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.interrupts import interruptible
-from hydra_tune.module_states import ModuleStates
 from hydra_tune.own_forward import own_forward_of
+from hydra_tune.process_state import ModuleStates
 
 _HAVE_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -10,7 +10,6 @@ Nothing of it is undone: what the step computes is the trial's.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +24,12 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import clear_frames
-from hydra_tune.fingerprint import Fingerprint
+from hydra_tune.fingerprint import plan_key
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import storages_of
 from hydra_tune.partition import UNMEASURED, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import BlockMeasure, Measurement, WritesInputError
+from hydra_tune.planning.measure import FoundError, Measurement, ProfileOfOneCall, WritesInputError, measured
 from hydra_tune.process_state import casts_to, remembers_casts
 from hydra_tune.shard import TOO_LARGE, BlockProfile
 from hydra_tune.tree import flatten_call, tensors_in
@@ -52,7 +51,7 @@ class FirstStep:
         self._trial = trial
         self._beside = beside
         self._copy: tuple[Block, DeviceCopy] | None = None
-        self._known: dict[Any, BlockMeasure] = {}
+        self._known: dict[Any, BlockProfile | FoundError] = {}
         self._start_bytes = trial.meter.trial_bytes
         self._trained = set[str]()  # names of blocks that were measured with gradients
         self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
@@ -112,10 +111,9 @@ class FirstStep:
         """Those of an evaluation need what is beyond the step's highest, which may come at another time."""
         if self.trains:
             return self.profiles
+        beyond = {name: max(0, self._totals.get(name, 0) - step_bytes) for name in self.profiles}
         return {
-            name: replace(
-                p, forward_work_bytes=min(p.forward_work_bytes, max(0, self._totals.get(name, 0) - step_bytes))
-            )
+            name: replace(p, forward_work_bytes=min(p.forward_work_bytes, beyond[name]))
             for name, p in self.profiles.items()
         }
 
@@ -140,38 +138,32 @@ class FirstStep:
             return None
         while True:
             key = self._key(block, args, kwargs)
-            measure = self._known.get(key)
-            if measure is None:
-                measure = self._measure(block, args, kwargs)
-                if not measure.is_of_its_own:
-                    self._known[key] = measure
-            if not measure.holds:
+            found = self._known.get(key) or self._measure(block, args, kwargs)
+            if not isinstance(found, ProfileOfOneCall):
+                self._known[key] = found
+            if isinstance(found, BlockProfile):
                 break
-            for weight in [block.slot_parameters[i] for i in measure.holds]:
-                block = self._trial.hold_weight(block, weight, measure.why or "its block changes it in its forward")
-        if measure.whole:
-            self._trial.planner.open_block(block, measure.whole)
-            return None
+            if not found.holds:
+                self._trial.planner.open_block(block, found.why)
+                return None
+            for weight in [block.slot_parameters[i] for i in found.holds]:
+                block = self._trial.hold_weight(block, weight, found.why)
         self._trained.add(block.name)
-        profile = measure.profile
-        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or profile.keeps
-        block.clones |= profile.clones
-        block.casts |= profile.casts
-        block.saved_counts |= profile.saved_counts
-        self._note(block, profile)
+        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or found.keeps
+        block.clones |= found.clones
+        block.casts |= found.casts
+        block.saved_counts |= found.saved_counts
+        self._note(block, found)
         return block
 
     @contextmanager
     def measuring(self, block: Block) -> Iterator[None]:
         """Around a visit without gradients."""
-        meter, device = self._trial.meter, self._trial.residency.device
-        device.synchronize()
-        before, start_s = meter.start_window(), time.perf_counter()
-        yield
-        device.synchronize()
-        seconds = time.perf_counter() - start_s
-        used, kept = meter.window_peak - before, max(0, meter.trial_bytes - before)
-        self._note(block, BlockProfile("", 0, used, boundary_bytes=kept, forward_s=seconds, visits=1))
+        meter = self._trial.meter
+        with measured(meter, self._trial.residency.device) as used:
+            yield
+        profile = BlockProfile("", 0, used.num_bytes, boundary_bytes=used.left_bytes, forward_s=used.seconds, visits=1)
+        self._note(block, profile)
         total = self._totals.get(block.name, 0)
         self._totals[block.name] = max(total, meter.window_peak - self._start_bytes)
 
@@ -198,23 +190,19 @@ class FirstStep:
         leaves, structure = flatten_call(args, kwargs)
         places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
         given = tuple(
-            (shape_of(x), x.dtype, x.requires_grad, _layout_of(x), places[id(x)])
+            (shape_of(x), x.dtype, x.requires_grad, _strides_of(x), places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
         )
-        numbers = {id(p): i for i, p in enumerate(block.slot_parameters)}
-        weights = tuple(
-            (name, numbers.get(id(p), -1), tuple(p.shape), p.dtype, p.requires_grad)
-            for name, p in block.module.named_parameters(remove_duplicate=False)
-        )
-        alike = block.own_forward is None
-        model = Fingerprint().of_model(block.module) if alike else id(block)
+        called = structure if isinstance(structure, tuple) else str(structure)  # a dict's has no hash
+        model = plan_key(block.module, ()), None if block.own_forward is None else id(block)
+        promoted = set(map(id, block.slot_parameters))
+        held = tuple(id(p) not in promoted for p in block.parameters)
         training = tuple(m.training for m in block.modules)
-        casts = casts_to() if remembers_casts() else None
-        return model, weights, training, structure.key, given, torch.is_grad_enabled(), casts
+        return model, held, training, called, given, casts_to() if remembers_casts() else None
 
-    def _measure(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockMeasure:
+    def _measure(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockProfile | FoundError:
         trial = self._trial
         while True:
             trial.meter.outside_ends()
@@ -231,7 +219,7 @@ class FirstStep:
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self.outgrow():
-                    return BlockMeasure(whole=f"{TOO_LARGE}: {error}")
+                    return FoundError(f"{TOO_LARGE}: {error}")
             finally:
                 self._guarded = set()
                 trial.meter.outside_starts()
@@ -257,11 +245,8 @@ class FirstStep:
         self.peak_bytes = max(self.peak_bytes, work + self._trial.meter.trial_bytes)
 
 
-def _layout_of(tensor: torch.Tensor) -> Hashable:
-    """How its memory is parted; None of what is not strided."""
-    if tensor.layout is not torch.strided:
-        return None
-    return tuple(map(tuple, tensor._nested_tensor_size().tolist())) if tensor.is_nested else tensor.stride()
+def _strides_of(tensor: torch.Tensor) -> Hashable:
+    return None if tensor.is_nested or tensor.layout is not torch.strided else tensor.stride()
 
 
 def _memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -20,12 +20,10 @@ from hydra_tune.blocks.block import Block, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Device
 from hydra_tune.errors import PrepareError
-from hydra_tune.glance import HOOKS_OF_MODULES
-from hydra_tune.host_buffer import digest, same_bits, storage_bytes
+from hydra_tune.host_buffer import digest, same_bits, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
-from hydra_tune.planning.reached import Reached, globals_of
-from hydra_tune.planning.twin import Twin, stays_as_it_is, weights_in
-from hydra_tune.process_state import casts_to, remembers_casts
+from hydra_tune.planning.twin import Reached, Twin, globals_of, stays_as_it_is, weights_in
+from hydra_tune.process_state import casts_to, is_activation, remembers_casts
 from hydra_tune.randomness import DrawRecord, state_kept
 from hydra_tune.shard import BlockProfile
 from hydra_tune.shared_random import watching_draws
@@ -34,35 +32,21 @@ from hydra_tune.tree import flatten_call, tensors_in
 _CHECKPOINT = "CheckpointFunctionBackward"  # of a reentrant one, in a graph
 
 
-@dataclass(frozen=True)
-class BlockMeasure:
-    """Of one call of a block.
-
-    profile   bytes and seconds; why its activations are kept, if they are; casts are of weights that it uses only
-              through autocast's copy, by their numbers in the block
-    whole     why it is to be opened into its children, or to stay on the device with its own graph; empty if not
-    holds     weights that it changes in its forward or returns, by their numbers in the block: these stay on the
-              device, `why`
-    is_of_its_own  it tells nothing of the next call: the forward raised
-    """
-
-    profile: BlockProfile = BlockProfile("", 0)  # noqa: RUF009
-    whole: str = ""
-    holds: tuple[int, ...] = ()
-    why: str = ""
-    is_of_its_own: bool = False
-
-
 class WritesInputError(Exception):
     """The block is about to change an input in place, which was not copied: it is to be measured on clones."""
 
 
-class _FoundError(Exception):
-    """The block is not to be run apart, or only without these weights: why."""
+class FoundError(Exception):
+    """Why the block is none, but opened into its children, or on the device as a whole, with its own graph; or why it
+    is one only without the weights with these numbers, which the device holds."""
 
     def __init__(self, why: str, *, holds: tuple[int, ...] = ()) -> None:
         super().__init__(why)
-        self.measure = BlockMeasure(holds=holds, why=why) if holds else BlockMeasure(whole=why)
+        self.why, self.holds = why, holds
+
+
+class ProfileOfOneCall(BlockProfile):
+    """It tells nothing of the next one: the forward raised."""
 
 
 class Measurement:
@@ -71,7 +55,7 @@ class Measurement:
     def __init__(self, block: Block, model: nn.Module, at: DeviceCopy, device: Device, meter: TrialMeter) -> None:
         self._block, self._model, self._at, self._device, self._meter = block, model, at, device, meter
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, clones: bool = False) -> BlockMeasure:
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, clones: bool = False) -> BlockProfile | FoundError:
         """With `clones` of its inputs, where it changes these in place.
 
         Raises:
@@ -79,90 +63,87 @@ class Measurement:
             WritesInputError: it needs clones.
             PrepareError: it has changed what no copy was made of.
         """
-        self._clones, self._filled, self._is_table = clones, "", False
-        self._call = flatten_call(args, kwargs)
-        block, objects = self._block, [x for x in self._call[0] if not isinstance(x, torch.Tensor)]
-        _refuse_iterators(block, objects)
+        block, self._clones, self._call = self._block, clones, flatten_call(args, kwargs)
+        objects = [x for x in self._call[0] if not isinstance(x, torch.Tensor)]
         own = {"an argument": objects, "its forward": block.own_forward}
-        with self._meter.paused():  # what hooks lead to no copy changes
-            others = {**own, **globals_of(block.module, block.own_forward)}
-            self._shared = Reached(block.module, others, without=HOOKS_OF_MODULES)
+        with self._meter.paused():
+            shared = Reached(block.module, own, globals_of(block.module, block.own_forward))
         with (
             state_kept(self._device.generators()),
             torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
         ):
             try:
                 measure, drew = watching_draws(self._measure)
-            except WritesInputError:
-                raise
-            except Exception:
-                self._refuse_change(self._shared_change())
-                raise
-        if not measure.holds:  # else it is measured once more
-            self._refuse_change(self._shared_change() or ("" if self._is_table and not drew else self._filled))
-        keeps = measure.profile.keeps
+            finally:
+                with self._meter.paused():
+                    changes = shared.changes()
+                if changes:
+                    raise PrepareError(
+                        f"a block is measured on a copy of it before its first run, but the forward of {block.name} "
+                        f"has changed {changes[0]}, which the copy shares with it. Make it an attribute of the module: "
+                        "a number, a tensor, a generator, a list, a dict, or an object that copy.deepcopy copies."
+                    )
+        if isinstance(measure, FoundError):
+            return measure
+        direct = {id(value) for module in block.modules for value in vars(module).values()}
+        within = any(number not in direct and is_activation(x) for number, x in shared.met.items())
         changing = next((type(x).__name__ for x in objects if not stays_as_it_is(x)), None)
         if drew:  # of all reasons the one that says most
-            keeps = f"{block.name} draws from Python's or NumPy's random numbers"
-        elif changing and not keeps:
-            keeps = f"{block.name} is given an object, a {changing}, that others may change"
-        return replace(measure, profile=replace(measure.profile, keeps=keeps))
+            return replace(measure, keeps=f"{block.name} draws from Python's or NumPy's random numbers")
+        if changing and not measure.keeps:
+            return replace(measure, keeps=f"{block.name} is given an object, a {changing}, that others may change")
+        return replace(measure, keeps=measure.keeps or (f"{block.name} has an activation in an attribute" * within))
 
-    def _shared_change(self) -> str:
-        with self._meter.paused():
-            return next(iter(self._shared.changes()), "")
-
-    def _refuse_change(self, change: str) -> None:
-        if change:
-            raise PrepareError(
-                f"a block is measured on a copy of it before its first run, but the forward of {self._block.name} has "
-                f"changed {change}, which the copy shares with it. Make it an attribute of the module: a number, a "
-                "tensor, a generator, a list, a dict, or an object that copy.deepcopy copies."
-            )
-
-    def _measure(self) -> BlockMeasure:
+    def _measure(self) -> BlockProfile | FoundError:
         block, draws = self._block, DrawRecord()
+        measure: BlockProfile | FoundError
         with self._meter.paused():
-            weights = list(map(digest, self._at.leaves(block.slot_parameters)))
-            self._held = [(p.data, p.data.clone()) for p in block.held]
+            before = list(map(digest, self._at.leaves(block.slot_parameters)))
+            held = [(p.data, p.data.clone()) for p in block.held]
         try:
             with draws:
-                measure = BlockMeasure(self._forward_and_backward(*self._forward_alone(), draws))
+                measure = self._forward_and_backward(*self._forward_alone(), draws)
         except (torch.OutOfMemoryError, WritesInputError):
             raise
-        except _FoundError as found:
-            measure = found.measure
+        except FoundError as found:
+            measure = found.with_traceback(None)
         except Exception as error:  # as its own forward will, before anybody repeats it
             if not self._clones and "leaf Variable that requires grad" in str(error):
                 raise WritesInputError from None
-            measure = _after(error, block.name)
+            if "saved tensor hooks" in str(error):
+                measure = FoundError(f"{block.name} takes gradients within its forward by torch.func")
+            else:
+                measure = ProfileOfOneCall(block.name, 0, keeps=f"{block.name} raises {type(error).__name__}")
         finally:
-            self._put_back_held()
-        with self._meter.paused():
-            now = list(map(digest, self._at.leaves(block.slot_parameters)))
-            if now != weights:
-                self._at.fill()
-            written = tuple(i for i, (a, b) in enumerate(zip(weights, now, strict=True)) if a != b and a == a)
-        return BlockMeasure(holds=written) if written else measure
+            with self._meter.paused():
+                changed = [(now, then) for now, then in held if not same_bits(now, then)]
+                for now, then in changed:  # they live on the device, and no copy was made of them
+                    now.copy_(then)
+                after = list(map(digest, self._at.leaves(block.slot_parameters)))
+                if after != before:
+                    self._at.fill()
+        written = tuple(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b and a == a)
+        if written and not getattr(measure, "holds", ()):
+            return FoundError("its block changes it in its forward", holds=written)
+        if changed and isinstance(measure, BlockProfile):
+            return replace(measure, keeps=f"{block.name} changes a weight")
+        return measure
 
-    def _put_back_held(self) -> bool:
-        """They live on the device, and no copy was made of them; whether some were changed."""
-        with self._meter.paused():
-            changed = [(now, then) for now, then in self._held if not same_bits(now, then)]
-            for now, then in changed:
-                now.copy_(then)
-        return bool(changed)
-
-    def _twin(self, *, gone: bool = False) -> Twin:
-        twin = Twin(self._block, self._model, self._at, self._call, clones=self._clones, gone=gone)
-        with self._meter.paused():
-            twin.note_buffers() if gone else twin.note()
-        return twin
+    def _twin(self, *, gone: bool) -> Twin:
+        try:
+            return Twin(self._block, self._model, self._at, self._call, clones=self._clones, gone=gone)
+        except (torch.OutOfMemoryError, WritesInputError):
+            raise
+        except Exception as error:
+            raise FoundError(f"copy.deepcopy can't copy {self._block.name}, or what it is given: {error}") from None
 
     def _forward_alone(self) -> tuple[BlockProfile, list[torch.Tensor]]:
         """As in training, but what is saved is dropped: what that tells, and its outputs."""
-        block, twin = self._block, self._twin()
-        stay = {s._cdata for x in (*twin.tensors, *twin.buffers) for s in storages_of(x)}
+        block = self._block
+        twin = self._twin(gone=False)
+        with self._meter.paused():
+            twin.note()
+        stay = {s._cdata for x in (*twin.given, *twin.buffers) if isinstance(x, torch.Tensor) for s in storages_of(x)}
         num_saved, promotes_again = 0, False
 
         def drop(tensor: torch.Tensor) -> None:
@@ -171,36 +152,28 @@ class Measurement:
             promotes_again |= any(s._cdata not in stay for s in storages_of(tensor))
 
         def refuse(_: Any) -> torch.Tensor:
-            raise _FoundError(f"{block.name} runs a backward within its forward")
+            raise FoundError(f"{block.name} runs a backward within its forward")
 
         self._meter.within_checkpoint = False
-        with self._measured() as used:
+        with measured(self._meter, self._device) as used:
             outputs = twin.forward(drop, refuse)
-            self._device.synchronize()
-        forward_work, forward_s = used
         made = tensors_in(outputs)
         boundary = sum(map(storage_bytes, made))
-        if holds := twin.written_weights:
-            self._at.fill()
-            raise _FoundError(f"{block.name} changes a weight in its forward", holds=holds)
+        if holds := tuple(i for i, version in enumerate(versions_of(twin.weights)) if version):
+            raise FoundError(f"{block.name} changes a weight in its forward", holds=holds)
         if returned := set(map(id, weights_in(outputs, self._at))):
             holds = tuple(i for i, p in enumerate(block.slot_parameters) if id(p) in returned)
-            raise _FoundError(f"{block.name} returns one of its weights", holds=holds)
-        if self._meter.within_checkpoint:
-            raise _FoundError(f"{block.name} has a checkpoint within")
-        if misuse := twin.misuse_of_weights():
-            raise _FoundError(f"{block.name} {misuse}")
-        self._filled = self._shared_change()
+            raise FoundError(f"{block.name} returns one of its weights", holds=holds)
+        if misuse := "has a checkpoint within" if self._meter.within_checkpoint else twin.misuse():
+            raise FoundError(f"{block.name} {misuse}")
         with self._meter.paused():
             why, writes_buffers = twin.look(outputs)
-        if self._put_back_held():
-            why = "changes a weight that is held"
         profile = BlockProfile(
             block.name,
             block.weight_bytes,
-            forward_work_bytes=max(0, forward_work - boundary),  # what it makes and leaves is the step's from then on
+            forward_work_bytes=max(0, used.num_bytes - boundary),  # what it leaves is the step's from then on
             boundary_bytes=boundary,
-            forward_s=forward_s,
+            forward_s=used.seconds,
             keeps=why and f"{block.name} {why}",
             clones=self._clones,
             writes_buffers=writes_buffers,
@@ -214,15 +187,14 @@ class Measurement:
     ) -> BlockProfile:
         """As a repetition and its backward."""
         twin = self._twin(gone=True)
-        with self._measured() as used:
+        with self._meter.paused():
+            buffers = Reached(nn.Module(), {"": twin.buffers_of_modules})
+        with measured(self._meter, self._device) as used:
             start = self._meter.trial_bytes
-            outputs = tensors_in(twin.forward(_as_it_is, _as_it_is))  # or a checkpoint around took it for its own
+            outputs = tensors_in(twin.forward(lambda x: x, lambda x: x))  # or a checkpoint around took it for its own
             saved = self._meter.trial_bytes - start
-            keeps, name, same = alone.keeps, self._block.name, _are_same(first, outputs)
-            if not keeps and not draws.states and not same:
-                keeps = f"{name} makes other values when it is repeated"
-            if self._filled and not draws.states and same:  # who finds it filled computes what who fills it does
-                self._is_table, keeps = True, keeps or f"{name} changes {self._filled}"
+            same = len(first) == len(outputs) and all(map(same_bits, first, outputs))
+            other = "" if draws.states or same else f"{self._block.name} makes other values when it is repeated"
             wanted = [x for x in outputs if x.requires_grad]
             del outputs
             casts = self._casts(wanted, twin.weights)
@@ -230,13 +202,11 @@ class Measurement:
             if wanted and inputs:
                 torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
             del wanted
-            self._device.synchronize()
-        backward_work, backward_s = used
-        with self._meter.paused():
-            _, writes_buffers = twin.look(None)
+        with self._meter.paused():  # a hook or a Function may write some in the backward
+            writes_buffers = alone.writes_buffers or bool(buffers.changes())
         return replace(
-            alone, backward_work_bytes=backward_work, backward_s=backward_s, saved_bytes=saved, keeps=keeps,
-            writes_buffers=alone.writes_buffers or writes_buffers, casts=casts,
+            alone, backward_work_bytes=used.num_bytes, backward_s=used.seconds, saved_bytes=saved,
+            keeps=alone.keeps or other, casts=casts, writes_buffers=writes_buffers,
         )  # fmt: skip
 
     def _casts(
@@ -244,9 +214,9 @@ class Measurement:
     ) -> frozenset[tuple[int, torch.dtype]]:
         """Of the weights that are promoted, those whose every use is a cast to autocast's dtype. Held are those whose
         gradients plain PyTorch adds up as a visit would not."""
-        dtype = casts_to() if remembers_casts() else None
+        block, dtype = self._block, casts_to() if remembers_casts() else None
         numbers = {id(leaf): i for i, leaf in enumerate(own) if leaf.requires_grad}
-        direct, cast, recast = dict[int, int](), dict[int, int](), dict[int, int]()
+        uses: dict[int, list[torch.dtype | None]] = {}  # what each use casts it to, if it does
         left, met = [x.grad_fn for x in outputs if x.grad_fn is not None], set[Any]()
         while left:
             node = left.pop()
@@ -254,58 +224,47 @@ class Measurement:
                 continue
             met.add(node)
             if node.name() == _CHECKPOINT:
-                raise _FoundError(f"{self._block.name} has a checkpoint within")
+                raise FoundError(f"{block.name} has a checkpoint within")
             for child, _ in node.next_functions:
                 number = numbers.get(id(getattr(child, "variable", None)))
-                if number is None:
-                    left += [child] if child is not None else []
-                elif node.name() == "ToCopyBackward0" and node._input_metadata[0].dtype is dtype:
-                    cast[number] = cast.get(number, 0) + 1
-                else:
-                    direct[number] = direct.get(number, 0) + 1
-                    recast[number] = recast.get(number, 0) + (node.name() == "ToCopyBackward0")
-        held = {i: "it is used both as it is and as autocast's copy" for i in cast if i in direct}
-        most = 0 if remembers_casts() else 1  # casts: one that lasts as long as the context around has other calls, too
-        held |= {i: "it is cast several times, perhaps by autocast" for i, times in recast.items() if times > most}
-        for i, times in direct.items():
-            if times > 1 and gradient_dtype(self._block.slot_parameters[i]) is not own[i].dtype:
-                held[i] = "its gradients are added up in a dtype that is not its own"
-        hooked = [i for i in numbers.values() if has_hooks(self._block.slot_parameters[i])]
-        if not all(i in direct or i in cast for i in hooked):
-            held |= dict.fromkeys(hooked, "it has a hook, and not every call uses all such weights")
+                if number is not None:
+                    is_cast = node.name() == "ToCopyBackward0"
+                    uses.setdefault(number, []).append(node._input_metadata[0].dtype if is_cast else None)
+                elif child is not None:
+                    left.append(child)
+        casts, held = set[int](), set[int]()
+        most = 0 if remembers_casts() else 1  # other casts: one that lasts as long as the context has other calls, too
+        for i, to in uses.items():
+            others = [x for x in to if x is None or x is not dtype]
+            odd = gradient_dtype(block.slot_parameters[i]) is not own[i].dtype
+            if not others:
+                casts.add(i)
+            elif len(others) < len(to) or len(others) - others.count(None) > most or (len(others) > 1 and odd):
+                held.add(i)
+        hooked = [i for i in numbers.values() if has_hooks(block.slot_parameters[i])]
+        if not uses.keys() >= set(hooked):  # not every call uses all such weights
+            held.update(hooked)
         if held:
-            raise _FoundError("; ".join(sorted({*held.values()})), holds=tuple(sorted(held)))
-        return frozenset((i, dtype) for i in cast) if dtype is not None else frozenset()
-
-    @contextmanager
-    def _measured(self) -> Iterator[list[Any]]:
-        """The most bytes beyond those there at the start, and seconds; both known at the end."""
-        used: list[Any] = [0, 0.0]
-        self._device.synchronize()
-        before, start_s = self._meter.start_window(), time.perf_counter()
-        yield used
-        used[:] = self._meter.window_peak - before, time.perf_counter() - start_s
+            raise FoundError("its gradients are added up otherwise than in a visit", holds=tuple(sorted(held)))
+        return frozenset((i, dtype) for i in casts) if dtype is not None else frozenset()
 
 
-def _after(error: Exception, name: str) -> BlockMeasure:
-    if "saved tensor hooks" in str(error):
-        return BlockMeasure(whole=f"{name} takes gradients within its forward by torch.func")
-    keeps = f"{name} raises {type(error).__name__}"
-    return BlockMeasure(BlockProfile(name, 0, keeps=keeps), is_of_its_own=True)
+@dataclass
+class Used:
+    """The most bytes beyond those there at the start, those that are left, and seconds."""
+
+    num_bytes: int = 0
+    left_bytes: int = 0
+    seconds: float = 0.0
 
 
-def _refuse_iterators(block: Block, objects: Sequence[Any]) -> None:
-    for x in objects:
-        if isinstance(x, Iterator):
-            raise PrepareError(
-                f"a block's inputs are read when it is measured and when it runs, but block {block.name} is given a "
-                f"{type(x).__name__}, which can be read only once. Give it a list."
-            )
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _are_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(same_bits, a, b))
+@contextmanager
+def measured(meter: TrialMeter, device: Device) -> Iterator[Used]:
+    """What is used within; known at the end."""
+    used = Used()
+    device.synchronize()
+    before, start_s = meter.start_window(), time.perf_counter()
+    yield used
+    device.synchronize()
+    used.seconds = time.perf_counter() - start_s
+    used.num_bytes, used.left_bytes = meter.window_peak - before, max(0, meter.trial_bytes - before)

@@ -1,4 +1,5 @@
-"""A copy of a block and of what it is given, to be run once: what its forward changes goes with the copy.
+"""A copy of a block and of what it is given, to be run once: what its forward changes goes with the copy; and whether
+what it reaches holds other values then.
 
 the block   its modules, with all that their attributes lead to; the weights are those of its visit
 arguments   tensors without a history, or clones of them; copies of objects
@@ -6,28 +7,46 @@ arguments   tensors without a history, or clones of them; copies of objects
 
 from __future__ import annotations
 
+import argparse
 import copy
-from collections import ChainMap
-from collections.abc import Callable
+import functools
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
+from itertools import chain
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.quasirandom import SobolEngine
 
 from hydra_tune.blocks.block import Block, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.fingerprint import Fingerprint
-from hydra_tune.glance import keep_only_pytorchs
-from hydra_tune.host_buffer import versions_of
+from hydra_tune.glance import HOOKS_OF_MODULES, keep_only_pytorchs
+from hydra_tune.host_buffer import digest, version_of
 from hydra_tune.meter import storages_of
-from hydra_tune.planning.reached import STRUCTURE, Reached
-from hydra_tune.tree import Structure, containers_in, flatten, is_fixed, tensors_in, unflatten
+from hydra_tune.process_state import STRUCTURE, is_activation
+from hydra_tune.tree import PLAIN, Structure, flatten, tensors_in, unflatten
 
+_MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
+_MOST_BYTES = 1_000_000  # of an array that is read
+_PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
+_HOLD_SOMETHING = {"array", "builtins", "collections", "itertools"}
+_FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names) - _HOLD_SOMETHING
+_FOLLOWED = (  # for all that their classes are somebody else's
+    functools.partial, SimpleNamespace, argparse.Namespace, random.Random,
+    torch.Generator, torch.Tensor, torch.optim.Optimizer, SobolEngine,
+)  # fmt: skip
+Called = tuple[list[Any], Structure]  # the leaves of its arguments, and how they belong together
+_NO_STATE = STRUCTURE | {"forward"}
 _BUFFERS = "a buffer"
+_FIXED = (torch.dtype, torch.device, torch.layout, Enum, type, nn.Module, bytes, complex)
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -40,69 +59,52 @@ class Twin:
     """
 
     def __init__(
-        self,
-        block: Block,
-        model: nn.Module,
-        at: DeviceCopy,
-        call: tuple[list[Any], Structure],
-        *,
-        clones: bool,
-        gone: bool,
+        self, block: Block, model: nn.Module, at: DeviceCopy, call: Called, *, clones: bool, gone: bool
     ) -> None:
         self._block, self._at, (leaves, self._structure) = block, at, call
-        self.weights = list(map(_like, at.leaves(block.slot_parameters)))
-        self.held = list(map(_like, block.held))
+        self.weights, self.held = list(map(_like, at.leaves(block.slot_parameters))), list(map(_like, block.held))
         own = zip((*block.slot_parameters, *block.held), (*self.weights, *self.held), strict=True)
-        self.asked, given = list[torch.Tensor](), dict[int, torch.Tensor]()
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in given:
-                bare = leaf.detach()
-                if leaf.requires_grad:
-                    self.asked.append(bare.requires_grad_())
-                given[id(leaf)] = bare.clone() if clones else bare
-        lost = {id(v) for m in block.modules for v in vars(m).values() if _is_activation(v)} if gone else set()
-        copier = _Copier({id(p): p for p in model.parameters()} | {id(p): leaf for p, leaf in own})
-        with torch.no_grad(), _CopiesTensors(lost):
-            self.module = copier.copy_block(block)
-            copier.memo = given | copier.memo
-            self.given = [given[id(x)] if isinstance(x, torch.Tensor) else copier.copy(x) for x in leaves]
+        given = {id(x): x.detach().requires_grad_(x.requires_grad) for x in leaves if isinstance(x, torch.Tensor)}
+        self.asked = [x for x in given.values() if x.requires_grad]
+        given = {number: x.clone() for number, x in given.items()} if clones else given
+        memo: dict[int, Any] = {id(p): p for p in model.parameters()} | {id(p): leaf for p, leaf in own}
+        ours = vars(block.module).get("forward")
+        values = [ours, *leaves, *(value for module in block.modules for value in vars(module).values())]
+        memo |= {id(x): x for x in values if x is ours or type(x) is object}  # known by its identity alone
+        with torch.no_grad(), _CopiesTensors():
+            self.module = copy.deepcopy(block.module, memo)
+            memo |= {number: tensor for number, tensor in given.items() if number not in memo}
+            self.given = [given[id(x)] if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo) for x in leaves]
+            for part, twin in zip(block.modules, self.module.modules(), strict=True) if gone else ():
+                for name in [name for name, value in vars(part).items() if is_activation(value)]:
+                    vars(twin)[name].fill_(torch.nan if vars(twin)[name].is_floating_point() else 0)
+        vars(self.module).pop("forward", None)
         for part in self.module.modules():
             if part is not self.module:
                 keep_only_pytorchs(part)
-        self._buffers = [m._buffers for m in self.module.modules()]
-        self._versions, self._marks = versions_of(self.weights), list(map(_marks_on, self.given))
+        self.buffers_of_modules = [m._buffers for m in self.module.modules()]
+        self._marks = self._marks_now()
 
     def note(self) -> None:
         """What is there before its forward."""
-        notes = {"what is noted on a weight": [leaf.__dict__ for leaf in (*self.weights, *self.held)]}
-        objects = [x for x in self.given if not isinstance(x, torch.Tensor)]
-        self._reached = Reached(self.module, {"an argument": objects, _BUFFERS: self._buffers, **notes})
-
-    def note_buffers(self) -> None:
-        self._reached = Reached(nn.Module(), {_BUFFERS: self._buffers})
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Those that it is given."""
-        return [x for x in self.given if isinstance(x, torch.Tensor)]
+        others = {
+            "an argument": [x for x in self.given if not isinstance(x, torch.Tensor)],
+            "what is noted on a weight": [leaf.__dict__ for leaf in (*self.weights, *self.held)],
+            "a hook": [vars(m)[kind] for m in self.module.modules() for kind in HOOKS_OF_MODULES],
+            _BUFFERS: self.buffers_of_modules,
+        }
+        self._reached = Reached(self.module, others)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        return [b for own in self._buffers for b in own.values() if b is not None]
-
-    @property
-    def _own_tensors(self) -> list[torch.Tensor]:
-        """Beside its weights and what it is given: buffers, attributes, and tensors in these."""
-        return self.buffers + [t for m in self.module.modules() for t in _tensors_of(m)]
+        return [b for own in self.buffers_of_modules for b in own.values() if b is not None]
 
     def forward(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
         """By the module's class, or a forward of its own, with these hooks on what autograd saves."""
         args, kwargs = unflatten(self.given, self._structure)
         own, caches = self._block.own_forward, torch.is_autocast_cache_enabled()
         run = getattr(own, "__func__", None) if getattr(own, "__self__", None) is self._block.module else None
-        known = parametrize._cache  # of the original, whose key a copy has; a new one once `cached` is left
-        kept = dict(known)
-        known.clear()
+        cached, parametrize._cache_enabled = parametrize._cache_enabled, 0  # the original's keys are the copy's, too
         torch.set_autocast_cache_enabled(False)  # its casts would outlive the copy
         _push_hooks(pack, unpack)
         try:
@@ -110,20 +112,14 @@ class Twin:
         finally:
             _pop_hooks()
             torch.set_autocast_cache_enabled(caches)
-            known.clear()
-            known.update(kept)
+            parametrize._cache_enabled = cached
 
     # ---- what its forward has done ----
 
-    @property
-    def written_weights(self) -> tuple[int, ...]:
-        """Their numbers in the block."""
-        now = versions_of(self.weights)
-        return tuple(i for i, (a, b) in enumerate(zip(self._versions, now, strict=True)) if a != b)
-
-    def misuse_of_weights(self) -> str:
+    def misuse(self) -> str:
         """What it does with its weights that it cannot do in a visit."""
-        if any(self._at.has(t) for m in self.module.modules() for t in _tensors_of(m)):
+        own = [{k: v for k, v in vars(m).items() if k not in _NO_STATE} for m in self.module.modules()]
+        if any(map(self._at.has, tensors_in(own))):
             return "keeps a view of a weight in an attribute"
         return "puts a hook on a weight in its forward" if any(map(has_hooks, (*self.weights, *self.held))) else ""
 
@@ -132,22 +128,24 @@ class Twin:
         buffers since it was noted what is there."""
         changes = self._reached.changes()
         others = [name for name in changes if name != _BUFFERS]
-        others += ["a buffer into an activation"] if any(map(_is_activation, self.buffers)) else []
+        others += ["a buffer into an activation"] if any(map(is_activation, self.buffers)) else []
         return f"changes {others[0]}" if others else self._gives_away(outputs), _BUFFERS in changes
 
     def _gives_away(self, outputs: Any) -> str:
-        memory = {s._cdata for t in (*self._own_tensors, *self.held) for s in storages_of(t)}
-        if any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
-            return "returns a buffer, or another tensor that it keeps"
-        if self._reached.has(containers_in(outputs)):
-            return "returns a list, dict or object that it keeps"
+        kept = self._reached.met
+        memory = {s._cdata for t in (*kept.values(), *self.held) if isinstance(t, torch.Tensor) for s in storages_of(t)}
+        within = Reached(nn.Module(), {"": outputs}).met.items()
+        same = any(number in kept and not stays_as_it_is(x) for number, x in within if not isinstance(x, torch.Tensor))
+        if same or any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
+            return "returns a buffer, or another tensor, list, dict or object that it keeps"
         if not all(isinstance(x, torch.Tensor) or stays_as_it_is(x) for x in flatten(outputs)[0]):
             return "returns an object"
-        for module in self._block.modules:
-            direct = set(map(id, vars(module).values()))
-            if any(_is_activation(t) and id(t) not in direct for t in _tensors_of(module)):
-                return "has an activation in an attribute"
-        return "puts a hook or an attribute on an input" if list(map(_marks_on, self.given)) != self._marks else ""
+        return "puts a hook or an attribute on an input" if self._marks_now() != self._marks else ""
+
+    def _marks_now(self) -> list[tuple[Any, ...]]:
+        """What a forward may leave on a tensor that it is given."""
+        given = [x for x in self.given if isinstance(x, torch.Tensor)]
+        return [(x._backward_hooks is not None, x.retains_grad, x.requires_grad, tuple(x.__dict__)) for x in given]
 
 
 def _like(parameter: nn.Parameter) -> nn.Parameter:
@@ -160,18 +158,18 @@ def _like(parameter: nn.Parameter) -> nn.Parameter:
 def weights_in(outputs: Any, at: DeviceCopy) -> list[nn.Parameter]:
     """The weights in a slot that a block returns where a copy would not do: frozen ones, into which others may write,
     and those in objects."""
-    leaves = [x for x in flatten(outputs)[0] if not is_fixed(x) or isinstance(x, torch.Tensor)]
+    leaves = flatten(outputs)[0]
     found = [at.parameter_at(x.data_ptr())[0] for x in leaves if isinstance(x, torch.Tensor) and at.has(x)]
-    objects = [x for x in leaves if not isinstance(x, torch.Tensor)]
+    objects = [x for x in leaves if not isinstance(x, torch.Tensor) and not stays_as_it_is(x)]
     hidden = [t for t in Fingerprint().tensors_within(objects) if at.has(t)] if objects else []
     return [p for p in found if not p.requires_grad] + [at.parameter_at(t.data_ptr())[0] for t in hidden]
 
 
 def stays_as_it_is(value: Any) -> bool:
     """Whether nobody can change what a block sees of this argument."""
-    if is_fixed(value) or type(value) is object:
-        return True
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, Enum, type, nn.Module, bytes, complex)):
+    if isinstance(value, tuple):
+        return all(map(stays_as_it_is, value))
+    if type(value) in PLAIN or type(value) is object or isinstance(value, _FIXED):
         return True
     return isinstance(value, (FunctionType, BuiltinFunctionType)) and not getattr(value, "__closure__", None)
 
@@ -179,64 +177,101 @@ def stays_as_it_is(value: Any) -> bool:
 class _CopiesTensors(TorchFunctionMode):
     """Within, `deepcopy` clones tensors with a history, too."""
 
-    def __init__(self, lost: set[int]) -> None:
-        super().__init__()
-        self._lost = lost  # ids of tensors of which only the shape is left
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is not torch.Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            made = tensor.detach().clone()
-            if id(tensor) in self._lost:
-                made.fill_(torch.nan if made.is_floating_point() else 0)
+            memo[id(tensor)] = made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             made.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
-            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
         return memo[id(tensor)]
 
 
-class _Copier:
-    """Copies what belongs together: what two values lead to is one in their copies, too."""
-
-    def __init__(self, memo: dict[int, Any]) -> None:
-        self.memo = memo
-        self._alive = list[Any]()  # ids in the memo are of these, too
-
-    def copy(self, value: Any) -> Any:
-        """What can't be copied, as a lock, is the copy's, too; so is what is known by its identity alone."""
-        made: Any = ChainMap({id(value): value} if type(value) is object else {}, self.memo)
-        try:
-            found = copy.deepcopy(value, made)
-        except Exception:  # half of it may be in `made`
-            found, made = value, ChainMap({id(value): value})
-        self.memo |= made.maps[0]
-        self._alive.append(made)
-        return found
-
-    def copy_block(self, block: Block) -> nn.Module:
-        for value in [v for m in block.modules for k, v in vars(m).items() if k not in STRUCTURE]:
-            self.copy(value)
-        own = vars(block.module).pop("forward", None)
-        try:
-            return copy.deepcopy(block.module, self.memo)
-        finally:
-            if own is not None:
-                vars(block.module)["forward"] = own
+# ---- what a forward can reach beside weights ----
 
 
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Among its attributes, and in their containers; no parameters or buffers."""
-    own = [v for k, v in vars(module).items() if k not in STRUCTURE]
-    return tensors_in([v for v in own if isinstance(v, (torch.Tensor, list, tuple, dict))])
+class Reached(Fingerprint):
+    """The attributes of modules, without their weights, buffers and children, `others` by name, and what is set under
+    a name: as they are now. An attribute that is set anew is no change: each repetition has the values of before."""
+
+    most_items = 10_000
+    deepest = 100
+
+    def __init__(
+        self, module: nn.Module, others: Mapping[str, Any], names: Sequence[tuple[Mapping[str, Any], str]] = ()
+    ) -> None:
+        super().__init__()
+        self._modules = set(map(id, module.modules()))
+        self._names = names
+        self._roots = dict(others)
+        for prefix, part in module.named_modules():
+            for name, value in vars(part).items():
+                if name not in _NO_STATE and "_hooks" not in name:
+                    self._roots[f"{prefix}.{name}".lstrip(".")] = value
+        self._before = self._read()
+        self.met = {number: value for number, (value, _) in self._known.items()}  # objects by id, as they were first
+
+    def changes(self) -> list[str]:
+        """The names of what holds other values than when it was asked last."""
+        before, self._before = self._before, self._read()
+        return [name for (name, now), (_, then) in zip(self._before, before, strict=True) if now != then]
+
+    def _read(self) -> list[tuple[str, Hashable]]:
+        self._known = {}
+        globals_ = [(f"the global {name}", space.get(name)) for space, name in self._names]
+        return [(name, self._of(value, 0)) for name, value in (*self._roots.items(), *globals_)]
+
+    def _of_object(self, value: Any, depth: int) -> Hashable:
+        if value is _PYTHONS or value is getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None):
+            return None  # the process's own generators are another matter
+        if isinstance(value, nn.Module):  # hidden from the model, a teacher in a list
+            return None if id(value) in self._modules else self._of(vars(value), depth)
+        module = type(value).__module__
+        if module == "numpy":
+            return value.tobytes() if getattr(value, "nbytes", _MOST_BYTES + 1) <= _MOST_BYTES else None
+        is_of_others = module.partition(".")[0] in _FOREIGN and not isinstance(value, _FOLLOWED)
+        if len(self._known) > _MOST_OBJECTS or is_of_others:
+            return None
+        if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and len(value) > self.most_items:
+            return tuple(map(id, value))
+        return super()._of_object(value, depth)
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
+        return version_of(tensor), super()._of_tensor(tensor), None if tensor.is_meta else digest(tensor.detach())
 
 
-def _is_activation(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+def globals_of(module: nn.Module, forward: Any) -> list[tuple[dict[str, Any], str]]:
+    """Those that the code of its modules' classes names, or a `forward` that is set on it, or functions that these
+    name, and that are neither functions nor classes nor modules: where they are, and their names."""
+    kinds = dict.fromkeys(kind for part in module.modules() for kind in type(part).__mro__)
+    own = (vars(kind).values() for kind in kinds if not _is_foreign(kind.__module__))
+    left: list[Any] = [forward, *chain.from_iterable(own)]
+    found, met = list[tuple[dict[str, Any], str]](), set[int]()
+    while left:
+        value = left.pop()
+        function = getattr(value, "fget", getattr(value, "__func__", value))  # a property's, or a static method's
+        if not isinstance(function, FunctionType) or id(function) in met:
+            continue
+        met.add(id(function))
+        space = function.__globals__
+        for name in [name for name in _names_in(function.__code__) if name in space]:
+            if isinstance(space[name], FunctionType):
+                left += [] if _is_foreign(space[name].__module__) else [space[name]]
+            elif not isinstance(space[name], (type, ModuleType, BuiltinFunctionType)):
+                found.append((space, name))
+    return found
 
 
-def _marks_on(leaf: Any) -> tuple[Any, ...]:
-    """What a forward may leave on a tensor that it is given."""
-    if not isinstance(leaf, torch.Tensor):
-        return ()
-    return leaf._backward_hooks is not None, leaf.retains_grad, leaf.requires_grad, tuple(leaf.__dict__)
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_foreign(module: str | None) -> bool:
+    """Whether it is a library's: what these keep in globals decides nothing."""
+    if (module or "").partition(".")[0] in _FOREIGN:
+        return True
+    return "site-packages" in (getattr(sys.modules.get(module or ""), "__file__", None) or "")

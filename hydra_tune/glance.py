@@ -22,7 +22,7 @@ class Glance(NamedTuple):
     a gradient. These decide what a forward computes more often than numbers do.
     """
 
-    parameters: tuple[tuple[Any, ...], ...]  # also whether it requires a gradient, its id, sizes and strides
+    parameters: tuple[tuple[int, str, bool, int], ...]  # whether it requires a gradient; its id
     buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
     training: tuple[bool, ...]
     hooked: tuple[int, ...]  # ids of modules with a user's hook
@@ -36,8 +36,7 @@ def glance_at(model: nn.Module) -> Glance:
     for place, module in enumerate(modules):
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                shape = parameter.size(), parameter.stride()
-                parameters.append((place, name, parameter.requires_grad, id(parameter), *shape))
+                parameters.append((place, name, parameter.requires_grad, id(parameter)))
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.append((place, name, tuple(buffer.shape), buffer.dtype))

@@ -55,6 +55,7 @@ class DeviceCopy:
             self.num_bytes += storage_bytes(data)
         if host is not None:
             self._copies += [(slot[to : to + size], host.bytes[place : place + size]) for place, to, size in runs]
+        self._layouts = _layouts_of(self._data)
         self._places = places_of(self._data)  # where `_copies` copies from
         self._sources = [*self._places]  # where its values are from
         places = [self.start + place for place in self._starts]
@@ -96,8 +97,8 @@ class DeviceCopy:
 
     @property
     def fits(self) -> bool:
-        """Whether it may be filled again: the weights are where they were. One that was reshaped makes a first step."""
-        return places_of(self._parameters) == self._places
+        """Whether it may be filled again: the weights are where and what they were."""
+        return places_of(self._parameters) == self._places and _layouts_of(self._parameters) == self._layouts
 
     def retire(self) -> None:
         """The slot's memory will be another copy's."""
@@ -143,3 +144,8 @@ class DeviceCopy:
         """Whose values are at an address in the slot, and where these begin."""
         i = bisect_right(self._starts, place - self.start) - 1
         return self._parameters[i], self.start + self._starts[i]
+
+
+def _layouts_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
+    """Whole lists at once, in PyTorch's own functions, for it is asked at each promotion."""
+    return list(map(torch.Tensor.size, tensors)), list(map(torch.Tensor.stride, tensors))

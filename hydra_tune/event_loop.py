@@ -210,8 +210,7 @@ class EventLoop:
             return
         seconds = self._clocks[lease.device.number].ran(lease.trial, tasks, lease.told_s)
         if tasks:
-            step, *_, lease.told_s, _ = tasks[-1]
-            self._summaries[lease.trial]["steps"] = step
+            lease.told_s = tasks[-1][-2]
         self._handle(e.Worked(lease.trial, seconds, steps))
 
     def _look_at_turn(self, trial: int) -> float:
@@ -259,7 +258,9 @@ class EventLoop:
                 self._copying.setdefault(instruction.task.trial, []).append(instruction)
                 self._copiers[instruction.device].submit(partial(_copy_ahead, weakref.ref(self), instruction))
             elif isinstance(instruction, e.Move):
-                self._trials[instruction.trial].residency.move_home(self._devices[instruction.device])
+                trial = self._trials[instruction.trial]
+                trial.residency.move_home(self._devices[instruction.device])
+                trial.told["device"] = trial.device.name
             elif isinstance(instruction, e.Recall):
                 recalled.append(self.leases[instruction.trial])
             else:
@@ -343,7 +344,9 @@ class EventLoop:
 
     def _state(self, number: int) -> str:
         """What the trial says itself; if it is live, what it waits for."""
-        state: str = self._summaries[number]["state"]
+        trial, state = self._trials.get(number), str(self._summaries[number]["state"])
+        if state == "live" and trial is not None and trial.stop.is_paused:
+            return "paused"
         awaited = self._machine.awaits(number) if state == "live" and number in self._machine.trials else None
         if awaited is None:
             return state

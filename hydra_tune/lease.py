@@ -43,7 +43,6 @@ class Lease:
         self.busy = False  # in a task, or at its edges
         self.revoked = True
         self.in_step = False  # else, what the last step had reserved is kept for the next one, while the turn lasts
-        self.is_noted = False  # by the pool: what the trial says of itself, since the turn began
         self.begun = 0  # tasks
         self.num_steps = 0  # trained
         self.told_steps = 0  # of these
@@ -66,7 +65,7 @@ class Lease:
     def open(self, task: Task, device: Device) -> None:
         """The trial has been given a turn that lasts; with this task, which it has yet to begin."""
         now_s = self._now_s()
-        self.task, self.device, self.in_step, self.is_noted = task, device, True, False
+        self.task, self.device, self.in_step = task, device, True
         self.since_s = self.told_s = now_s
         self.seen = self.begun, now_s
         self._mark = None if device.mark() is None else device.mark

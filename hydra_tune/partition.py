@@ -221,6 +221,9 @@ def _first_kept(profiles: Sequence[BlockProfile], room_bytes: int) -> int:
     return kept
 
 
+NO_PLAN = TrialPlan(False, (), (), 0, 0)
+
+
 def summary_of(plan: TrialPlan) -> dict[str, Any]:
     """A plan as plain data."""
     return {

@@ -57,7 +57,6 @@ class Planner:
         self._shard_of: dict[str, int] = {}
         self._uses: Counter[int] = Counter()  # of weights, by id: the blocks that have them
         self._settings: set[Hashable] = set()
-        self._summary = partition.summary_of(TrialPlan(False, (), (), 0, 0))
 
     def start(self) -> None:
         """Cut the model, or the models, that the trial has now."""
@@ -71,10 +70,6 @@ class Planner:
         """Let go of the model and of the trial, so that no cycle keeps either."""
         self.blocks, self._shard_of = [], {}
         self.__dict__.pop("_trial", None)
-
-    def summary(self) -> dict[str, Any]:
-        """Plain data on the plan, the same as long as that is; of training, once there was one."""
-        return self._summary
 
     # ---- the plan for a forward ----
 
@@ -125,7 +120,7 @@ class Planner:
             if self._is_changed:
                 self._adopt_cut(self._cut)
             self._plans = plans = self._make_plans()
-            self._summary = partition.summary_of(plans.get(True) or plans[False])
+            self._trial.told |= partition.summary_of(plans.get(True) or plans[False])
         self._known.plan = plan = self._plans.get(kind.trains) or self._plans[True]
         return plan
 

@@ -109,8 +109,6 @@ class ShardPool(EventLoop):
         with self._lock:
             self.end_abandoned()
             self._settle_clocks()
-            for trial in self._trials.values():
-                self.note_summary(trial)
             devices = [
                 {key: getattr(device, key) for key in _DEVICE_KEYS} | asdict(self._trace.devices[device.number])
                 for device in self._devices
@@ -134,17 +132,11 @@ class ShardPool(EventLoop):
         for clock in self._clocks:
             clock.settle()
 
-    def note_summary(self, trial: Trial) -> None:
-        """Kept for the report, should the trial be collected with its model."""
-        self._summaries[trial.id] = trial.summary()
-
     def figures(self, trial: Trial) -> dict[str, Any]:
         """Plain data on what one trial has done so far, a few numbers."""
         with self._lock:
-            if not trial.ended:  # then it was noted
-                self.note_summary(trial)
-            summary, totals = self._summaries[trial.id], asdict(self._trace.trials[trial.id])
-        return {**{key: summary[key] for key in _FIGURES}, "shards": len(summary["shards"]), **totals}
+            totals = asdict(self._trace.trials[trial.id])
+        return {**{key: trial.told[key] for key in _FIGURES}, "shards": len(trial.told["shards"]), **totals}
 
     def timeline(self) -> list[dict[str, Any]]:
         """Spans of time in order of their end: kind (run, promote, spill, wait, stall), device, trial, step, shard,
@@ -242,7 +234,7 @@ class ShardPool(EventLoop):
                 del self._summaries[number]
                 self._forget(number)
                 raise
-            self.note_summary(trial)
+            self._summaries[number] = trial.told
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
             return trial
 
@@ -280,7 +272,7 @@ class ShardPool(EventLoop):
         """Take back everything; the others go on."""
         with self._lock:
             self.await_copies(trial)
-            self._summaries[trial.id] = trial.summary()
+            trial.told["state"] = "ended"
             if trial.id in self.leases:  # else an interrupted end is repeated
                 self._forget(trial.id)
             self._trials.pop(trial.id, None)

@@ -39,6 +39,7 @@ from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, let_go, unwatch, watch
+from hydra_tune.partition import NO_PLAN, summary_of
 from hydra_tune.planner import Planner
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind
@@ -97,6 +98,7 @@ class Trial:
         self.stop = stop
         self.lease = pool.leases[number]
         self.name = name or f"trial {number}"
+        self.told = {"name": self.name, "device": home.name, "steps": 0, "state": "live", **summary_of(NO_PLAN)}
         self.of_runner = False  # whose trials end with their objective
         self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise
         self.meter = TrialMeter(home, number, always=checks_enabled())
@@ -174,15 +176,6 @@ class Trial:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The first of them."""
         return next(iter(self.optimizers), None)
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "device": self.device.name,
-            "steps": self.steps.number,
-            "state": "ended" if self.ended else "paused" if self.stop.is_paused else "live",
-            **self.planner.summary(),
-        }
 
     # ---- the model's life in the pool ----
 
@@ -278,7 +271,6 @@ class Trial:
         self.boundary()
         if self.plan is None and self.planner.first is None and not self.ended:
             self.planner.settle_last()
-            self.pool.note_summary(self)
         interrupts.check()
 
     def _after_optimizer_step(self, *_: Any) -> None:
@@ -378,7 +370,7 @@ class Trial:
             or not self.lease.begin_step(steps.number + 1)
         ):
             return False
-        steps.number += 1
+        self.told["steps"] = steps.number = steps.number + 1
         self._task = self.lease.task
         return True
 
@@ -398,7 +390,6 @@ class Trial:
         finally:
             self.meter.inside -= 1
             self._pass = None
-            self._note_summary()
         self.awaits_backward = True
         return outputs
 
@@ -548,7 +539,7 @@ class Trial:
 
     def _run_step(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         first, plan = self.planner.first, self.plan
-        self.steps.number += 1
+        self.told["steps"] = self.steps.number = self.steps.number + 1
         self._invalidate()
         self._pass = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
         here.trial = self._ref
@@ -581,7 +572,6 @@ class Trial:
         finally:
             self.meter.inside -= 1
             self._pass = forward_pass.ended_by = None
-            self._note_summary()
         if not torch.is_grad_enabled():
             forward_pass.done = True
             if first is not None:
@@ -590,11 +580,6 @@ class Trial:
         elif first is not None or (plan is not None and plan.resident):
             self._announce_backward(outputs, forward_pass)
         return outputs
-
-    def _note_summary(self) -> None:
-        if not self.lease.is_noted:  # else the pool is told what has changed
-            self.pool.note_summary(self)
-            self.lease.is_noted = self.lease.is_open
 
     def _announce_backward(self, outputs: Any, forward_pass: ForwardPass) -> None:
         """Where no block may be the first to do so."""

@@ -88,7 +88,7 @@ class TrialMeter:
     def _add(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key, storage_bytes = storage._cdata, storage.nbytes()
         with _lock:
-            if storage.device.type == "meta" or os.getpid() != self.device.process:  # a forked child is on no device
+            if storage.device.type == "meta" or gate.process != self.device.process:  # a forked child is on no device
                 return
             counted = _counted.get(key)
             if counted is None:

@@ -88,7 +88,7 @@ class Measurement:
             others = {**own, **globals_of(block.module, block.own_forward)}
             self._shared = Reached(block.module, others, without=HOOKS_OF_MODULES)
         with (
-            state_kept(self._device.generators()),
+            state_kept(self._device.generators),
             torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
         ):
             try:

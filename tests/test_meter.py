@@ -137,7 +137,7 @@ def test_a_sparse_argument_counts_its_indices_and_values(layout):
         model = hydra_tune.prepare(ScaledBy(), pool=pool)
         for _ in range(2):
             model(torch.ones(4, 64), by).sum().backward()
-        assert all(p.grad is not None for p in model.paradevices())
+        assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("budget", [70_000, "1MiB"], ids=["spilled", "resident"])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hydra_tune.config import format_bytes
-from hydra_tune.device import Arrival, Copies, Device, host_copies
+from hydra_tune.device import Arrival, Copies, Device
 from hydra_tune.randomness.trial_state import gpu_generators
 
 logger = logging.getLogger("hydra_tune")
@@ -36,7 +36,7 @@ class CudaDevice(Device):
         self._pinned: set[int] = set()
         # by offset, until they are retired; a model may be collected before
         self._slots: dict[int | None, torch.Tensor] = {}
-        self._generators = [torch.default_generator, gpu_generators()[torch_device.index]]
+        self.generators.append(gpu_generators()[torch_device.index])
 
     @property
     def measured_peak_bytes(self) -> int:
@@ -67,7 +67,9 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    def promote(self, copies: Copies) -> None:
+    def promote(self, copies: Copies, *, in_use: bool = False) -> None:
+        if in_use:
+            self._h2d.wait_stream(self._compute())  # tasks before this one may still read what was there
         if any(host.is_cuda for _, host in copies):
             self.synchronize()  # a model may have made that buffer just now, and who copies ahead knows no stream of it
         with torch.cuda.stream(self._h2d):
@@ -75,21 +77,14 @@ class CudaDevice(Device):
                 slot.copy_(host, non_blocking=True)
         _marked(self._h2d).synchronize()  # the host may write there again from here on
 
-    def refresh(self, copies: Copies) -> None:
-        self._h2d.wait_stream(self._compute())  # tasks before this one may still read what was there
-        self.promote(copies)
-
     def spill(
         self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Arrival]:
         self._d2h.wait_stream(self._compute())
         start = _marked(self._d2h)
         with torch.cuda.stream(self._d2h):
-            hosts = host_copies(tensors, like, pin=True)
+            hosts, _ = super().spill(tensors, like)
         return hosts, Arrival(list(tensors), (start, _marked(self._d2h)))
-
-    def generators(self) -> list[torch.Generator]:
-        return self._generators
 
     def free_cache(self) -> None:
         torch.cuda.empty_cache()

@@ -9,7 +9,6 @@ slots are poisoned under ``HYDRA_TUNE_CHECKS=1``. A GPU (`cuda_device.py`) overr
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from ctypes import addressof, c_char, memset
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from hydra_tune.config import checks_enabled, format_bytes
+from hydra_tune.fork import gate
 from hydra_tune.ledger import Ledger
 from hydra_tune.meter import TrialMeter
 
@@ -56,7 +56,8 @@ class Device:
         self.budget_bytes = budget_bytes
         self.live_bytes = self.most_live_bytes = 0  # of storages, as far as they are counted
         self.of_slots = TrialMeter(self, -1)  # no trial's: a step's bytes are what it has beside them
-        self.process = os.getpid()
+        self.generators = [torch.default_generator]  # that operators there draw from by default
+        self.process = gate.process
         if self.is_virtual:
             self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)
             self._beside_arena: dict[int | None, mmap.mmap] = {}
@@ -118,36 +119,36 @@ class Device:
 
     # ---- copies ----
 
-    def promote(self, copies: Copies) -> None:
-        """Copy host tensors into slots that nothing uses; later compute sees the copies done."""
+    def promote(self, copies: Copies, *, in_use: bool = False) -> None:
+        """Copy host tensors into slots that nothing uses, unless they are said to be in use; later compute sees the
+        copies done."""
         for slot, host in copies:
             slot.copy_(host)
-
-    def refresh(self, copies: Copies) -> None:
-        """As `promote`, into slots that are in use."""
-        self.promote(copies)
 
     def spill(
         self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Arrival]:
         """Copies in host memory, laid out as `like`, complete on arrival."""
-        return host_copies(tensors, like), Arrival()
+        hosts, late = [], not self.is_virtual
+        for t, h in zip(tensors, like, strict=True):
+            if t.layout is torch.strided:
+                host = torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device=CPU, pin_memory=late)
+                hosts.append(host.copy_(t, non_blocking=late))
+            else:
+                hosts.append(t.to(CPU, copy=True))
+        return hosts, Arrival()
 
-    def to_host(self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `spill`, complete on return."""
-        hosts, arrival = self.spill(tensors, like)
+        (host,), arrival = self.spill([tensor], [tensor])
         arrival.wait()
-        return hosts
+        return host
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device that lives as long as its trial."""
         return tensor.detach().to(self.torch_device, copy=True)
 
     # ---- the rest ----
-
-    def generators(self) -> list[torch.Generator]:
-        """The generators that operators on this device draw from by default."""
-        return [torch.default_generator]
 
     def free_cache(self) -> None:
         """Give back what an allocator keeps for later."""
@@ -157,15 +158,3 @@ class Device:
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Undo `pin`."""
-
-
-def host_copies(
-    tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor], *, pin: bool = False
-) -> list[torch.Tensor]:
-    """In host memory, laid out as `like`; the device goes on with those that are pinned."""
-    return [
-        torch.empty_strided(h.size(), h.stride(), dtype=t.dtype, device=CPU, pin_memory=pin).copy_(t, non_blocking=pin)
-        if t.layout is torch.strided
-        else t.to(CPU, copy=True)
-        for t, h in zip(tensors, like, strict=True)
-    ]

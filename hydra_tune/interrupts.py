@@ -24,7 +24,7 @@ from typing import TypeVar
 from hydra_tune.errors import TrialStopped
 
 _LOOK_AGAIN_S, _LOOK_AROUND_S = 0.1, 0.5
-_OUR_MODULES = "context engine event_loop fork lease meter mode planner pool residency steps trial"
+_OUR_MODULES = "context engine event_loop fork lease meter mode planner pool residency root steps trial"
 _OURS = frozenset(f"hydra_tune.{name}" for name in _OUR_MODULES.split())
 _FOLDERS_OF_OURS = ("hydra_tune.blocks.", "hydra_tune.planning.", "hydra_tune.randomness.")
 _runs_users_code = set[CodeType]()

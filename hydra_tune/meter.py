@@ -88,7 +88,7 @@ class TrialMeter:
     def _add(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key, storage_bytes = storage._cdata, storage.nbytes()
         with _lock:
-            if storage.device.type == "meta" or os.getpid() != self.device.process:  # a forked child is on no device
+            if storage.device.type == "meta" or gate.process != self.device.process:  # a forked child is on no device
                 return
             counted = _counted.get(key)
             if counted is None:
@@ -102,8 +102,8 @@ class TrialMeter:
             counted.storage_bytes = max(counted.storage_bytes, storage_bytes)
 
     def _take(self, num_bytes: int) -> None:
-        device, live_bytes = self.device, self.device.live_bytes + num_bytes
-        too_many = device.is_virtual and live_bytes > device.budget_bytes
+        device = self.device
+        too_many = device.is_virtual and device.live_bytes + num_bytes > device.budget_bytes
         if too_many or self.trial_bytes + num_bytes > self._limit:
             raise DeviceOutOfMemoryError(
                 f"{device.name} holds {format_bytes(device.live_bytes)} and was asked for {format_bytes(num_bytes)} "
@@ -114,8 +114,8 @@ class TrialMeter:
         self.window_peak = max(self.window_peak, self.trial_bytes)
         if self._is_outside:
             self._outside_peak = max(self._outside_peak, self.trial_bytes)
-        device.live_bytes = live_bytes
-        device.most_live_bytes = max(device.most_live_bytes, live_bytes)
+        device.live_bytes += num_bytes  # garbage that is collected just before has gone from it
+        device.most_live_bytes = max(device.most_live_bytes, device.live_bytes)
 
     def disown(self, tensor: torch.Tensor) -> None:
         """Count a tensor no longer, which belongs to host memory from here on."""

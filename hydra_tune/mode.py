@@ -105,16 +105,12 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     keys = _keys_of(func)
     with nullcontext() if keys is None else _included(keys):
         if func is _GROUP_NORM_BACKWARD and args[1].is_cpu:
-            return _group_norm_backward(*args)
+            # PyTorch's kernel for channels-last maps writes the input's gradient, asked or not, and ends the process by
+            # that if not. A pilot does not ask within a reentrant checkpoint, whose forward has no gradients.
+            *given, (wanted, *others) = args
+            of_input, *made = func(*given, [True, *others])
+            return [of_input if wanted else None, *made]
         return func(*args, **kwargs)
-
-
-def _group_norm_backward(*args: Any) -> Sequence[torch.Tensor | None]:
-    """PyTorch's kernel for channels-last maps writes the input's gradient, asked or not, and ends the process by that
-    if not. A pilot does not ask within a reentrant checkpoint, whose forward has no gradients; its repetition does."""
-    *given, (wanted, *others) = args
-    of_input, *made = _GROUP_NORM_BACKWARD(*given, [True, *others])
-    return [of_input if wanted else None, *made]
 
 
 def _keys_of(func: Any) -> DispatchKeySet | None:

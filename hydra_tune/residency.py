@@ -116,7 +116,7 @@ class Residency:
         stale = copy.stale(block.slot_parameters)
         if stale:
             with self.meter.paused():
-                copy.device.refresh(stale)
+                copy.device.promote(stale, in_use=True)
 
     def spill_gradients(
         self,
@@ -218,7 +218,7 @@ class Residency:
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self._pool.note_moved(self.meter.trial, "spilled_bytes", self.device, tensor_bytes(tensor))
-        return self.device.to_host([tensor], [tensor])[0]
+        return self.device.to_host(tensor)
 
     def _move_state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """To its parameters, as `load_state_dict` would; groups and tensors stay who they are."""

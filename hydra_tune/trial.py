@@ -146,7 +146,7 @@ class Trial:
 
     def gpu_generators(self) -> Sequence[torch.Generator]:
         """Those of its device, if that has some of its own."""
-        return () if self.device.is_virtual else [g for g in self.device.generators() if g.device.type != "cpu"]
+        return () if self.device.is_virtual else [g for g in self.device.generators if g.device.type != "cpu"]
 
     @property
     def is_here(self) -> bool:
@@ -1001,7 +1001,7 @@ class Trial:
             ended, self._task = self._task, None
             after = (ended, self._task_start_s) if ended else None
             self._task_start_s = self.pool.acquire(task, after)
-            hold(self.device.generators(), self.random_state)
+            hold(self.device.generators, self.random_state)
             self._task = task
         assert self.plan is not None
         copies = self.residency.copies

@@ -166,12 +166,12 @@ class HeldUp:
         self.under_way, self.go_on, self.waited = threading.Event(), threading.Event(), []
         promote = Device.promote
 
-        def slow(device, copies):
+        def slow(device, copies, **options):
             ahead = threading.current_thread() is not threading.main_thread()
             if ahead and not self.waited and self.weight is not None and reads(copies, self.weight):
                 self.under_way.set()
                 self.waited.append(self.go_on.wait(WAIT_S))
-            promote(device, copies)
+            promote(device, copies, **options)
 
         monkeypatch.setattr(Device, "promote", slow)
 
@@ -256,8 +256,8 @@ def test_what_is_written_while_a_shard_is_copied_is_not_missed(monkeypatch):
     model.load_state_dict(plain.state_dict())
     weight = model.layers[4].up.weight
 
-    def slow(device, copies):
-        promote(device, copies)
+    def slow(device, copies, **options):
+        promote(device, copies, **options)
         if reads(copies, weight) and not written and threading.current_thread() is not threading.main_thread():
             with torch.no_grad():
                 weight.mul_(0.5)
@@ -454,5 +454,5 @@ def test_a_copy_that_is_made_while_a_weight_is_lent_is_not_taken_for_one_of_its_
         copy = DeviceCopy(device, device.slot(0, block.weight_bytes), [block], host)
     assert not copy.fits
     copy.fill()
-    device.refresh(copy.stale(block.slot_parameters))
+    device.promote(copy.stale(block.slot_parameters), in_use=True)
     assert torch.equal(copy.leaves(block.slot_parameters)[0], own)

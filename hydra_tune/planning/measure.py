@@ -69,7 +69,7 @@ class Measurement:
         with self._meter.paused():
             shared = Reached(block.module, own, globals_of(block.module, block.own_forward))
         with (
-            state_kept(self._device.generators()),
+            state_kept(self._device.generators),
             torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
         ):
             try:

@@ -67,7 +67,8 @@ class Fingerprint:
 
     def tensors_within(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """Those that these objects lead to."""
-        self._of(values, 0)
+        for value in values:
+            self._of(value, 0)
         return [met for met, _ in self._known.values() if isinstance(met, torch.Tensor)]
 
     def _of_module(self, module: nn.Module) -> Hashable:

@@ -93,7 +93,7 @@ def _told(options: dict[str, Any]) -> str:
     return repr(tree_map(told_of, {key: value for key, value in sorted(options.items()) if key != "params"}))
 
 
-# by class, and options, shape and dtype of a parameter: bytes of state, of temporaries of all at once, or of one
+# by class, and options, shape and dtype of a parameter: bytes of state; of temporaries, where all are at once, or not
 _known: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[int, int, int]]] = weakref.WeakKeyDictionary()
 
 

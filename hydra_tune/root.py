@@ -135,17 +135,19 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise PrepareError(
                 f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one."
             )
-    attributes = [
-        (f"{name}.{key}".lstrip("."), tensor)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if key not in _NOT_THE_USERS
-        and f"{key}_orig" not in module._parameters  # torch.nn.utils.spectral_norm computes it anew in each forward
-        for tensor in _tensors_of(value)
-        if tensor.layout is torch.strided and id(tensor) not in tensors
-    ]
-    for name, other in _sharing_memory([*tensors.values()], attributes):
-        # each weight gets memory of its own: what follows it by sharing its memory would not any more
+    places = sorted((*_place_of(t), name) for name, t in tensors.values() if t.numel())
+    shared = [(name, other) for (_, end, name), (start, _, other) in pairwise(places) if start < end]
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            # what torch.nn.utils.spectral_norm sets is computed anew in each forward
+            if key in _NOT_THE_USERS or f"{key}_orig" in module._parameters:
+                continue
+            for tensor in _tensors_of(value):
+                if tensor.layout is torch.strided and tensor.numel() and id(tensor) not in tensors:
+                    first, last = _place_of(tensor)
+                    other = f"{name}.{key}".lstrip(".")
+                    shared += [(weight, other) for start, end, weight in places if start < last and first < end]
+    for name, other in shared:  # each weight gets memory of its own: what follows it by sharing that would not any more
         raise PrepareError(
             f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
             "tensor. Tie them by assigning the Parameter or buffer itself, or clone one."
@@ -171,19 +173,6 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
         elif (opens or is_container) and id(each) not in met and not isinstance(each, _LEAD_ELSEWHERE):
             met.add(id(each))
             left += [(x, opens and is_container) for x in gc.get_referents(each)]
-
-
-def _sharing_memory(
-    weights: Iterable[tuple[str, torch.Tensor]], attributes: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, str]]:
-    """Weights, each with another one or an attribute in whose memory it is."""
-    places = sorted((*_place_of(t), name) for name, t in weights if t.numel())
-    for (_, end, name), (start, _, other) in pairwise(places):
-        if start < end:
-            yield name, other
-    for other, tensor in attributes:
-        first, last = _place_of(tensor)
-        yield from ((name, other) for start, end, name in places if start < last and first < end)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import hydra_tune
 from hydra_tune.context import trial_context
-from hydra_tune.planning import first_step, measure
+from hydra_tune.planning import measure
 
 MOST_TURNS = 1_000_000
 
@@ -108,8 +108,7 @@ class Leases(dict):
 def run_in_turns(monkeypatch, pool, objectives):
     """Each in a thread of its own, with the random state of its number."""
     ticks = itertools.count()
-    for module in (first_step, measure):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     errors = []
 
     def run(number):

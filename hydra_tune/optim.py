@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.mode import ThreadMode
 from hydra_tune.randomness import state_kept
-from hydra_tune.shared_random import watching_draws
+from hydra_tune.shared_random import SharedRandom
 from hydra_tune.tree import tensors_in
 
 logger = logging.getLogger("hydra_tune")
@@ -142,7 +142,10 @@ def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: 
         return sum(tensor_bytes(v) for v in tensors_in(list(optimizer.state.values()))), temporaries.peak_bytes
 
     with state_kept(), torch.no_grad():
-        ((_, few), (state_bytes, many)), _ = watching_draws(lambda: (step_copy(_FEW), step_copy(_MANY)))
+        shared = SharedRandom()
+        (_, few), (state_bytes, many) = step_copy(_FEW), step_copy(_MANY)
+        if shared.have_moved():
+            shared.put_back()
     at_once = many > few * (_FEW + _MANY) / (2 * _FEW)
     return math.ceil(state_bytes / _MANY), *((math.ceil(many / _MANY), 0) if at_once else (0, few))
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,7 +43,7 @@ from hydra_tune.partition import NO_PLAN, summary_of
 from hydra_tune.planner import Planner
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind
-from hydra_tune.planning.twin import weights_in
+from hydra_tune.planning.reached import weights_in
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import ProcessState, Surroundings, autocast_mode
 from hydra_tune.randomness import DrawRecord, RandomState, hold
@@ -52,7 +52,7 @@ from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
 from hydra_tune.shard import TOO_LARGE, Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
-from hydra_tune.tree import flatten_call, map_tensors, tensors_in
+from hydra_tune.tree import Structure, flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
 ResultT = TypeVar("ResultT")
@@ -125,6 +125,7 @@ class Trial:
         self._pass: ForwardPass | None = None
         self.casts = SharedCasts()
         self._visiting = False  # a block's forward is under way, or its repetition
+        self.is_measuring = False  # in a first step, a block's first run: what it keeps may be dropped yet
         self._choices = ProcessState.now().choices  # of kernels, in the last backward; at first, in `prepare`
         self._backwards: list[Backward] = []  # that have come to this trial, the innermost last
         self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
@@ -644,32 +645,42 @@ class Trial:
                 "in another, perhaps that of an executor. Call them one after another, without threads."
             )
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
-        first = self.planner.first
-        if first is not None and (not self._backwards or first.is_new_to_backward(block)):
+        first, with_gradients = self.planner.first, torch.is_grad_enabled()
+        if first is not None:
             self.pool.check_open(self)
-            measured = first.before(block, args, kwargs)
-            self.stop.check()
-            if measured is None:
-                return block.forward(args, kwargs)
-            block = measured
+            first.meet(block)
         forward_pass = self._pass or next(iter(self._backwards[-1].passes[self]))
         forward_pass.count(block.name)
         leaves, structure = flatten_call(args, kwargs)
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
+        if not (with_gradients and (any(are_trained(given)) or any(are_trained(block.parameters)))):
             return self._evaluate_or_open(block, args, kwargs, given)
-        hooks = hooks_of_checkpoint()
-        if hooks is not None:
-            checkpointed = KeptCall(block, self, forward_pass, hooks)
-            return self.with_room(block, lambda: checkpointed.run(args, kwargs), lambda: False)
-        surroundings = Surroundings(block.module_states)
+        if first is not None and (not self._backwards or first.is_new_to_backward(block)):
+            return first.run(block, args, kwargs, forward_pass)
+        return self.run_call(block, args, kwargs, forward_pass, leaves, structure)
+
+    def keeps_call(self, surroundings: Surroundings) -> bool:
+        """Whether a call now is not to be repeated, whatever its block is like."""
         at_once = self._pass is None  # a checkpoint's repetition, whose own backward follows
-        if block.keeps or at_once or surroundings.are_rebuilt or surroundings.choices != self._choices or is_watched():
-            kept = KeptCall(block, self, forward_pass, None)
+        return at_once or surroundings.are_rebuilt or surroundings.choices != self._choices or is_watched()
+
+    def run_call(
+        self,
+        block: Block,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        forward_pass: ForwardPass,
+        leaves: Sequence[Any],
+        structure: Structure,
+    ) -> Any:
+        """With gradients."""
+        hooks = hooks_of_checkpoint()
+        if hooks is not None or block.keeps or self.keeps_call(surroundings := Surroundings(block.module_states)):
+            kept = KeptCall(block, self, forward_pass, hooks)
             return self.with_room(block, lambda: kept.run(args, kwargs), lambda: False)
         call = RepeatedCall(block, self, forward_pass, leaves, structure, surroundings)
-        if first is not None:
-            first.watch(call, given)
+        if self.planner.first is not None:
+            self.planner.first.watch(call, call.tensors)
         try:
             return self.with_room(block, lambda: call.run(args, kwargs), call.rewind)
         except OtherBranchError:
@@ -756,7 +767,7 @@ class Trial:
         self._visiting = False
         self.meter.inside -= 1
         copy.used = copy.device.mark()
-        if direction is Direction.FORWARD:
+        if direction is Direction.FORWARD and not self.is_measuring:
             self.meter.outside_starts()
         gate.leave()
 
@@ -1035,15 +1046,6 @@ class Trial:
                 self.pool.hear(self)
 
     # ---- for planner and first step ----
-
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Other blocks that the one being measured calls run as they are."""
-        self._visiting = True
-        try:
-            yield
-        finally:
-            self._visiting = False
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         block = self.planner.hold_weight(block, weight, reason)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hydra_tune.errors import PrepareError
-from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.host_buffer import same_bits, storage_bytes
 from hydra_tune.interrupts import interruptible
 from hydra_tune.own_forward import own_forward_of
 from hydra_tune.process_state import ModuleStates
@@ -159,7 +159,7 @@ class Block:
             now = d.get(name)
             if now is None or value is None or (now.shape, now.dtype) != (value.shape, value.dtype):
                 d[name] = value
-            else:
+            elif now is not value and not same_bits(now, value):
                 with torch.no_grad():
                     now.copy_(value)
 

@@ -36,6 +36,7 @@ from hydra_tune.shard import Direction
 from hydra_tune.tree import map_tensors, tensors_in
 
 if TYPE_CHECKING:
+    from hydra_tune.planning.measure import Measurement
     from hydra_tune.trial import Trial
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -106,9 +107,14 @@ class Versioned(NamedTuple):
         return self.tensor
 
 
+class Kept(Versioned):
+    """One that a repetition would make, kept until it is known that it may."""
+
+
 class Call:
     """The part that repeating and keeping share. Lives as long as the graph of the call."""
 
+    measurement: Measurement | None = None  # that looks at its forward
     _pack: Callable[[torch.Tensor], Any]  # what autograd saves, and back again
     _unpack: Callable[[Any], torch.Tensor]
 
@@ -142,13 +148,16 @@ class Call:
             block.lend(weights)
             _push_hooks(self._pack, self._unpack)
             try:
-                outputs = block.forward(args, kwargs)
+                measured = self.measurement
+                outputs = block.forward(args, kwargs) if measured is None else measured.forward(args, kwargs)
             finally:
                 _pop_hooks()
                 block.take_back(weights)
                 del self._cast_memory
                 for i in self._casts:
                     trial.casts.free(block.slot_parameters[i])
+            if measured is not None:
+                measured.look(outputs, weights, copy)
             refuse_hooks(block, weights)
             if self._casts and self._num_saved not in block.saved_counts:
                 raise OtherBranchError(

@@ -4,16 +4,16 @@ first time (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hydra_tune.blocks.block import Block
-from hydra_tune.blocks.call import Call, Versioned, WeightView, _pop_hooks, _push_hooks, memory_of, place_of
+from hydra_tune.blocks.call import Call, Kept, Versioned, WeightView, _pop_hooks, _push_hooks, memory_of, place_of
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.engine import ForwardPass
-from hydra_tune.host_buffer import digest, version_of, versions_of
+from hydra_tune.host_buffer import digest, same_bits, version_of, versions_of
 from hydra_tune.process_state import Surroundings, changed_in_between
 from hydra_tune.randomness import DrawRecord, drawing_again
 from hydra_tune.shard import Direction
@@ -64,6 +64,7 @@ class RepeatedCall(Call):
         self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
         self._gave_weights = False  # to an operator of the backward under way
         self._drops = False  # something that a repetition must make
+        self.has_dropped = False
         self._next = 0  # to be made by the repetition under way
         self._inputs: list[tuple[int, int]] = []  # where their memory is
 
@@ -79,6 +80,8 @@ class RepeatedCall(Call):
         self._held_versions = versions_of(block.held)
         with self._draws:
             outputs = super().run(args, kwargs)
+        if self.measurement is not None:
+            return outputs
         del self._inputs, self._given
         if self._drops and not block.is_checked:
             self._looks = list(map(_look_at, tensors_in(outputs)))
@@ -86,11 +89,55 @@ class RepeatedCall(Call):
 
     def rewind(self) -> bool:
         """As if it had not run, for it had no room; unless it has changed what it was given."""
-        self._saved, self._looks, self._num_saved = [], [], 0
+        self._saved, self._looks, self._num_saved, self._drops = [], [], 0, False
         self._draws.rewind()
         self.block.put_back_buffers(self._buffers)
         self.trial.casts.forget(self.promoted)
         return self._given_versions == versions_of(self._given)
+
+    # ---- of a first run, in which all that is saved is kept ----
+
+    @property
+    def draws(self) -> bool:
+        """It has drawn torch's random numbers."""
+        return bool(self._draws.states)
+
+    @property
+    def promotes_again(self) -> bool:
+        """In the backward: it has saved a weight, or what only a repetition makes."""
+        return self._drops or any(type(saved.value) is WeightView for saved in self._alive())
+
+    @property
+    def num_saved(self) -> int:
+        return self._num_saved
+
+    @property
+    def has_written_buffers(self) -> bool:
+        pairs = zip(self._buffers, self.block.buffers_now(), strict=True)
+        return any(a is not b and (a is None or b is None or not same_bits(a, b)) for a, b in pairs)
+
+    def drop(self) -> None:
+        """What a repetition makes."""
+        self.has_dropped = True
+        for saved in self._alive():
+            if type(saved.value) is Kept:
+                saved.value = None
+
+    def settle(self, *, keeps: bool) -> None:
+        """From here on it is a call like any other; one that `keeps` all that it has saved is never repeated."""
+        self.measurement, self._inputs, self._given = None, [], []
+        if keeps:
+            self._leaves = []
+
+    def run_apart(self, run: Callable[[Sequence[Any], dict[str, Any], Sequence[torch.Tensor]], None]) -> None:
+        """As in a repetition, but that `run` does it: with arguments without a history, and the tensors that may be
+        asked for gradients."""
+        copy = self.trial.begin_visit(self.block, Direction.FORWARD)
+        try:
+            with self._surroundings.restored(self.block.name), drawing_again(self._draws):
+                self._run_again(copy, run)
+        finally:
+            self.trial.end_visit(copy, Direction.FORWARD)
 
     def do_without_casts(self) -> bool:
         """After another branch: autocast casts within the call, as often as that uses a weight. Not where an earlier
@@ -107,10 +154,7 @@ class RepeatedCall(Call):
 
     def keep_clones(self) -> None:
         """Of the inputs, which are about to be changed in place."""
-        self._leaves = [
-            x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-            for x in self._leaves
-        ]
+        self._leaves = _apart(self._leaves, clones=True)
         self._input_versions = versions_of(self.tensors)
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
@@ -127,17 +171,21 @@ class RepeatedCall(Call):
                     break
             else:
                 self._drops = True
+                if self.measurement is not None:
+                    saved.value = Kept(tensor, version_of(tensor))
         self._saved.append(weakref.ref(saved))
         return saved
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
+        if self.measurement is not None and self.measurement.is_running:
+            raise self.measurement.runs_backward_within()
         if saved.value is None:
             self.trial.with_room(self.block, self._repeat, self._rewound)
         value = saved.value
         if type(value) is WeightView:
             self._gave_weights = True
             return self.weight(value)
-        if type(value) is Versioned:
+        if isinstance(value, Versioned):
             return value.read()
         if value is None:
             raise self._made_other("fewer tensors")
@@ -151,10 +199,12 @@ class RepeatedCall(Call):
 
     def forget(self) -> None:
         self._gave_weights = False
-        for reference in self._saved:
-            saved = reference()
-            if saved is not None and isinstance(saved.value, torch.Tensor):
+        for saved in self._alive():
+            if isinstance(saved.value, torch.Tensor):
                 saved.value = None
+
+    def _alive(self) -> list[Saved]:
+        return [saved for reference in self._saved if (saved := reference()) is not None]
 
     # ---- the repetition ----
 
@@ -180,17 +230,22 @@ class RepeatedCall(Call):
         if self._next < len(self._saved):
             raise self._made_other("fewer tensors")
 
-    def _run_again(self, copy: DeviceCopy) -> None:
+    def _run_again(self, copy: DeviceCopy, run: Callable[..., None] | None = None) -> None:
         block, caches, gradients = self.block, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
         weights = self._leaves_of(copy)
         buffers = block.lend_buffers(self._buffers)
         block.lend(weights)
         torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit
         torch._C._set_grad_enabled(True)
-        _push_hooks(self._pack_again, _is_never_unpacked)
+        hooks = (self._pack_again, _is_never_unpacked) if run is None else (_as_it_is, _as_it_is)
+        _push_hooks(*hooks)  # also where all is saved: a checkpoint around would take it for its own
         try:
-            args, kwargs = self._arguments()
-            self._check(block.forward(args, kwargs))
+            if run is None:
+                args, kwargs = self._arguments(_apart(self._leaves) if block.clones else self._leaves)
+                self._check(block.forward(args, kwargs))
+            else:
+                bare = _apart(self._leaves)
+                run(*self._arguments(bare), [x for x in (*bare, *weights) if isinstance(x, torch.Tensor)])
         except _EnoughError:
             pass
         except Exception as error:
@@ -223,12 +278,10 @@ class RepeatedCall(Call):
             weight.__dict__ = dict(self._attributes[i]) if i in self._attributes else {}
         return weights
 
-    def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        leaves = self._leaves
+    def _arguments(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         if self.block.clones:  # no leaves, which may not be changed in place
-            leaves = [
-                x.detach().requires_grad_(x.requires_grad).clone() if isinstance(x, torch.Tensor) else x for x in leaves
-            ]
+            made = {id(x): x.clone() for x in leaves if isinstance(x, torch.Tensor)}
+            leaves = [made.get(id(x), x) for x in leaves]
         args, kwargs = unflatten(leaves, self._structure)
         return args, kwargs
 
@@ -246,6 +299,20 @@ class RepeatedCall(Call):
         return RuntimeError(
             f"a block's forward may be repeated, but block {self.block.name} made {what} when it was: it {_DEPENDS}"
         )
+
+
+def _apart(leaves: Sequence[Any], *, clones: bool = False) -> list[Any]:
+    """Tensors without a history; what is one stays one."""
+    made = {
+        id(x): (x.detach().clone() if clones else x.detach()).requires_grad_(x.requires_grad)
+        for x in leaves
+        if isinstance(x, torch.Tensor)
+    }
+    return [made.get(id(x), x) for x in leaves]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _is_never_unpacked(_: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The first step of a kind: a real one, in which each block is measured before it runs.
+"""The first step of a kind: a real one, in which the first run of each block is measured.
 
     room     what other trials can spare, or the whole device; where the first is too little, the step waits for the
              second and goes on
@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,19 +24,22 @@ from hydra_tune.blocks.call import hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import clear_frames
+from hydra_tune.engine import ForwardPass
+from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.fingerprint import plan_key
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import storages_of
 from hydra_tune.partition import UNMEASURED, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import FoundError, Measurement, ProfileOfOneCall, WritesInputError, measured
-from hydra_tune.process_state import casts_to, remembers_casts
+from hydra_tune.planning.measure import FoundError, Measurement, WritesInputError, measured
+from hydra_tune.process_state import Surroundings, casts_to, remembers_casts
 from hydra_tune.shard import TOO_LARGE, BlockProfile
-from hydra_tune.tree import flatten_call, tensors_in
+from hydra_tune.tree import flatten_call, unflatten
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
+
+_NOT_RUN = object()
 
 
 class FirstStep:
@@ -128,33 +132,39 @@ class FirstStep:
         """A reentrant checkpoint calls it with gradients in the backward only."""
         return torch.is_grad_enabled() and block.name not in self._trained
 
-    def before(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Block | None:
-        """Measure this call of the block first, unless its like is known; the block as it is then. None if it is none
-        any more: it was opened into its children, or is held as a whole."""
-        if not torch.is_grad_enabled():
-            return block  # it is measured while it runs, for nothing is kept of it
+    def meet(self, block: Block) -> None:
+        if block.keeps == UNMEASURED and torch.is_grad_enabled():
+            block.keeps = ""
+
+    def run(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], forward_pass: ForwardPass) -> Any:
+        """A call of the block with gradients; measured, unless its like is known."""
+        trial = self._trial
         if not block.has_its_weights:
-            self._trial.planner.open_block(block, f"{block.name} is called with other weights than its own")
-            return None
+            trial.planner.open_block(block, f"{block.name} is called with other weights than its own")
+            return block.forward(args, kwargs)
         while True:
             key = self._key(block, args, kwargs)
-            found = self._known.get(key) or self._measure(block, args, kwargs)
-            if not isinstance(found, ProfileOfOneCall):
+            found, outputs = self._known.get(key), _NOT_RUN
+            if found is None:
+                found, outputs = self._measure(block, args, kwargs, forward_pass)
                 self._known[key] = found
             if isinstance(found, BlockProfile):
                 break
             if not found.holds:
-                self._trial.planner.open_block(block, found.why)
-                return None
+                why = found.why if found.why.startswith(TOO_LARGE) else f"{block.name} {found.why}"
+                trial.planner.open_block(block, why)
+                return block.forward(args, kwargs)
             for weight in [block.slot_parameters[i] for i in found.holds]:
-                block = self._trial.hold_weight(block, weight, found.why)
+                block = trial.hold_weight(block, weight, found.why)
         self._trained.add(block.name)
-        block.keeps = ("" if block.keeps == UNMEASURED else block.keeps) or found.keeps
+        block.keeps = block.keeps or found.keeps
         block.clones |= found.clones
         block.casts |= found.casts
         block.saved_counts |= found.saved_counts
         self._note(block, found)
-        return block
+        if outputs is not _NOT_RUN:
+            return outputs
+        return trial.run_call(block, args, kwargs, forward_pass, *flatten_call(args, kwargs))
 
     @contextmanager
     def measuring(self, block: Block) -> Iterator[None]:
@@ -202,27 +212,62 @@ class FirstStep:
         training = tuple(m.training for m in block.modules)
         return model, held, training, called, given, casts_to() if remembers_casts() else None
 
-    def _measure(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockProfile | FoundError:
-        trial = self._trial
+    def _measure(
+        self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], forward_pass: ForwardPass
+    ) -> tuple[BlockProfile | FoundError, Any]:
+        """What the call's first run shows, and its outputs, unless it was taken back: where the block is to be run
+        otherwise, or on clones, or within a checkpoint, which counts what is saved."""
+        trial, declared = self._trial, bool(block.keeps)
+        leaves, structure = flatten_call(args, kwargs)
+        in_checkpoint = hooks_of_checkpoint() is not None
         while True:
-            trial.meter.outside_ends()
+            surroundings, on_clones = Surroundings(block.module_states), block.clones and not declared
+            stays = declared or trial.keeps_call(surroundings)
+            given = {id(x): x.clone() if on_clones else x for x in leaves if isinstance(x, torch.Tensor)}
+            own = [given.get(id(x), x) for x in leaves]
+            call = RepeatedCall(block, trial, forward_pass, own, structure, surroundings)
+            measurement = Measurement(call, own, trial.device, trial.meter, on_clones=on_clones)
+            self._guarded = set() if stays or on_clones else _memory_of(given.values())
+            found: BlockProfile | FoundError
+            outputs: Any = None
+            trial.is_measuring = True
             try:
-                at = self.copy_of(block)
-                measurement = Measurement(block, trial.model, at, trial.residency.device, trial.meter)
-                self._guarded = _memory_of(tensors_in((args, kwargs)))
-                with trial.measuring():
-                    try:
-                        return measurement.run(args, kwargs)
-                    except WritesInputError:
-                        self._guarded = set()
-                        return measurement.run(args, kwargs, clones=True)
+                arguments = unflatten(own, structure) if on_clones else (args, kwargs)  # which it may hand on
+                run = partial(measurement.run, *arguments, repeats=not stays)
+                found, outputs = trial.with_room(block, run, measurement.take_back)
+            except WritesInputError:
+                block.clones = True
+                if measurement.take_back():
+                    continue
+                found = FoundError("changes an input in place")
+            except FoundError as error:
+                found = error.with_traceback(None)
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
-                if not self.outgrow():
-                    return FoundError(f"{TOO_LARGE}: {error}")
+                found = FoundError(f"{TOO_LARGE}: {error}")
             finally:
-                self._guarded = set()
+                self._guarded, trial.is_measuring = set(), False
                 trial.meter.outside_starts()
+            why = found.why if isinstance(found, FoundError) else "is in a checkpoint" if in_checkpoint else found.keeps
+            profile = found if isinstance(found, BlockProfile) else None
+            must = profile is None or on_clones or in_checkpoint or (profile.keeps != "" and call.has_dropped)
+            if must or (profile is not None and profile.casts and not declared):
+                if measurement.take_back():
+                    return found, _NOT_RUN
+                if must:
+                    raise PrepareError(
+                        f"the first run of a block is taken back where it is to be run otherwise, as where it {why}, "
+                        f"but the forward of {block.name} has changed {measurement.changed} by then, which can't be. "
+                        "Let it return what it changes."
+                    )
+            assert profile is not None
+            if profile.casts:  # its weights were used without them
+                trial.casts.bar(block.slot_parameters[i] for i, _ in profile.casts)
+            call.settle(keeps=stays or profile.keeps != "")
+            if not (stays or profile.keeps):
+                block.is_checked = True
+                self.watch(call, given.values())
+            return profile, outputs
 
     def _note(self, block: Block, profile: BlockProfile) -> None:
         """Of this block, or of one like it."""

@@ -1,8 +1,12 @@
-"""Measures a block on copies of it and of its arguments, which it may change as it likes.
+"""What the first run of a block with gradients shows, and a repetition that is made at once.
 
-One copy runs forward as in training, with what autograd saves dropped; another one forward and backward, as a
-repetition does. Random numbers that they draw are taken back. What they show beside bytes and seconds, as a list that
-grows with each call, decides how the block may be run. What no copy was made of, as a global, they may not change.
+    first run    the step's own, but that all that it saves for the backward is kept; what it has changed decides
+    repetition   on no graph of the step's, with a backward: does it make the same, and in how many bytes and seconds?
+    verdict      repeat: what was kept is dropped | keep: it stays
+                 hold weights | open the block: the first run is taken back, as one that had no room
+
+So a list that grows with each call has grown once. What was changed can't be taken back: where it would have to be,
+the model is refused.
 """
 
 from __future__ import annotations
@@ -10,242 +14,269 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from hydra_tune.blocks.block import Block, gradient_dtype, has_hooks
+from hydra_tune.blocks.block import gradient_bytes, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.device import Device
-from hydra_tune.errors import PrepareError
-from hydra_tune.host_buffer import digest, same_bits, storage_bytes, versions_of
+from hydra_tune.host_buffer import same_bits, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
-from hydra_tune.planning.twin import Reached, Twin, globals_of, stays_as_it_is, weights_in
+from hydra_tune.planning.reached import NO_STATE, Reached, globals_of, stays_as_it_is, weights_in
 from hydra_tune.process_state import casts_to, is_activation, remembers_casts
-from hydra_tune.randomness import DrawRecord, state_kept
 from hydra_tune.shard import BlockProfile
-from hydra_tune.shared_random import watching_draws
-from hydra_tune.tree import flatten_call, tensors_in
+from hydra_tune.shared_random import SharedRandom
+from hydra_tune.tree import flatten, tensors_in
 
 _CHECKPOINT = "CheckpointFunctionBackward"  # of a reentrant one, in a graph
 
 
 class WritesInputError(Exception):
-    """The block is about to change an input in place, which was not copied: it is to be measured on clones."""
+    """The block is about to change an input in place: its repetition needs a clone of that."""
 
 
 class FoundError(Exception):
     """Why the block is none, but opened into its children, or on the device as a whole, with its own graph; or why it
     is one only without the weights with these numbers, which the device holds."""
 
-    def __init__(self, why: str, *, holds: tuple[int, ...] = ()) -> None:
+    def __init__(self, why: str, *, holds: Sequence[int] = ()) -> None:
         super().__init__(why)
-        self.why, self.holds = why, holds
-
-
-class ProfileOfOneCall(BlockProfile):
-    """It tells nothing of the next one: the forward raised."""
+        self.why, self.holds = why, tuple(holds)
 
 
 class Measurement:
-    """Of one block with these arguments, in a visit, with gradients on; `model` is what it is a part of."""
+    """Of one call, with the tensors and objects that it is given."""
 
-    def __init__(self, block: Block, model: nn.Module, at: DeviceCopy, device: Device, meter: TrialMeter) -> None:
-        self._block, self._model, self._at, self._device, self._meter = block, model, at, device, meter
+    def __init__(
+        self, call: RepeatedCall, given: Sequence[Any], device: Device, meter: TrialMeter, *, on_clones: bool
+    ) -> None:
+        self._call, self._block, self._device, self._meter = call, call.block, device, meter
+        self._given = [x for x in given if isinstance(x, torch.Tensor)]
+        self._objects = [x for x in given if not isinstance(x, torch.Tensor)]
+        self._on_clones = on_clones  # of the tensors, which it may change
+        self.is_running = False
+        self.changed = ""  # what can't be taken back
+        self.casts: frozenset[tuple[int, torch.dtype]] = frozenset()
+        call.measurement = self
+        block = self._block
+        with meter.paused():
+            others = {
+                "an argument": self._objects,
+                "its forward": block.own_forward,
+                "what is noted on a weight": [p.__dict__ for p in block.parameters],
+            }
+            self._reached = Reached(block.module, others, globals_of(block.module, block.own_forward))
+            self._buffers = [b for m in block.modules for b in m._buffers.values() if b is not None]
+        self._attributes = [dict(vars(module)) for module in block.modules]
+        self._held, self._marks, self._random = versions_of(block.held), self._marks_now(), SharedRandom()
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, clones: bool = False) -> BlockProfile | FoundError:
-        """With `clones` of its inputs, where it changes these in place.
+    # ---- the first run ----
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, repeats: bool) -> tuple[BlockProfile, Any]:
+        """What it shows, and its outputs; `repeats` it, if it may be.
 
         Raises:
             torch.OutOfMemoryError: it has no room.
             WritesInputError: it needs clones.
-            PrepareError: it has changed what no copy was made of.
+            FoundError: it is no block, or not with all its weights.
         """
-        block, self._clones, self._call = self._block, clones, flatten_call(args, kwargs)
-        objects = [x for x in self._call[0] if not isinstance(x, torch.Tensor)]
-        own = {"an argument": objects, "its forward": block.own_forward}
-        with self._meter.paused():
-            shared = Reached(block.module, own, globals_of(block.module, block.own_forward))
-        with (
-            state_kept(self._device.generators),
-            torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
-        ):
-            try:
-                measure, drew = watching_draws(self._measure)
-            finally:
-                with self._meter.paused():
-                    changes = shared.changes()
-                if changes:
-                    raise PrepareError(
-                        f"a block is measured on a copy of it before its first run, but the forward of {block.name} "
-                        f"has changed {changes[0]}, which the copy shares with it. Make it an attribute of the module: "
-                        "a number, a tensor, a generator, a list, a dict, or an object that copy.deepcopy copies."
-                    )
-        if isinstance(measure, FoundError):
-            return measure
-        direct = {id(value) for module in block.modules for value in vars(module).values()}
-        within = any(number not in direct and is_activation(x) for number, x in shared.met.items())
-        changing = next((type(x).__name__ for x in objects if not stays_as_it_is(x)), None)
-        if drew:  # of all reasons the one that says most
-            return replace(measure, keeps=f"{block.name} draws from Python's or NumPy's random numbers")
-        if changing and not measure.keeps:
-            return replace(measure, keeps=f"{block.name} is given an object, a {changing}, that others may change")
-        return replace(measure, keeps=measure.keeps or (f"{block.name} has an activation in an attribute" * within))
-
-    def _measure(self) -> BlockProfile | FoundError:
-        block, draws = self._block, DrawRecord()
-        measure: BlockProfile | FoundError
-        with self._meter.paused():
-            before = list(map(digest, self._at.leaves(block.slot_parameters)))
-            held = [(p.data, p.data.clone()) for p in block.held]
-        try:
-            with draws:
-                measure = self._forward_and_backward(*self._forward_alone(), draws)
-        except (torch.OutOfMemoryError, WritesInputError):
-            raise
-        except FoundError as found:
-            measure = found.with_traceback(None)
-        except Exception as error:  # as its own forward will, before anybody repeats it
-            if not self._clones and "leaf Variable that requires grad" in str(error):
-                raise WritesInputError from None
-            if "saved tensor hooks" in str(error):
-                measure = FoundError(f"{block.name} takes gradients within its forward by torch.func")
-            else:
-                measure = ProfileOfOneCall(block.name, 0, keeps=f"{block.name} raises {type(error).__name__}")
-        finally:
-            with self._meter.paused():
-                changed = [(now, then) for now, then in held if not same_bits(now, then)]
-                for now, then in changed:  # they live on the device, and no copy was made of them
-                    now.copy_(then)
-                after = list(map(digest, self._at.leaves(block.slot_parameters)))
-                if after != before:
-                    self._at.fill()
-        written = tuple(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b and a == a)
-        if written and not getattr(measure, "holds", ()):
-            return FoundError("its block changes it in its forward", holds=written)
-        if changed and isinstance(measure, BlockProfile):
-            return replace(measure, keeps=f"{block.name} changes a weight")
-        return measure
-
-    def _twin(self, *, gone: bool) -> Twin:
-        try:
-            return Twin(self._block, self._model, self._at, self._call, clones=self._clones, gone=gone)
-        except (torch.OutOfMemoryError, WritesInputError):
-            raise
-        except Exception as error:
-            raise FoundError(f"copy.deepcopy can't copy {self._block.name}, or what it is given: {error}") from None
-
-    def _forward_alone(self) -> tuple[BlockProfile, list[torch.Tensor]]:
-        """As in training, but what is saved is dropped: what that tells, and its outputs."""
-        block = self._block
-        twin = self._twin(gone=False)
-        with self._meter.paused():
-            twin.note()
-        stay = {s._cdata for x in (*twin.given, *twin.buffers) if isinstance(x, torch.Tensor) for s in storages_of(x)}
-        num_saved, promotes_again = 0, False
-
-        def drop(tensor: torch.Tensor) -> None:
-            nonlocal num_saved, promotes_again
-            num_saved += 1
-            promotes_again |= any(s._cdata not in stay for s in storages_of(tensor))
-
-        def refuse(_: Any) -> torch.Tensor:
-            raise FoundError(f"{block.name} runs a backward within its forward")
-
-        self._meter.within_checkpoint = False
-        with measured(self._meter, self._device) as used:
-            outputs = twin.forward(drop, refuse)
-        made = tensors_in(outputs)
+        call, block = self._call, self._block
+        outputs = call.run(args, kwargs)
+        made, used = tensors_in(outputs), self._used
         boundary = sum(map(storage_bytes, made))
-        if holds := tuple(i for i, version in enumerate(versions_of(twin.weights)) if version):
-            raise FoundError(f"{block.name} changes a weight in its forward", holds=holds)
-        if returned := set(map(id, weights_in(outputs, self._at))):
-            holds = tuple(i for i, p in enumerate(block.slot_parameters) if id(p) in returned)
-            raise FoundError(f"{block.name} returns one of its weights", holds=holds)
-        if misuse := "has a checkpoint within" if self._meter.within_checkpoint else twin.misuse():
-            raise FoundError(f"{block.name} {misuse}")
-        with self._meter.paused():
-            why, writes_buffers = twin.look(outputs)
+        keeps = block.keeps or self._changes(outputs)
+        own_bytes = sum(gradient_bytes(p) for p in block.parameters if p.requires_grad)
         profile = BlockProfile(
             block.name,
             block.weight_bytes,
             forward_work_bytes=max(0, used.num_bytes - boundary),  # what it leaves is the step's from then on
+            backward_work_bytes=used.num_bytes + own_bytes + sum(map(storage_bytes, self._given)),  # but see below
+            saved_bytes=used.left_bytes,
             boundary_bytes=boundary,
             forward_s=used.seconds,
-            keeps=why and f"{block.name} {why}",
-            clones=self._clones,
-            writes_buffers=writes_buffers,
-            saved_counts=frozenset([num_saved]),
-            visits=1 + promotes_again,  # in the backward, if it saves a weight, or what only a repetition makes
+            backward_s=2 * used.seconds,
+            keeps=keeps and f"{block.name} {keeps}",
+            clones=block.clones,
+            writes_buffers=call.has_written_buffers,
+            saved_counts=frozenset([call.num_saved]),
+            visits=1 + call.promotes_again,
+            casts=self.casts,
         )
-        return profile, [x.detach().clone() for x in made]
+        return self._repeat(profile, outputs) if repeats and not keeps else profile, outputs
 
-    def _forward_and_backward(
-        self, alone: BlockProfile, first: Sequence[torch.Tensor], draws: DrawRecord
-    ) -> BlockProfile:
-        """As a repetition and its backward."""
-        twin = self._twin(gone=True)
+    def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """That of the block, in its visit."""
+        self._meter.within_checkpoint, self.is_running = False, True
+        try:
+            with measured(self._meter, self._device) as self._used:
+                return self._block.forward(args, kwargs)
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):
+                raise FoundError("takes gradients within its forward by torch.func") from None
+            raise
+        finally:
+            self.is_running = False
+
+    def runs_backward_within(self) -> FoundError:
+        return FoundError("runs a backward within its forward")
+
+    def look(self, outputs: Any, weights: Sequence[torch.Tensor], copy: DeviceCopy) -> None:
+        """At what it has done with its weights, before its visit ends."""
+        parameters = self._block.slot_parameters
+        if self._meter.within_checkpoint:
+            raise FoundError("has a checkpoint within")
         with self._meter.paused():
-            buffers = Reached(nn.Module(), {"": twin.buffers_of_modules})
-        with measured(self._meter, self._device) as used:
-            start = self._meter.trial_bytes
-            outputs = tensors_in(twin.forward(lambda x: x, lambda x: x))  # or a checkpoint around took it for its own
-            saved = self._meter.trial_bytes - start
-            same = len(first) == len(outputs) and all(map(same_bits, first, outputs))
-            other = "" if draws.states or same else f"{self._block.name} makes other values when it is repeated"
-            wanted = [x for x in outputs if x.requires_grad]
-            del outputs
-            casts = self._casts(wanted, twin.weights)
-            inputs = [x for x in (*twin.asked, *twin.weights, *twin.held) if x.requires_grad]
-            if wanted and inputs:
-                torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
-            del wanted
-        with self._meter.paused():  # a hook or a Function may write some in the backward
-            writes_buffers = alone.writes_buffers or bool(buffers.changes())
-        return replace(
-            alone, backward_work_bytes=used.num_bytes, backward_s=used.seconds, saved_bytes=saved,
-            keeps=alone.keeps or other, casts=casts, writes_buffers=writes_buffers,
-        )  # fmt: skip
+            written = [i for i, p in enumerate(parameters) if not same_bits(copy.weight(p), p)]
+            if written:
+                copy.fill()
+        if written:
+            raise FoundError("its block changes it in its forward", holds=written)
+        if returned := set(map(id, weights_in(outputs, copy))):
+            raise FoundError("its block returns it", holds=[i for i, p in enumerate(parameters) if id(p) in returned])
+        own = [{k: v for k, v in vars(m).items() if k not in NO_STATE} for m in self._block.modules]
+        if any(map(copy.has, tensors_in(own))):
+            raise FoundError("keeps a view of a weight in an attribute")
+        if any(map(has_hooks, weights)):
+            raise FoundError("puts a hook on a weight in its forward")
+        self.casts = self._casts(outputs, weights)
 
-    def _casts(
-        self, outputs: Sequence[torch.Tensor], own: Sequence[nn.Parameter]
-    ) -> frozenset[tuple[int, torch.dtype]]:
+    def take_back(self) -> bool:
+        """As if it had not run; False if it has changed what can't be put back."""
+        for module, before in zip(self._block.modules, self._attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(before)
+        if not self._call.rewind() and not self._on_clones:
+            self.changed = "what it is given"
+        elif versions_of(self._block.held) != self._held:
+            self.changed = "a weight"
+        elif self._random.have_moved():
+            self.changed = "Python's or NumPy's random numbers"
+        elif self._marks_now() != self._marks:
+            self.changed = "hooks or attributes of what it is given"
+        else:
+            with self._meter.paused():
+                self.changed = next(iter(self._reached.changes()), "")
+        return not self.changed
+
+    # ---- what of it a repetition would find changed, or change again ----
+
+    def _changes(self, outputs: Any) -> str:
+        block = self._block
+        with self._meter.paused():
+            changed = self._reached.changes()
+            if changed:
+                return f"changes {changed[0]}"
+            if any(map(is_activation, block.buffers_themselves())):
+                return "changes a buffer into an activation"
+            if versions_of(block.held) != self._held:
+                return "changes a weight"
+            if gives := self._gives_away(outputs):
+                return gives
+        changing = next((type(x).__name__ for x in self._objects if not stays_as_it_is(x)), None)
+        if changing:
+            return f"is given an object, a {changing}, that others may change"
+        direct = {id(value) for own in self._attributes for value in own.values()}
+        if any(number not in direct and is_activation(x) for number, x in self._reached.met.items()):
+            return "has an activation in an attribute"
+        return "puts a hook or an attribute on an input" if self._marks_now() != self._marks else ""
+
+    def _gives_away(self, outputs: Any) -> str:
+        kept = self._reached.met
+        own = [x for x in (*kept.values(), *self._block.held, *self._buffers) if isinstance(x, torch.Tensor)]
+        own = [x for x in own if not any(x is given for given in self._given)]
+        memory = {s._cdata for x in own for s in storages_of(x)}
+        within = Reached(torch.nn.Module(), {"": outputs}).met.items()
+        same = any(number in kept and not stays_as_it_is(x) for number, x in within if not isinstance(x, torch.Tensor))
+        if same or any(s._cdata in memory for t in tensors_in(outputs) for s in storages_of(t)):
+            return "returns a buffer, or another tensor, list, dict or object that it keeps"
+        if not all(isinstance(x, torch.Tensor) or stays_as_it_is(x) for x in flatten(outputs)[0]):
+            return "returns an object"
+        return ""
+
+    def _marks_now(self) -> list[tuple[Any, ...]]:
+        """What a forward may leave on a tensor that it is given."""
+        given = self._given
+        return [(x._backward_hooks is not None, x.retains_grad, x.requires_grad, tuple(x.__dict__)) for x in given]
+
+    # ---- the repetition ----
+
+    def _repeat(self, profile: BlockProfile, outputs: Any) -> BlockProfile:
+        """What it shows beside. Nothing is changed by it, for the first run has changed nothing."""
+        first, found, drew = tensors_in(outputs), dict[str, Any](), self._random.have_moved()
+        if not drew:  # else it may be that it has, which can't be done again
+            self._call.drop()
+        shared = SharedRandom()
+
+        def run(args: Sequence[Any], kwargs: dict[str, Any], asked: Sequence[torch.Tensor]) -> None:
+            self._lose_activations()
+            with measured(self._meter, self._device) as used:
+                again = tensors_in(self._block.forward(args, kwargs))
+                same = len(first) == len(again) and all(map(same_bits, first, again))
+                found["keeps"] = "" if same else f"{self._block.name} makes other values when it is repeated"
+                wanted, inputs = ([x for x in of if x.requires_grad] for of in (again, asked))
+                del again
+                if wanted and inputs:
+                    torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
+                del wanted
+            found["backward_work_bytes"], found["backward_s"] = used.num_bytes, used.seconds
+
+        with torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False):
+            self._call.run_apart(run)
+        if drew and shared.have_moved():
+            shared.put_back()
+            found["keeps"] = f"{self._block.name} draws from Python's or NumPy's random numbers"
+        elif drew:  # it was another thread
+            self._call.drop()
+        return BlockProfile(**{**vars(profile), **found})
+
+    def _lose_activations(self) -> None:
+        """Those among the attributes may be others by then."""
+        for module in self._block.modules:
+            for name, value in [item for item in vars(module).items() if is_activation(item[1])]:
+                vars(module)[name] = torch.full_like(value, torch.nan if value.is_floating_point() else 0)
+
+    # ---- how it uses its weights ----
+
+    def _casts(self, outputs: Any, weights: Sequence[torch.Tensor]) -> frozenset[tuple[int, torch.dtype]]:
         """Of the weights that are promoted, those whose every use is a cast to autocast's dtype. Held are those whose
         gradients plain PyTorch adds up as a visit would not."""
         block, dtype = self._block, casts_to() if remembers_casts() else None
-        numbers = {id(leaf): i for i, leaf in enumerate(own) if leaf.requires_grad}
+        numbers = [i for i, weight in enumerate(weights) if weight.requires_grad]
+        promoted = weights[numbers[0]].grad_fn if numbers else None
         uses: dict[int, list[torch.dtype | None]] = {}  # what each use casts it to, if it does
-        left, met = [x.grad_fn for x in outputs if x.grad_fn is not None], set[Any]()
+        met = {x.grad_fn for x in self._given if x.grad_fn is not None}
+        left = [x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None]
         while left:
             node = left.pop()
-            if node in met:
+            if node in met or node is promoted:
                 continue
             met.add(node)
             if node.name() == _CHECKPOINT:
-                raise FoundError(f"{block.name} has a checkpoint within")
-            for child, _ in node.next_functions:
-                number = numbers.get(id(getattr(child, "variable", None)))
-                if number is not None:
+                raise FoundError("has a checkpoint within")
+            for child, place in node.next_functions:
+                if child is not None and child is promoted:
                     is_cast = node.name() == "ToCopyBackward0"
-                    uses.setdefault(number, []).append(node._input_metadata[0].dtype if is_cast else None)
+                    to = node._input_metadata[0].dtype if is_cast else None
+                    uses.setdefault(numbers[place], []).append(to)
                 elif child is not None:
                     left.append(child)
         casts, held = set[int](), set[int]()
         most = 0 if remembers_casts() else 1  # other casts: one that lasts as long as the context has other calls, too
-        for i, to in uses.items():
-            others = [x for x in to if x is None or x is not dtype]
-            odd = gradient_dtype(block.slot_parameters[i]) is not own[i].dtype
+        for i, to_each in uses.items():
+            others = [x for x in to_each if x is None or x is not dtype]
+            odd = gradient_dtype(block.slot_parameters[i]) is not weights[i].dtype
             if not others:
                 casts.add(i)
-            elif len(others) < len(to) or len(others) - others.count(None) > most or (len(others) > 1 and odd):
+            elif len(others) < len(to_each) or len(others) - others.count(None) > most or (len(others) > 1 and odd):
                 held.add(i)
-        hooked = [i for i in numbers.values() if has_hooks(block.slot_parameters[i])]
+        hooked = [i for i in numbers if has_hooks(block.slot_parameters[i])]
         if not uses.keys() >= set(hooked):  # not every call uses all such weights
             held.update(hooked)
         if held:
-            raise FoundError("its gradients are added up otherwise than in a visit", holds=tuple(sorted(held)))
+            raise FoundError("its gradients are added up otherwise than in a visit", holds=sorted(held))
         return frozenset((i, dtype) for i in casts) if dtype is not None else frozenset()
 
 

@@ -76,7 +76,9 @@ def places_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors, on whatever devices, are the same, the signs of zeros included; of sparse ones, as far as
     their shapes tell."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.is_quantized:
+    if a.is_nested and b.is_nested:
+        return len(a.unbind()) == len(b.unbind()) and all(map(same_bits, a.unbind(), b.unbind()))
+    if a.is_nested or b.is_nested or a.shape != b.shape or a.dtype != b.dtype or a.is_quantized:
         return False
     return a.layout is not torch.strided or torch.equal(_bits_of(a), _bits_of(b.to(a.device)))
 
@@ -91,7 +93,7 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def digest(tensor: torch.Tensor) -> float | None:
     """A number that other values hardly have: of the bits, if they are in host memory; on other devices, whose kernels
     may differ in the last bits, the sum of absolute values. None where there is none."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0 or tensor.is_quantized:
         return None
     if tensor.device.type == "cpu":
         return int(_bits_of(tensor).sum(dtype=torch.int64))

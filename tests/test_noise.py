@@ -92,14 +92,14 @@ def test_what_other_threads_draw_while_a_block_is_measured_stays_drawn(monkeypat
         drawn.append(torch.rand(1).item())
         return found
 
-    def measured(measurement):
+    def measured(*given):
         thread = threading.Thread(target=lambda: drawn.append(torch.rand(1).item()))
         thread.start(), thread.join()
-        return forward_alone(measurement)
+        return repeat(*given)
 
-    forward_alone = Measurement._forward_alone
+    repeat = Measurement._repeat
     monkeypatch.setattr(Measurement, "run", beside)
-    monkeypatch.setattr(Measurement, "_forward_alone", measured)
+    monkeypatch.setattr(Measurement, "_repeat", measured)
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
         train(pool, 1)
     assert len(set(drawn)) == len(drawn) > 1

@@ -26,7 +26,7 @@ from hydra_tune.blocks import call, repeated_call
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.context import trial_context
-from hydra_tune.planning import measure, twin
+from hydra_tune.planning import measure
 from hydra_tune.planning.first_step import FirstStep
 
 WIDTH = 32
@@ -206,7 +206,10 @@ def plain_layers():
 PITFALLS = {
     "1 dropout in recompute": (
         lambda: Model(*(Layer(dropout=0.5) for _ in range(4))),
-        [(repeated_call, "drawing_again", always(lambda *_: nullcontext()))],
+        [
+            (repeated_call, "drawing_again", always(lambda *_: nullcontext())),
+            (measure.Measurement, "_repeat", always(lambda self, profile, _: (self._call.drop(), profile)[1])),
+        ],
     ),
     "2 buffers updated twice": (
         lambda: Model(*(Layer(norm=lambda: nn.BatchNorm1d(WIDTH, momentum=0.5)) for _ in range(4))),
@@ -218,7 +221,7 @@ PITFALLS = {
     ),
     "5 caches": (
         lambda: Caching(*(Cached() for _ in range(4))),
-        [(twin.Twin, "look", always(lambda *_: ("", True))), (measure, "stays_as_it_is", always(lambda _: True))],
+        [(measure.Measurement, "_changes", always(lambda *_: ""))],
     ),
     "7 autocast in recompute": (
         lambda: Model(*(Layer() for _ in range(4))),

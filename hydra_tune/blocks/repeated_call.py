@@ -3,11 +3,15 @@ first time (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import Call, Kept, Versioned, WeightView, _pop_hooks, _push_hooks, memory_of, place_of
@@ -27,6 +31,22 @@ _DEPENDS = (
     "each layer, or on random numbers other than torch's. Give it what it depends on as an argument, or draw from "
     "torch's."
 )
+
+
+class _Thread(threading.local):
+    runs_apart = False  # a forward whose graph is nobody's, though it has a backward
+
+
+_here = _Thread()
+_register_hook = torch.Tensor.register_hook
+
+
+@wraps(_register_hook)
+def _register_hook_unless_apart(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    return RemovableHandle(OrderedDict()) if _here.runs_apart else _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+
+
+torch.Tensor.register_hook = _register_hook_unless_apart  # type: ignore[method-assign]
 
 
 class Saved:
@@ -125,7 +145,7 @@ class RepeatedCall(Call):
 
     def settle(self, *, keeps: bool) -> None:
         """From here on it is a call like any other; one that `keeps` all that it has saved is never repeated."""
-        self.measurement, self._inputs, self._given = None, [], []
+        self._inputs, self._given = [], []
         if keeps:
             self._leaves = []
 
@@ -133,10 +153,12 @@ class RepeatedCall(Call):
         """As in a repetition, but that `run` does it: with arguments without a history, and the tensors that may be
         asked for gradients."""
         copy = self.trial.begin_visit(self.block, Direction.FORWARD)
+        _here.runs_apart = True
         try:
             with self._surroundings.restored(self.block.name), drawing_again(self._draws):
                 self._run_again(copy, run)
         finally:
+            _here.runs_apart = False
             self.trial.end_visit(copy, Direction.FORWARD)
 
     def do_without_casts(self) -> bool:

@@ -147,15 +147,17 @@ class FirstStep:
             found, outputs = self._known.get(key), _NOT_RUN
             if found is None:
                 found, outputs = self._measure(block, args, kwargs, forward_pass)
-                self._known[key] = found
+                if not block.keeps:  # else others like it may not keep, and were not repeated
+                    self._known[key] = found
             if isinstance(found, BlockProfile):
                 break
+            why = found.why if found.why.startswith(TOO_LARGE) else f"{block.name} {found.why}"
             if not found.holds:
-                why = found.why if found.why.startswith(TOO_LARGE) else f"{block.name} {found.why}"
                 trial.planner.open_block(block, why)
                 return block.forward(args, kwargs)
             for weight in [block.slot_parameters[i] for i in found.holds]:
-                block = trial.hold_weight(block, weight, found.why)
+                block = trial.hold_weight(block, weight, why)
+            self.meet(block)
         self._trained.add(block.name)
         block.keeps = block.keeps or found.keeps
         block.clones |= found.clones
@@ -246,7 +248,7 @@ class FirstStep:
                 clear_frames(error)
                 found = FoundError(f"{TOO_LARGE}: {error}")
             finally:
-                self._guarded, trial.is_measuring = set(), False
+                self._guarded, trial.is_measuring, call.measurement = set(), False, None
                 trial.meter.outside_starts()
             why = found.why if isinstance(found, FoundError) else "is in a checkpoint" if in_checkpoint else found.keeps
             profile = found if isinstance(found, BlockProfile) else None
@@ -271,15 +273,12 @@ class FirstStep:
 
     def _note(self, block: Block, profile: BlockProfile) -> None:
         """Of this block, or of one like it."""
-        forward_work, backward_work = profile.forward_work_bytes, profile.backward_work_bytes
-        for i, dtype in profile.casts:  # all at once, and not one after another, as measured
-            forward_work += block.slot_parameters[i].numel() * dtype.itemsize
+        backward_work = profile.backward_work_bytes
         if hooks_of_checkpoint() is not None:  # its backward clones one weight after another
             backward_work += max(map(storage_bytes, block.slot_parameters), default=0)
         profile = replace(
-            profile, name=block.name, weight_bytes=block.weight_bytes, forward_work_bytes=forward_work,
-            backward_work_bytes=backward_work, keeps=block.keeps,
-            clones=block.clones, casts=block.casts, saved_counts=block.saved_counts,
+            profile, name=block.name, weight_bytes=block.weight_bytes, backward_work_bytes=backward_work,
+            keeps=block.keeps, clones=block.clones, casts=block.casts, saved_counts=block.saved_counts,
         )  # fmt: skip
         known = self.profiles.pop(block.name, None)
         if known is not None:

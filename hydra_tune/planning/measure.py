@@ -23,6 +23,7 @@ from hydra_tune.blocks.block import gradient_bytes, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.device import Device
+from hydra_tune.glance import HOOKS_OF_MODULES
 from hydra_tune.host_buffer import same_bits, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.reached import NO_STATE, Reached, globals_of, stays_as_it_is, weights_in
@@ -87,7 +88,7 @@ class Measurement:
         outputs = call.run(args, kwargs)
         made, used = tensors_in(outputs), self._used
         boundary = sum(map(storage_bytes, made))
-        keeps = block.keeps or self._changes(outputs)
+        keeps = self._changes(outputs)
         own_bytes = sum(gradient_bytes(p) for p in block.parameters if p.requires_grad)
         profile = BlockProfile(
             block.name,
@@ -133,9 +134,11 @@ class Measurement:
             if written:
                 copy.fill()
         if written:
-            raise FoundError("its block changes it in its forward", holds=written)
+            raise FoundError("changes a weight in its forward", holds=written)
         if returned := set(map(id, weights_in(outputs, copy))):
-            raise FoundError("its block returns it", holds=[i for i, p in enumerate(parameters) if id(p) in returned])
+            raise FoundError(
+                "returns one of its weights", holds=[i for i, p in enumerate(parameters) if id(p) in returned]
+            )
         own = [{k: v for k, v in vars(m).items() if k not in NO_STATE} for m in self._block.modules]
         if any(map(copy.has, tensors_in(own))):
             raise FoundError("keeps a view of a weight in an attribute")
@@ -155,7 +158,7 @@ class Measurement:
         elif self._random.have_moved():
             self.changed = "Python's or NumPy's random numbers"
         elif self._marks_now() != self._marks:
-            self.changed = "hooks or attributes of what it is given"
+            self.changed = "hooks, or attributes of what it is given"
         else:
             with self._meter.paused():
                 self.changed = next(iter(self._reached.changes()), "")
@@ -181,7 +184,9 @@ class Measurement:
         direct = {id(value) for own in self._attributes for value in own.values()}
         if any(number not in direct and is_activation(x) for number, x in self._reached.met.items()):
             return "has an activation in an attribute"
-        return "puts a hook or an attribute on an input" if self._marks_now() != self._marks else ""
+        return (
+            "puts a hook or an attribute on an input, or a hook on a module" if self._marks_now() != self._marks else ""
+        )
 
     def _gives_away(self, outputs: Any) -> str:
         kept = self._reached.met
@@ -197,9 +202,9 @@ class Measurement:
         return ""
 
     def _marks_now(self) -> list[tuple[Any, ...]]:
-        """What a forward may leave on a tensor that it is given."""
-        given = self._given
-        return [(x._backward_hooks is not None, x.retains_grad, x.requires_grad, tuple(x.__dict__)) for x in given]
+        """What a forward may leave on a tensor that it is given, or on a module of its own."""
+        given = [(x._backward_hooks is not None, x.retains_grad, x.requires_grad, *x.__dict__) for x in self._given]
+        return given + [tuple(vars(m).get(kind, ())) for m in self._block.modules for kind in HOOKS_OF_MODULES]
 
     # ---- the repetition ----
 
@@ -216,7 +221,8 @@ class Measurement:
                 again = tensors_in(self._block.forward(args, kwargs))
                 same = len(first) == len(again) and all(map(same_bits, first, again))
                 found["keeps"] = "" if same else f"{self._block.name} makes other values when it is repeated"
-                wanted, inputs = ([x for x in of if x.requires_grad] for of in (again, asked))
+                held = [p for p in self._block.held if not has_hooks(p)]
+                wanted, inputs = ([x for x in of if x.requires_grad] for of in (again, [*asked, *held]))
                 del again
                 if wanted and inputs:
                     torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
@@ -276,7 +282,9 @@ class Measurement:
         if not uses.keys() >= set(hooked):  # not every call uses all such weights
             held.update(hooked)
         if held:
-            raise FoundError("its gradients are added up otherwise than in a visit", holds=sorted(held))
+            raise FoundError(
+                "uses a weight so that its gradients are added up otherwise than in a visit", holds=sorted(held)
+            )
         return frozenset((i, dtype) for i in casts) if dtype is not None else frozenset()
 
 

@@ -267,9 +267,9 @@ def test_operators_that_do_not_draw_call_nothing_of_ours():
         sys.setprofile(profile)
         try:
             compute()
-            assert called == ["run_backward", "__init__", "_run"], "once a backward"
+            assert called == ["run_backward", "_run"], "once a backward"
             torch.rand(2)
-            assert len(called) > 3
+            assert len(called) > 2
         finally:
             sys.setprofile(None)
     assert torch._C._len_torch_dispatch_stack() == 0

@@ -12,6 +12,7 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune.garbage import collect_until
+from hydra_tune.meter import is_counted
 
 WAIT_S = 10.0
 
@@ -208,7 +209,9 @@ def test_a_tensor_that_outlives_a_model_that_is_garbage_is_on_no_device():
         return [p.grad for p in model.parameters()]
 
     first = trained()
-    assert all(map(torch.equal, trained(), first))  # not refused: the table is not on the first one's device
+    assert is_counted(table(16))  # the first model is garbage, but there
+    assert all(map(torch.equal, trained(), first))
+    assert not is_counted(table(16))
 
 
 class GrowsOld(nn.Linear):

@@ -52,12 +52,6 @@ def format_bytes(amount: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def format_apart(amount: int, other: int) -> tuple[str, str]:
-    """As `format_bytes`, but two that would read the same as bytes: ``"1,049,600 B"``."""
-    spelt = format_bytes(amount), format_bytes(other)
-    return spelt if spelt[0] != spelt[1] else (f"{amount:,} B", f"{other:,} B")
-
-
 def align(num_bytes: int) -> int:
     """`num_bytes` rounded up to the alignment of slots and host buffers."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from hydra_tune.config import format_bytes, parse_bytes
-from hydra_tune.cuda_device import CudaDevice, cuda_free_bytes
+from hydra_tune.cuda_device import CudaDevice
 from hydra_tune.device import CPU, Device
 from hydra_tune.errors import ConfigError
 from hydra_tune.fork import new_in_child
@@ -41,7 +41,7 @@ def open_devices(devices: str | Sequence[str | torch.device], memory: int | str 
     opened = []
     for number, (device, budget) in enumerate(zip(parsed, budgets, strict=True)):
         is_gpu = device.type == "cuda"
-        most = cuda_free_bytes(device) if is_gpu else host_free_bytes()
+        most = torch.cuda.mem_get_info(device)[0] if is_gpu else host_free_bytes()
         if budget == "auto":  # a GPU that is named twice is two, for tests of several
             most_of_all = most - CUDA_MARGIN_BYTES if is_gpu else most // CPU_SHARE
             budget = max(1, most_of_all // parsed.count(device))

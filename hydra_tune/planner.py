@@ -185,9 +185,9 @@ class Planner:
         opens = partition.has_children(block.module)
         if not opens and reason.startswith(TOO_LARGE):
             raise BlockTooLargeError(
-                block.name,
                 f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights, but beside what its step "
                 f"holds {reason.rstrip('.')}. {self._cut.advice()}",
+                block.name,
             )
         self._adopt_cut(self._cut.adding("opened" if opens else "kept", block.name, reason))
 

@@ -21,8 +21,7 @@ from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
-from hydra_tune.fingerprint import plan_key
-from hydra_tune.glance import glance_at
+from hydra_tune.fingerprint import glance_at, plan_key
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.optim import stepping_bytes
 from hydra_tune.own_forward import BlockForward

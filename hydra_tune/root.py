@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import PrepareError, UntraceableError
+from hydra_tune.fingerprint import HOOKS_OF_MODULES
 from hydra_tune.host_buffer import is_dense
 from hydra_tune.interrupts import interrupts
 from hydra_tune.own_forward import StandIn
@@ -40,8 +41,7 @@ class RootForward(StandIn):
     """Stands in the prepared model's `forward`."""
 
     def __init__(self, model: nn.Module, trial: Trial) -> None:
-        super().__init__(model)
-        self.trial = trial
+        super().__init__(model, trial)
         update_wrapper(self, self.original, updated=())
 
     def __getattr__(self, name: str) -> Any:
@@ -55,9 +55,9 @@ class RootForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:  # bound to the model, as `Accelerator.unwrap_model` leaves it
             args = args[1:]
-        if self.trial.is_plain:  # what somebody has put around this one leads here still
-            return self.original(*args, **kwargs)
         trial = self.trial
+        if trial.is_plain:  # what somebody has put around this one leads here still
+            return self.original(*args, **kwargs)
         trial.hold()
         try:
             outputs = trial.run_root(self, args, kwargs)
@@ -73,15 +73,11 @@ class RootApply(StandIn):
 
     attribute = "_apply"
 
-    def __init__(self, model: nn.Module, trial: Trial) -> None:
-        super().__init__(model)
-        self.trial = trial
-
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             wanted = function(tensor.detach().flatten()[:0])
-            moves, converts = wanted.device != tensor.device, wanted.dtype != tensor.dtype
-            if moves or (converts and self.trial.plan is not None):
+            converts = wanted.dtype != tensor.dtype and self.trial.plan is not None
+            if converts or wanted.device != tensor.device:
                 raise PrepareError(
                     f"a prepared model stays as it is after its first batch, and where its weights are is the pool's "
                     f"business, but {name} was to go from {tensor.dtype} on {tensor.device} to {wanted.dtype} on "
@@ -104,9 +100,8 @@ def give_back(model: nn.Module, trial: Trial) -> None:
 
 
 def _stand_ins(model: nn.Module) -> list[RootForward | RootApply]:
-    present = [vars(model).get(name) for name in ("forward", "_apply")]
-    found = [getattr(x, "__func__", x) for x in present]
-    return [x for x in found if isinstance(x, (RootForward, RootApply))]
+    present: list[Any] = [vars(model).get(name) for name in ("forward", "_apply")]
+    return [x for x in (getattr(x, "__func__", x) for x in present) if isinstance(x, (RootForward, RootApply))]
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -130,11 +125,8 @@ def refuse_unsupported(model: nn.Module) -> None:
                 "Materialise it (a lazy one, by a call of the model), make it dense (.to_dense()), have it fill its "
                 "memory (.contiguous()), or make a module of what its class does, first."
             )
-    for name, buffer in model.named_buffers():
-        if buffer.requires_grad and buffer.is_leaf:
-            raise PrepareError(
-                f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one."
-            )
+    for name in [name for name, buffer in model.named_buffers() if buffer.requires_grad and buffer.is_leaf]:
+        raise PrepareError(f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one.")
     places = sorted((*_place_of(t), name) for name, t in tensors.values() if t.numel())
     shared = [(name, other) for (_, end, name), (start, _, other) in pairwise(places) if start < end]
     for name, module in model.named_modules():
@@ -199,11 +191,11 @@ def refuse_computed_weights(model: nn.Module) -> None:
 
 def refuse_global_hooks() -> None:
     """Hooks on all modules of the process fire where blocks are measured and repeated, too."""
-    for kind in ("forward", "forward_pre", "backward", "backward_pre"):
-        for hook in list(getattr(torch.nn.modules.module, f"_global_{kind}_hooks").values()):
+    for kind in HOOKS_OF_MODULES:
+        for hook in [*getattr(torch.nn.modules.module, f"_global{kind}").values()]:
             raise PrepareError(
-                f"hooks are on modules, but the {kind} hook {getattr(hook, '__qualname__', hook)} is on all modules of "
-                "the process, and would fire in repeated forwards too. Register it on the modules that it is for. "
+                f"hooks are on modules, but {getattr(hook, '__qualname__', hook)} is on all modules of the process, "
+                "and would fire in repeated forwards too. Register it on the modules that it is for. "
                 "FlopCounterMode has such a hook while it counts: count in a process of its own, or before the search."
             )
 

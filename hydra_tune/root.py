@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copyreg
-import gc
 import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import PrepareError, UntraceableError
-from hydra_tune.fingerprint import HOOKS_OF_MODULES
+from hydra_tune.fingerprint import HOOKS_OF_MODULES, PLAIN, Fingerprint
 from hydra_tune.host_buffer import is_dense
 from hydra_tune.interrupts import interrupts
 from hydra_tune.own_forward import StandIn
@@ -24,9 +22,8 @@ from hydra_tune.own_forward import StandIn
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
+_MOST_ITEMS = 100_000  # of a container that may have an alias of a weight
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
-_MOST_OBJECTS = 1_000  # that an attribute leads to; more are data
-_LEAD_ELSEWHERE = (nn.Module, type, types.FunctionType, types.ModuleType)
 
 
 class SeveralModels(nn.Module):
@@ -129,16 +126,19 @@ def refuse_unsupported(model: nn.Module) -> None:
         raise PrepareError(f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one.")
     places = sorted((*_place_of(t), name) for name, t in tensors.values() if t.numel())
     shared = [(name, other) for (_, end, name), (start, _, other) in pairwise(places) if start < end]
+    reached, met = Fingerprint(), set(tensors)
+    reached.most_items = _MOST_ITEMS
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             # what torch.nn.utils.spectral_norm sets is computed anew in each forward
-            if key in _NOT_THE_USERS or f"{key}_orig" in module._parameters:
+            if type(value) in PLAIN or key in _NOT_THE_USERS or f"{key}_orig" in module._parameters:
                 continue
-            for tensor in _tensors_of(value):
-                if tensor.layout is torch.strided and tensor.numel() and id(tensor) not in tensors:
+            for tensor in reached.tensors_within([value]):
+                if tensor.layout is torch.strided and tensor.numel() and id(tensor) not in met:
                     first, last = _place_of(tensor)
                     other = f"{name}.{key}".lstrip(".")
                     shared += [(weight, other) for start, end, weight in places if start < last and first < end]
+                met.add(id(tensor))
     for name, other in shared:  # each weight gets memory of its own: what follows it by sharing that would not any more
         raise PrepareError(
             f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
@@ -152,19 +152,6 @@ def _odd(tensor: torch.Tensor) -> str:
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"
     return "" if is_dense(tensor) or not tensor.numel() else f"not ({tensor.layout})"
-
-
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Itself, or those in its containers, as long as these are no data, and in an object's among them."""
-    left, met = [(value, True)], set[int]()
-    while left and len(met) < _MOST_OBJECTS:
-        each, opens = left.pop()
-        is_container = isinstance(each, (list, tuple, dict, set))
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif (opens or is_container) and id(each) not in met and not isinstance(each, _LEAD_ELSEWHERE):
-            met.add(id(each))
-            left += [(x, opens and is_container) for x in gc.get_referents(each)]
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int]:

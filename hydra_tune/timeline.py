@@ -67,9 +67,6 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
     """Rows are devices, and under each its copy streams; bars are visits to shards, one colour a trial in any figure.
 
     Promotions and spills are hatched, stalls grey; the legend hides and shows trials. Zooming is along time.
-
-    Raises:
-        ConfigError: plotly is not installed.
     """
     try:
         import plotly.graph_objects as go
@@ -115,13 +112,8 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
 
 
 def save(spans: Iterable[Span], device_names: Sequence[str], path: str | PathLike[str]) -> Path:
-    """Write `chrome_trace` to a .json, `figure` to a .html that needs no network.
-
-    A browser slows with the number of bars: of a long run, save a .json.
-
-    Raises:
-        ConfigError: another suffix, no such folder, or plotly is not installed.
-    """
+    """Write `chrome_trace` to a .json, `figure` to a .html that needs no network. A browser slows with the number of
+    bars: of a long run, save a .json."""
     path = checked_path(path)
     if path.suffix.lower() == ".json":
         text = json.dumps(chrome_trace(spans, device_names))
@@ -132,11 +124,7 @@ def save(spans: Iterable[Span], device_names: Sequence[str], path: str | PathLik
 
 
 def checked_path(path: str | PathLike[str]) -> Path:
-    """Where a timeline can be saved.
-
-    Raises:
-        ConfigError: another suffix, or no such folder.
-    """
+    """Where a timeline can be saved."""
     path = Path(path)
     if path.suffix.lower() not in (".json", ".html"):
         raise ConfigError(

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from itertools import compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ _FEW = 8  # elements of a buffer that may be a setting, no running value
 _MANY = 1024  # of a tensor or an array that is an attribute
 HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
-_SWITCHES = frozenset((bool, str, type(None), torch.Tensor))
+# A text may be long, and what is known of a kind of forward outlives its model.
+_SWITCHES: dict[type, Any] = {bool: bool, str: hash, type(None): hash, torch.Tensor: attrgetter("requires_grad")}
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 _numbers: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
@@ -225,11 +227,4 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 def _switches_of(owner: Any) -> Hashable:
     own = vars(owner)
     found = compress(own.items(), map(_SWITCHES.__contains__, map(type, own.values())))
-    return tuple([(k, _switch_of(v)) for k, v in found if k != "training"])
-
-
-def _switch_of(value: Any) -> Hashable:
-    """A text may be long, and what is known of a kind of forward outlives its model."""
-    if type(value) is str:
-        return hash(value)
-    return value.requires_grad if type(value) is torch.Tensor else value
+    return tuple([(k, _SWITCHES[type(v)](v)) for k, v in found if k != "training"])

@@ -157,13 +157,12 @@ def _num_steps(total_steps: int | None, epochs: int | None, loaders: Sequence[An
     for name, value in (("total_steps", total_steps), ("epochs", epochs)):
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} is a whole number of at least 1, or None if it is not known; got {value!r}.")
-    if total_steps is not None or epochs is None:
-        return total_steps
-    if not loaders:
-        raise ConfigError("epochs are counted in a loader's lengths, but no loader was given. Write total_steps=.")
-    with suppress(TypeError):  # an iterable data set has no length
-        return epochs * len(loaders[0])
-    return None
+    if total_steps is None and epochs is not None:
+        if not loaders:
+            raise ConfigError("epochs are counted in a loader's lengths, but no loader was given. Write total_steps=.")
+        with suppress(TypeError):  # an iterable data set has no length
+            return epochs * len(loaders[0])
+    return total_steps
 
 
 def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -27,8 +27,7 @@ from torch.quasirandom import SobolEngine
 
 from hydra_tune.blocks.block import Block, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
-from hydra_tune.fingerprint import Fingerprint
-from hydra_tune.glance import HOOKS_OF_MODULES, keep_only_pytorchs
+from hydra_tune.fingerprint import HOOKS_OF_MODULES, Fingerprint, keep_only_pytorchs
 from hydra_tune.host_buffer import digest, version_of
 from hydra_tune.meter import storages_of
 from hydra_tune.process_state import STRUCTURE, is_activation

@@ -20,11 +20,7 @@ ALIGNMENT_BYTES = 512  # of every tensor in a host buffer or a slot: what CUDA's
 
 
 def parse_bytes(text: int | str, name: str = "memory") -> int:
-    """Bytes from an int or from text such as ``"20GiB"``, ``"1.5 GB"`` or ``"4096"``; `name` is the argument's.
-
-    Raises:
-        ConfigError: not a whole positive number of bytes, or more than any memory has.
-    """
+    """Bytes from an int or from text such as ``"20GiB"``, ``"1.5 GB"`` or ``"4096"``; `name` is the argument's."""
     amount = text if isinstance(text, int) and not isinstance(text, bool) else 0
     if isinstance(text, str) and (match := _BYTES.fullmatch(text)) and match[2] in _UNIT_BYTES:
         amount = int(min(float(match[1]) * _UNIT_BYTES[match[2]], 2.0 * MOST_BYTES))
@@ -50,12 +46,6 @@ def format_bytes(amount: int) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
-
-
-def format_apart(amount: int, other: int) -> tuple[str, str]:
-    """As `format_bytes`, but two that would read the same as bytes: ``"1,049,600 B"``."""
-    spelt = format_bytes(amount), format_bytes(other)
-    return spelt if spelt[0] != spelt[1] else (f"{amount:,} B", f"{other:,} B")
 
 
 def align(num_bytes: int) -> int:

@@ -115,19 +115,6 @@ def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def cuda_free_bytes(device: torch.device) -> int:
-    """Free bytes by NVML, which sees other processes before a context exists; by CUDA where NVML can't say."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
-    except Exception as error:  # every NVML field may be missing: no driver library, MIG, a container
-        logger.info("NVML has no answer for %s (%s); asking CUDA", device, error)
-        return int(torch.cuda.mem_get_info(device)[0])
-
-
 def is_lost(error: BaseException) -> bool:
     """Whether this error has spoilt CUDA for the process: then every call fails from here on."""
     if isinstance(error, torch.OutOfMemoryError) or "CUDA error" not in str(error) or not torch.cuda.is_available():

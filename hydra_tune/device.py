@@ -107,8 +107,6 @@ class Device:
     def retire(self, slot: torch.Tensor, used: Any) -> None:
         """Let what is promoted from here on have the slot's memory, which was used up to the moment `used`."""
 
-    # ---- moments ----
-
     def mark(self) -> Any:
         """This moment of the calling thread's computing, as a `torch.Event` tells it; None where the host is never
         ahead of that."""
@@ -143,12 +141,6 @@ class Device:
         (host,), arrival = self.spill([tensor], [tensor])
         arrival.wait()
         return host
-
-    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device that lives as long as its trial."""
-        return tensor.detach().to(self.torch_device, copy=True)
-
-    # ---- the rest ----
 
     def free_cache(self) -> None:
         """Give back what an allocator keeps for later."""

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from hydra_tune.config import format_bytes, parse_bytes
-from hydra_tune.cuda_device import CudaDevice, cuda_free_bytes
+from hydra_tune.cuda_device import CudaDevice
 from hydra_tune.device import CPU, Device
 from hydra_tune.errors import ConfigError
 from hydra_tune.fork import new_in_child
@@ -24,11 +24,7 @@ for _backend in (torch.cuda, torch.xpu):  # `torch.manual_seed` holds it for a m
 
 
 def open_devices(devices: str | Sequence[str | torch.device], memory: int | str | Sequence[int | str]) -> list[Device]:
-    """The devices of a pool, from what the user wrote.
-
-    Raises:
-        ConfigError: an unknown device, or a budget that is not bytes or that the device does not have.
-    """
+    """The devices of a pool, from what the user wrote."""
     names: Any = [devices] if isinstance(devices, (str, torch.device)) else devices
     if devices == "auto":
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
@@ -41,10 +37,10 @@ def open_devices(devices: str | Sequence[str | torch.device], memory: int | str 
     opened = []
     for number, (device, budget) in enumerate(zip(parsed, budgets, strict=True)):
         is_gpu = device.type == "cuda"
-        most = cuda_free_bytes(device) if is_gpu else host_free_bytes()
+        most = torch.cuda.mem_get_info(device)[0] if is_gpu else host_free_bytes()
         if budget == "auto":  # a GPU that is named twice is two, for tests of several
-            most_of_all = most - CUDA_MARGIN_BYTES if is_gpu else most // CPU_SHARE
-            budget = max(1, most_of_all // parsed.count(device))
+            of_all = most - CUDA_MARGIN_BYTES if is_gpu else most // CPU_SHARE
+            budget = max(1, of_all // parsed.count(device))
         budget_bytes = _within(budget, most, "memory", str(device))
         opened.append(CudaDevice(number, budget_bytes, device) if is_gpu else Device(number, budget_bytes))
     return opened
@@ -75,11 +71,7 @@ def _parse_device(name: str) -> torch.device:
 
 
 def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
-    """What trials may have of host memory, from what the user wrote.
-
-    Raises:
-        ConfigError: not bytes, or more than there are.
-    """
+    """What trials may have of host memory, from what the user wrote."""
     most = host_free_bytes()
     if host_memory == "auto":
         return max(1, most - sum(device.budget_bytes for device in devices if device.is_virtual))
@@ -87,14 +79,9 @@ def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
 
 
 def host_free_bytes() -> int:
-    """Host memory that this process may still take: what the system has and the cgroup allows."""
-    available: int = psutil.virtual_memory().available
-    return min([available, *_cgroup_free_bytes()])
-
-
-def _cgroup_free_bytes() -> list[int]:
-    """What each memory cgroup around this process leaves; page cache that can be reclaimed counts as left."""
-    left = []
+    """Host memory that this process may still take: what the system has, and what each memory cgroup around this
+    process leaves; page cache that can be reclaimed counts as left."""
+    left: list[int] = [psutil.virtual_memory().available]
     for limit, usage, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -106,12 +93,11 @@ def _cgroup_free_bytes() -> list[int]:
                 stat = (folder / usage).with_name("memory.stat").read_text().split()
                 cached = int(stat[stat.index(cache) + 1]) if cache in stat else 0
                 left.append(max(0, limit_bytes - used_bytes + cached))
-    return left
+    return min(left)
 
 
 def _cgroup_folders() -> list[Path]:
-    root = Path("/sys/fs/cgroup")
-    folders = [root]
+    folders = [root := Path("/sys/fs/cgroup")]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             path = root / line.split(":", 2)[2].lstrip("/")

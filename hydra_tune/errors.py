@@ -57,12 +57,9 @@ class BudgetError(HydraTuneError, ValueError):
 class BlockTooLargeError(BudgetError):
     """A block needs more than the budget; `block` is its name."""
 
-    def __init__(self, block: str, message: str) -> None:
+    def __init__(self, message: str, block: str = "") -> None:
         super().__init__(message)
         self.block = block
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.block, str(self)), self.__dict__
 
 
 class PoolClosedError(HydraTuneError, RuntimeError):

@@ -1,4 +1,5 @@
-"""What a model would do, as far as its modules' attributes tell: equal for models that may share a plan.
+"""What a model would do, as far as its modules' attributes tell: whether it may share a plan with another one, and, by
+one look at each forward, whether its own plan still holds.
 
 A pilot of one model stands for another only if both behave alike. A rate that is zero, a flag in a config object,
 a function in a closure: any of them may decide what a forward keeps or draws.
@@ -16,7 +17,9 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Any
+from itertools import compress
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +30,10 @@ from hydra_tune.own_forward import StandIn, own_forward_of
 _STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
 _FEW = 8  # elements of a buffer that may be a setting, no running value
 _MANY = 1024  # of a tensor or an array that is an attribute
+HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
+# A text may be long, and what is known of a kind of forward outlives its model.
+_SWITCHES: dict[type, Any] = {bool: bool, str: hash, type(None): hash, torch.Tensor: attrgetter("requires_grad")}
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 _numbers: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
@@ -138,3 +145,86 @@ def _number_of(kind: type) -> int:
 
 def _digest(parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+# ---- at each forward ----
+
+
+class Glance(NamedTuple):
+    """Modules in the order of `nn.Module.modules`; parameters and buffers by the place of their module there.
+
+    `switches` is what is on or off in modules and in their configs: truth values, names, what is absent, what requires
+    a gradient. These decide what a forward computes more often than numbers do.
+    """
+
+    parameters: tuple[tuple[int, str, bool, int], ...]  # whether it requires a gradient; its id
+    buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
+    training: tuple[bool, ...]
+    hooked: tuple[int, ...]  # ids of modules with a user's hook
+    switches: Hashable
+
+
+def glance_at(model: nn.Module) -> Glance:
+    modules = modules_of(model)
+    parameters, buffers = [], []
+    owners: dict[int, Any] = {}
+    for place, module in enumerate(modules):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters.append((place, name, parameter.requires_grad, id(parameter)))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers.append((place, name, tuple(buffer.shape), buffer.dtype))
+        owners[id(module)] = module
+        if "config" in vars(module) or hasattr(type(module), "config"):  # `getattr` is slow where it fails
+            config = getattr(module, "config", None)
+            if hasattr(config, "__dict__"):
+                owners[id(config)] = config
+    return Glance(
+        tuple(parameters),
+        tuple(buffers),
+        tuple([module.training for module in modules]),
+        tuple([id(module) for module in modules if _has_users_hook(module)]),
+        tuple([_switches_of(owner) for owner in owners.values()]),
+    )
+
+
+def _has_users_hook(module: nn.Module) -> bool:
+    own = vars(module)
+    for kind in HOOKS_OF_MODULES:
+        hooks = own.get(kind)
+        if hooks and not all(_origin_of(hook).startswith(_LIBRARIES) for hook in hooks.values()):
+            return True
+    return False
+
+
+def keep_only_pytorchs(module: nn.Module) -> None:
+    """Of the hooks on a copy of a module: PyTorch's compute weights, all others tell somebody of a call."""
+    for kind in HOOKS_OF_MODULES:
+        hooks = vars(module).get(kind, {})
+        for key in [key for key, hook in hooks.items() if not _origin_of(hook).startswith("torch.")]:
+            del hooks[key]
+
+
+def _origin_of(hook: Any) -> str:
+    """The module that its code is in."""
+    hook = getattr(hook, "func", hook)  # functools.partial
+    return getattr(hook, "__module__", None) or type(hook).__module__
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """As `model.modules()`, in a third of the time."""
+    found: dict[nn.Module, None] = {}
+    left = [model]
+    while left:
+        module = left.pop()
+        if module not in found:
+            found[module] = None
+            left += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(found)
+
+
+def _switches_of(owner: Any) -> Hashable:
+    own = vars(owner)
+    found = compress(own.items(), map(_SWITCHES.__contains__, map(type, own.values())))
+    return tuple([(k, _SWITCHES[type(v)](v)) for k, v in found if k != "training"])

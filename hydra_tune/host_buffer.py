@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _VERSION = attrgetter("_version")
-_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -85,7 +84,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.dtype in _COMPLEX:
+    if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_BITS[tensor.element_size()])
 
@@ -97,7 +96,7 @@ def digest(tensor: torch.Tensor) -> float | None:
         return None
     if tensor.device.type == "cpu":
         return int(_bits_of(tensor).sum(dtype=torch.int64))
-    if tensor.dtype in _COMPLEX:
+    if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return float(torch.linalg.vector_norm(tensor, 1, dtype=torch.float32)) if tensor.is_floating_point() else None
 

@@ -66,14 +66,8 @@ class TrialMeter:
         self.within_checkpoint = False  # one that is not reentrant, since this was said to be False
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
-    # ---- storages ----
-
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count their storages that are not counted yet, and what others have grown by.
-
-        Raises:
-            DeviceOutOfMemoryError: a virtual device holds more than its budget.
-        """
+        """Count their storages that are not counted yet, and what others have grown by."""
         for tensor in tensors:
             for storage in storages_of(tensor):
                 self._add(storage, storage.nbytes())
@@ -160,14 +154,10 @@ class TrialMeter:
             self.outside_starts()
         self.add(made)
 
-    # ---- figures ----
-
     def start_window(self) -> int:
         """Start to note the highest `trial_bytes` from here on; what it is now."""
         self.window_peak = self.trial_bytes
         return self.window_peak
-
-    # ---- what a step has outside of its visits to shards ----
 
     def watch_outside(self) -> None:
         """Start to note the highest bytes beyond those there now, while no block runs."""

@@ -26,9 +26,10 @@ class StandIn:
 
     attribute = "forward"
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, trial: Trial) -> None:
         before = vars(module).get(self.attribute)
         self.module = module
+        self.trial = trial
         self.own = own_forward_of(module, self.attribute)
         self._before: Any = before._before if isinstance(before, StandIn) else before
 
@@ -59,9 +60,8 @@ class StandIn:
 
 class BlockForward(StandIn):
     def __init__(self, block: Block, trial: Trial) -> None:
-        super().__init__(block.module)
+        super().__init__(block.module, trial)
         self.block = block
-        self.trial = trial
         self.__wrapped__ = self.original  # inspect.signature follows it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hydra_tune.blocks.block import Block
-from hydra_tune.config import format_apart, format_bytes
+from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.root import SeveralModels
@@ -137,7 +137,7 @@ def make_plan(
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident
     if not profiles:
-        need, budget = format_apart(resident.need_bytes, budget_bytes)
+        need, budget = format_bytes(resident.need_bytes), format_bytes(budget_bytes)
         raise BudgetError(
             f"the model has no block that could be spilled and needs {need}, but the budget is {budget}. {cut.advice()}"
         ).lacking(resident.need_bytes, budget_bytes)
@@ -145,12 +145,11 @@ def make_plan(
     for p in profiles:
         need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
         if need_bytes > budget_bytes:
-            need, budget = format_apart(need_bytes, budget_bytes)
-            parts = map(format_bytes, (p.weight_bytes, p.work_bytes, loose_bytes + step_bytes))
+            parts = (need_bytes, p.weight_bytes, p.work_bytes, loose_bytes + step_bytes, budget_bytes)
             raise BlockTooLargeError(
-                p.name,
                 "block {} needs {}: {} of weights, {} to compute, {} held by its trial and step; but the budget is {}. "
-                "{}".format(p.name, need, *parts, budget, cut.advice()),
+                "{}".format(p.name, *map(format_bytes, parts), cut.advice()),
+                p.name,
             ).lacking(need_bytes, budget_bytes)
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
     return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)

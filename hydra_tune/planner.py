@@ -21,8 +21,7 @@ from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
 from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
-from hydra_tune.fingerprint import plan_key
-from hydra_tune.glance import glance_at
+from hydra_tune.fingerprint import glance_at, plan_key
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.optim import stepping_bytes
 from hydra_tune.own_forward import BlockForward
@@ -185,9 +184,9 @@ class Planner:
         opens = partition.has_children(block.module)
         if not opens and reason.startswith(TOO_LARGE):
             raise BlockTooLargeError(
-                block.name,
                 f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights, but beside what its step "
                 f"holds {reason.rstrip('.')}. {self._cut.advice()}",
+                block.name,
             )
         self._adopt_cut(self._cut.adding("opened" if opens else "kept", block.name, reason))
 

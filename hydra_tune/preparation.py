@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -14,7 +15,6 @@ import torch
 from torch import nn
 
 from hydra_tune.context import current_context
-from hydra_tune.device import Device
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.fork import gate, new_in_child
 from hydra_tune.interrupts import interrupts
@@ -86,19 +86,16 @@ def prepare(
     end_orphans(model)
     chosen = pool or context.pool or default_pool()
     chosen.check_usable()
-    beside = context.live_trial(chosen)
-
-    def make(number: int, home: Device) -> Trial:
-        return Trial(number, home, pool=chosen, name=name or context.name, stop=context.stop)
-
+    beside, called = context.live_trial(chosen), name or context.name
     with _binding:
         _refuse_shared(model)
     host_bytes = training_bytes(model, optimizer)
-    if beside is not None:
+    if beside is None:
+        make = partial(Trial, pool=chosen, name=called, stop=context.stop)
+        trial = chosen.add_trial(make, num_steps, host_bytes, called, context.stop)
+    else:
         trial = beside
         chosen.grow_trial(trial, host_bytes)
-    else:
-        trial = chosen.add_trial(make, num_steps, host_bytes, name or context.name, context.stop)
     with _binding:
         try:
             _refuse_shared(model)
@@ -119,22 +116,20 @@ def prepare(
     if beside is None:
         context.register(trial)
     interrupts.install()
-    its = weakref.ref(trial)
-    wrapped = [PreparedLoader(loader, its, of_it) for loader, of_it in zip_longest(plain, progress)]
+    wrapped = [PreparedLoader(loader, weakref.ref(trial), of_it) for loader, of_it in zip_longest(plain, progress)]
     return (model, optimizer, *wrapped) if optimizer is not None or loaders else model
 
 
 def release(model: nn.Module) -> None:
-    """Make a prepared model plain again: on the host, with its current weights; its bytes go back to the pool. Also one
-    that is wrapped in `model`, or whose forward was wrapped since; what wraps it stays. A part of one that was
-    collected, too.
+    """Make a prepared model plain again, or one that `model` wraps: on the host, with its current weights. Its bytes go
+    back to the pool.
 
     Raises:
         PrepareError: the model is not prepared.
     """
     gate.leave()  # where an interruption has left it inside
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    found = end_orphans(model) if modules else False
+    found = bool(modules) and end_orphans(model)
     for module in modules:
         if (trial := trial_of(module)) is not None:
             trial.release(module)
@@ -162,13 +157,12 @@ def _num_steps(total_steps: int | None, epochs: int | None, loaders: Sequence[An
     for name, value in (("total_steps", total_steps), ("epochs", epochs)):
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} is a whole number of at least 1, or None if it is not known; got {value!r}.")
-    if total_steps is not None or epochs is None:
-        return total_steps
-    if not loaders:
-        raise ConfigError("epochs are counted in a loader's lengths, but no loader was given. Write total_steps=.")
-    with suppress(TypeError):  # an iterable data set has no length
-        return epochs * len(loaders[0])
-    return None
+    if total_steps is None and epochs is not None:
+        if not loaders:
+            raise ConfigError("epochs are counted in a loader's lengths, but no loader was given. Write total_steps=.")
+        with suppress(TypeError):  # an iterable data set has no length
+            return epochs * len(loaders[0])
+    return total_steps
 
 
 def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

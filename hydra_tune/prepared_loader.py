@@ -105,16 +105,12 @@ def plain_loader(loader: Any) -> Any:
 
 
 def refuse_what_is_no_loader(loaders: Sequence[Any]) -> None:
-    """Accelerate's and DeepSpeed's `prepare` take a schedule, a second optimizer or model, a loss here.
-
-    Raises:
-        PrepareError: one of them gives no batches.
-    """
+    """Accelerate's and DeepSpeed's `prepare` take a schedule, a second optimizer or model, a loss here."""
     for place, given in enumerate(loaders, 3):
         gives_batches = any(hasattr(type(given), name) for name in ("__iter__", "__next__", "__getitem__"))
         if not gives_batches or isinstance(given, nn.Module):
             raise PrepareError(
-                f"what follows the optimizer are loaders, iterables of batches, but argument {place} is a "
-                f"{type(given).__name__}. Leave it out, and use it as it is: prepare takes one model a call, and one "
-                "of its optimizers. Write extra_state=[it] for checkpoints to hold a schedule or a scaler."
+                f"what follows the optimizer are loaders, but argument {place} is a {type(given).__name__}. Leave it "
+                "out, and use it as it is: prepare takes one model a call, and one of its optimizers. Write "
+                "extra_state=[it] for checkpoints to hold a schedule or a scaler."
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from operator import itemgetter, methodcaller
 from typing import Any, NamedTuple
@@ -29,11 +29,6 @@ _CHOICES = (  # of kernels, as PyTorch itself asks for them
     "sdp_priority_order", "deterministic_algorithms", "cudnn_enabled", "cudnn_deterministic",
 )  # fmt: skip
 _PRECISIONS = ("mkldnn", "conv"), ("mkldnn", "matmul"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")
-_READS: dict[str, Callable[[], Any]] = {
-    **{name: getattr(torch._C, f"_get_{name}") for name in _CHOICES},
-    **{f"fp32_precision of {' '.join(of)}": partial(torch._C._get_fp32_precision_getter, *of) for of in _PRECISIONS},
-}
-_GETTERS = tuple(_READS.values())  # several times a task, so without a wrapper
 
 STRUCTURE = frozenset((  # not what a module is set to
     "_parameters", "_buffers", "_modules", "_apply", "_flat_weights", "_flat_weight_refs",
@@ -42,6 +37,17 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CHILDREN = itemgetter("_modules")
 
 _latest: ProcessState | None = None
+
+
+@cache
+def _choices() -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
+    """Their names and what reads them, without a wrapper: several times a task. Those of GPUs where there is one:
+    Hugging Face's CTC losses switch cuDNN off and on, wherever they run."""
+    getter = torch._C._get_fp32_precision_getter
+    reads = {name: getattr(torch._C, f"_get_{name}") for name in _CHOICES}
+    reads |= {f"fp32_precision of {' '.join(of)}": partial(getter, *of) for of in _PRECISIONS}
+    names = tuple(name for name in reads if torch.accelerator.is_available() or "cud" not in name)
+    return names, tuple(reads[name] for name in names)
 
 
 class ProcessState(NamedTuple):
@@ -55,35 +61,28 @@ class ProcessState(NamedTuple):
     def now(cls) -> ProcessState:
         global _latest
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU  # a mode may have set one
-        autocast = tuple(map(autocast_state, _KINDS)) if torch._C._is_any_autocast_enabled() else ()
-        state = cls(autocast, device, tuple(map(_CALL, _GETTERS)))
-        latest = _latest  # of any thread
-        if state == latest:  # one for all who keep it: each is ten objects to the garbage collector
-            return latest
-        _latest = state
-        return state
+        autocast = _autocast() if torch._C._is_any_autocast_enabled() else ()
+        state = cls(autocast, device, tuple(map(_CALL, _choices()[1])))
+        if state != (latest := _latest):  # of any thread; one for all: each is ten objects to the garbage collector
+            _latest = latest = state
+        return latest
 
     @contextmanager
-    def entered(self, block: str) -> Iterator[None]:
+    def entered(self, now: ProcessState, block: str) -> Iterator[None]:
         """For the block's repetition: as it was then; afterwards as now. Not by `torch.autocast`: who leaves the
         outermost one of a thread clears the casts of all threads, as the block would that enters one itself.
 
         Raises:
             RuntimeError: a choice of kernels is another one now.
         """
-        now = ProcessState.now()
-        if self == now:
-            yield
-            return
-        for name, value, other in zip(_READS, self.choices, now.choices, strict=True):
-            # Hugging Face's CTC losses switch cuDNN off and on, wherever they run
-            if value != other and (torch.accelerator.is_available() or "cud" not in name):
+        for name, value, other in zip(_choices()[0], self.choices, now.choices, strict=True):
+            if value != other:
                 raise RuntimeError(
                     f"PyTorch's choice of kernels stays as it is from a forward to its backward, which repeats the "
                     f"forward, but {name} was {value} in the forward of block {block} and is {other} now: this trial "
                     "or another one has set it. Set it once, before the first step or the search."
                 )
-        before = tuple(map(autocast_state, _KINDS))
+        before = _autocast()
         torch.autocast_increment_nesting()
         try:
             _set_autocast(self.autocast or tuple((False, dtype) for _, dtype in before))
@@ -189,12 +188,12 @@ class Surroundings:
             if version_of(tensor) != version:
                 advice = "Change it after backward, or assign a new tensor."
                 raise changed_in_between("attributes", repr(name), block, advice)
-        modules, present = self._modules, self._state
+        modules, present, process, now = self._modules, self._state, self._process, ProcessState.now()
         if not modules.are(present):
             present = modules.now()
             modules.set(self._state)
         try:
-            with self._process.entered(block):
+            with nullcontext() if process == now else process.entered(now, block):
                 yield
         finally:
             if not modules.are(present):
@@ -211,8 +210,9 @@ def changed_in_between(what: str, which: str, block: str, advice: str) -> Runtim
 @contextmanager
 def thread_settings_kept() -> Iterator[None]:
     """Afterwards this thread has set what it has now: whether gradients are on, autocast, the default device."""
-    autocast, caches = tuple(map(autocast_state, _KINDS)), torch.is_autocast_cache_enabled()
-    nesting, device = _nesting(), _device_context()
+    autocast, caches = _autocast(), torch.is_autocast_cache_enabled()
+    nesting, own = _nesting(), torch._GLOBAL_DEVICE_CONTEXT  # a thread's
+    device = getattr(own, "device_context", None)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
@@ -222,12 +222,8 @@ def thread_settings_kept() -> Iterator[None]:
         while _nesting() > nesting:
             torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()  # as who leaves a context does
-        if _device_context() is not device:
+        if getattr(own, "device_context", None) is not device:
             torch.set_default_device(None if device is None else device.device)
-
-
-def _device_context() -> Any:
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def _set_autocast(states: tuple[tuple[bool, torch.dtype], ...]) -> None:
@@ -250,14 +246,14 @@ def _nesting() -> int:
 
 def casts_to() -> torch.dtype | None:
     """What autocast makes of weights here, if it is on."""
-    return next((dtype for on, dtype in map(autocast_state, _KINDS) if on), None)
+    return next((dtype for on, dtype in _autocast() if on), None)
 
 
 def autocast_mode() -> tuple[Any, ...]:
     """What decides how weights are cast here: the dtype for each kind of device, and whether casts are remembered."""
-    return (*(dtype if on else None for on, dtype in map(autocast_state, _KINDS)), remembers_casts())
+    return (*(dtype if on else None for on, dtype in _autocast()), remembers_casts())
 
 
-def autocast_state(kind: str) -> tuple[bool, torch.dtype]:
-    """Whether it is on for this kind of device, and what it casts to."""
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
+    """Whether it is on, and what it casts to, for each kind of device."""
+    return tuple([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS])

@@ -188,9 +188,11 @@ class Residency:
     def _hold(self, tensor: torch.Tensor) -> None:
         grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
         with self.meter.paused():
-            _put(tensor, self.device.hold(tensor))
+            _put(tensor, tensor.detach().to(self.device.torch_device, copy=True))
             if grad is not None and grad.device != self.device.torch_device:
-                tensor.grad = self.device.hold(grad)  # a virtual device's stays: it may be the user's view
+                tensor.grad = grad.detach().to(
+                    self.device.torch_device
+                )  # a virtual one's stays: the user's view, maybe
         self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, tensor_bytes(tensor))
         if self.meter.counting:
             self.meter.adopt([tensor] if grad is None else [tensor, grad])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copyreg
-import gc
 import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -16,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import PrepareError, UntraceableError
+from hydra_tune.fingerprint import HOOKS_OF_MODULES, PLAIN, Fingerprint
 from hydra_tune.host_buffer import is_dense
 from hydra_tune.interrupts import interrupts
 from hydra_tune.own_forward import StandIn
@@ -23,9 +22,8 @@ from hydra_tune.own_forward import StandIn
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
+_MOST_ITEMS = 100_000  # of a container that may have an alias of a weight
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
-_MOST_OBJECTS = 1_000  # that an attribute leads to; more are data
-_LEAD_ELSEWHERE = (nn.Module, type, types.FunctionType, types.ModuleType)
 
 
 class SeveralModels(nn.Module):
@@ -40,8 +38,7 @@ class RootForward(StandIn):
     """Stands in the prepared model's `forward`."""
 
     def __init__(self, model: nn.Module, trial: Trial) -> None:
-        super().__init__(model)
-        self.trial = trial
+        super().__init__(model, trial)
         update_wrapper(self, self.original, updated=())
 
     def __getattr__(self, name: str) -> Any:
@@ -55,9 +52,9 @@ class RootForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:  # bound to the model, as `Accelerator.unwrap_model` leaves it
             args = args[1:]
-        if self.trial.is_plain:  # what somebody has put around this one leads here still
-            return self.original(*args, **kwargs)
         trial = self.trial
+        if trial.is_plain:  # what somebody has put around this one leads here still
+            return self.original(*args, **kwargs)
         trial.hold()
         try:
             outputs = trial.run_root(self, args, kwargs)
@@ -73,15 +70,11 @@ class RootApply(StandIn):
 
     attribute = "_apply"
 
-    def __init__(self, model: nn.Module, trial: Trial) -> None:
-        super().__init__(model)
-        self.trial = trial
-
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             wanted = function(tensor.detach().flatten()[:0])
-            moves, converts = wanted.device != tensor.device, wanted.dtype != tensor.dtype
-            if moves or (converts and self.trial.plan is not None):
+            converts = wanted.dtype != tensor.dtype and self.trial.plan is not None
+            if converts or wanted.device != tensor.device:
                 raise PrepareError(
                     f"a prepared model stays as it is after its first batch, and where its weights are is the pool's "
                     f"business, but {name} was to go from {tensor.dtype} on {tensor.device} to {wanted.dtype} on "
@@ -104,9 +97,8 @@ def give_back(model: nn.Module, trial: Trial) -> None:
 
 
 def _stand_ins(model: nn.Module) -> list[RootForward | RootApply]:
-    present = [vars(model).get(name) for name in ("forward", "_apply")]
-    found = [getattr(x, "__func__", x) for x in present]
-    return [x for x in found if isinstance(x, (RootForward, RootApply))]
+    present: list[Any] = [vars(model).get(name) for name in ("forward", "_apply")]
+    return [x for x in (getattr(x, "__func__", x) for x in present) if isinstance(x, (RootForward, RootApply))]
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -130,23 +122,23 @@ def refuse_unsupported(model: nn.Module) -> None:
                 "Materialise it (a lazy one, by a call of the model), make it dense (.to_dense()), have it fill its "
                 "memory (.contiguous()), or make a module of what its class does, first."
             )
-    for name, buffer in model.named_buffers():
-        if buffer.requires_grad and buffer.is_leaf:
-            raise PrepareError(
-                f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one."
-            )
+    for name in [name for name, buffer in model.named_buffers() if buffer.requires_grad and buffer.is_leaf]:
+        raise PrepareError(f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one.")
     places = sorted((*_place_of(t), name) for name, t in tensors.values() if t.numel())
     shared = [(name, other) for (_, end, name), (start, _, other) in pairwise(places) if start < end]
+    reached, met = Fingerprint(), set(tensors)
+    reached.most_items = _MOST_ITEMS
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             # what torch.nn.utils.spectral_norm sets is computed anew in each forward
-            if key in _NOT_THE_USERS or f"{key}_orig" in module._parameters:
+            if type(value) in PLAIN or key in _NOT_THE_USERS or f"{key}_orig" in module._parameters:
                 continue
-            for tensor in _tensors_of(value):
-                if tensor.layout is torch.strided and tensor.numel() and id(tensor) not in tensors:
+            for tensor in reached.tensors_within([value]):
+                if tensor.layout is torch.strided and tensor.numel() and id(tensor) not in met:
                     first, last = _place_of(tensor)
                     other = f"{name}.{key}".lstrip(".")
                     shared += [(weight, other) for start, end, weight in places if start < last and first < end]
+                met.add(id(tensor))
     for name, other in shared:  # each weight gets memory of its own: what follows it by sharing that would not any more
         raise PrepareError(
             f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
@@ -160,19 +152,6 @@ def _odd(tensor: torch.Tensor) -> str:
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"
     return "" if is_dense(tensor) or not tensor.numel() else f"not ({tensor.layout})"
-
-
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Itself, or those in its containers, as long as these are no data, and in an object's among them."""
-    left, met = [(value, True)], set[int]()
-    while left and len(met) < _MOST_OBJECTS:
-        each, opens = left.pop()
-        is_container = isinstance(each, (list, tuple, dict, set))
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif (opens or is_container) and id(each) not in met and not isinstance(each, _LEAD_ELSEWHERE):
-            met.add(id(each))
-            left += [(x, opens and is_container) for x in gc.get_referents(each)]
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -199,11 +178,11 @@ def refuse_computed_weights(model: nn.Module) -> None:
 
 def refuse_global_hooks() -> None:
     """Hooks on all modules of the process fire where blocks are measured and repeated, too."""
-    for kind in ("forward", "forward_pre", "backward", "backward_pre"):
-        for hook in list(getattr(torch.nn.modules.module, f"_global_{kind}_hooks").values()):
+    for kind in HOOKS_OF_MODULES:
+        for hook in [*getattr(torch.nn.modules.module, f"_global{kind}").values()]:
             raise PrepareError(
-                f"hooks are on modules, but the {kind} hook {getattr(hook, '__qualname__', hook)} is on all modules of "
-                "the process, and would fire in repeated forwards too. Register it on the modules that it is for. "
+                f"hooks are on modules, but {getattr(hook, '__qualname__', hook)} is on all modules of the process, "
+                "and would fire in repeated forwards too. Register it on the modules that it is for. "
                 "FlopCounterMode has such a hook while it counts: count in a process of its own, or before the search."
             )
 

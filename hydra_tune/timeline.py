@@ -3,9 +3,8 @@
 A span is a mapping with kind, device, trial, shard, direction, start_s and end_s; cause, step and the trial's name are
 optional:
 
-    run      the device computed                     promote, spill   its copy streams did
-    stall    it did not, though trials were live:    wait             a trial waited; shown by trial, in the trace only
-             the cause says why
+    run             the device computed          stall   it did not, though trials were live; its cause says why
+    promote, spill  its copy streams did         wait    a trial waited for it: not drawn
 """
 
 from __future__ import annotations
@@ -38,23 +37,19 @@ _GOLDEN_DEGREES = 137.508  # hues that many degrees apart never meet, and neighb
 def chrome_trace(spans: Iterable[Span], device_names: Sequence[str]) -> dict[str, Any]:
     """The trace event format of Chrome and Perfetto: one complete event a span, in order of start, in microseconds.
 
-    A process for each device with a thread for each stream, one more for trials that waited. Spans of one thread that
-    overlap get a second thread: Perfetto would leave out all but the first.
+    A process for each device with a thread for each stream. Spans of one thread that overlap get a second thread:
+    Perfetto would leave out all but the first.
     """
-    processes = (*device_names, "trials that waited")
     names = {(pid, stream, 0): label for pid in range(len(device_names)) for stream, label in enumerate(STREAMS)}
     tids = {thread: tid for tid, thread in enumerate(names, start=1)}  # viewers take 0 for an idle processor
     ends_us: defaultdict[tuple[int, int, int], float] = defaultdict(lambda: -inf)
     events: list[dict[str, Any]] = []
-    for span in sorted(spans, key=_WHEN):
+    for span in _drawn(spans):
         start_us, end_us = round(span["start_s"] * 1e6), round(span["end_s"] * 1e6)  # whole, so that neighbours meet
-        if span["kind"] == "wait":
-            pid, track, label = len(device_names), span["trial"], _whose(span)
-        else:
-            pid, track, label = span["device"], _STREAM[span["kind"]], STREAMS[_STREAM[span["kind"]]]
-        thread = next((pid, track, lane) for lane in count() if ends_us[pid, track, lane] <= start_us)
+        pid, stream = span["device"], _STREAM[span["kind"]]
+        thread = next((pid, stream, lane) for lane in count() if ends_us[pid, stream, lane] <= start_us)
         ends_us[thread] = end_us
-        names[thread] = f"{label} {thread[2] + 1}" if thread[2] else label
+        names.setdefault(thread, f"{STREAMS[stream]} {thread[2] + 1}")
         tid = tids.setdefault(thread, len(tids) + 1)
         arguments = {key: span[key] for key in ("trial", "shard", "direction", "step", "cause") if key in span}
         what = {"ph": "X", "name": _name(span), "cat": span["kind"], "args": arguments}
@@ -62,7 +57,7 @@ def chrome_trace(spans: Iterable[Span], device_names: Sequence[str]) -> dict[str
     metadata = [
         {"ph": "M", "name": f"{what}_{key}", "pid": thread[0] + 1, "tid": tids[thread], "args": {key: value}}
         for place, thread in enumerate(sorted(names))
-        for what, name in (("process", processes[thread[0]]), ("thread", names[thread]))
+        for what, name in (("process", device_names[thread[0]]), ("thread", names[thread]))
         for key, value in (("name", name), ("sort_index", place))
     ]
     return {"traceEvents": metadata + events, "displayTimeUnit": "ms"}
@@ -72,9 +67,6 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
     """Rows are devices, and under each its copy streams; bars are visits to shards, one colour a trial in any figure.
 
     Promotions and spills are hatched, stalls grey; the legend hides and shows trials. Zooming is along time.
-
-    Raises:
-        ConfigError: plotly is not installed.
     """
     try:
         import plotly.graph_objects as go
@@ -84,9 +76,8 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
             '"hydra-tune[timeline]", or save a .json for ui.perfetto.dev.'
         ) from error
     drawn: defaultdict[float, list[Span]] = defaultdict(list)  # by trial, and stalls last
-    for span in sorted(spans, key=_WHEN):
-        if span["kind"] != "wait":
-            drawn[inf if span["kind"] == "stall" else span["trial"]].append(span)
+    for span in _drawn(spans):
+        drawn[inf if span["kind"] == "stall" else span["trial"]].append(span)
     bars = [
         {
             "name": "stalled" if trial == inf else _whose(of[0]),
@@ -121,13 +112,8 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
 
 
 def save(spans: Iterable[Span], device_names: Sequence[str], path: str | PathLike[str]) -> Path:
-    """Write `chrome_trace` to a .json, `figure` to a .html that needs no network.
-
-    A browser slows with the number of bars: of a long run, save a .json.
-
-    Raises:
-        ConfigError: another suffix, no such folder, or plotly is not installed.
-    """
+    """Write `chrome_trace` to a .json, `figure` to a .html that needs no network. A browser slows with the number of
+    bars: of a long run, save a .json."""
     path = checked_path(path)
     if path.suffix.lower() == ".json":
         text = json.dumps(chrome_trace(spans, device_names))
@@ -138,11 +124,7 @@ def save(spans: Iterable[Span], device_names: Sequence[str], path: str | PathLik
 
 
 def checked_path(path: str | PathLike[str]) -> Path:
-    """Where a timeline can be saved.
-
-    Raises:
-        ConfigError: another suffix, or no such folder.
-    """
+    """Where a timeline can be saved."""
     path = Path(path)
     if path.suffix.lower() not in (".json", ".html"):
         raise ConfigError(
@@ -151,6 +133,10 @@ def checked_path(path: str | PathLike[str]) -> Path:
         )
     check_folder(path, "a timeline")
     return path
+
+
+def _drawn(spans: Iterable[Span]) -> list[Span]:
+    return sorted((span for span in spans if span["kind"] != "wait"), key=_WHEN)
 
 
 def _whose(span: Span) -> str:

@@ -1,6 +1,6 @@
 import pytest
 
-from hydra_tune.config import align, format_apart, format_bytes, parse_bytes
+from hydra_tune.config import align, format_bytes, parse_bytes
 from hydra_tune.errors import ConfigError
 
 
@@ -30,8 +30,3 @@ def test_bytes_are_written_short():
 
 def test_alignment_is_that_of_a_slot():
     assert [align(n) for n in (1, 512, 513)] == [512, 512, 1024]
-
-
-def test_a_need_never_reads_like_the_budget_that_it_exceeds():
-    assert format_apart(2048, 1024) == ("2.0 KiB", "1.0 KiB")
-    assert format_apart(1_750_016, 1_749_000) == ("1,750,016 B", "1,749,000 B")

@@ -1,8 +1,5 @@
 """Devices, budgets, and what memory="auto" means."""
 
-import sys
-import types
-
 import psutil
 import pytest
 import torch
@@ -10,7 +7,6 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune import cuda_device, devices
-from hydra_tune.cuda_device import cuda_free_bytes
 from hydra_tune.device import Device
 from hydra_tune.devices import host_free_bytes
 
@@ -29,35 +25,6 @@ def test_the_cgroup_limits_what_is_left(monkeypatch, tmp_path):
     assert host_free_bytes() == 350
     (tmp_path / "memory.max").write_text("max\n")
     assert host_free_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
-
-
-@pytest.mark.parametrize("gone", ["module", "init", "uuid", "field"])
-def test_nvml_may_miss_anything(monkeypatch, gone):
-    """What NVML says by UUID where it says anything, else what CUDA says."""
-
-    def fail(*args):
-        raise OSError("not supported")
-
-    nvml = types.SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-abc": "handle"}[uuid],
-        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(free=5000),
-    )
-    cuda = types.SimpleNamespace(
-        get_device_properties=lambda device: types.SimpleNamespace(uuid="abc"), mem_get_info=lambda device: (3000, 9000)
-    )
-    monkeypatch.setattr(cuda_device.torch, "cuda", cuda)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert cuda_free_bytes(torch.device("cuda", 0)) == 5000
-    if gone == "module":
-        monkeypatch.setitem(sys.modules, "pynvml", None)
-    elif gone == "init":
-        nvml.nvmlInit = fail
-    elif gone == "uuid":
-        nvml.nvmlDeviceGetHandleByUUID = fail
-    else:
-        nvml.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace()
-    assert cuda_free_bytes(torch.device("cuda", 0)) == 3000
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Garbage in cycles, while other threads collect, or have made it old."""
 
+import functools
 import gc
-import sys
 import threading
 import weakref
 
@@ -12,6 +12,7 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune.garbage import collect_until
+from hydra_tune.meter import is_counted
 
 WAIT_S = 10.0
 
@@ -184,21 +185,21 @@ def test_a_model_that_is_garbage_does_not_keep_its_thread_from_the_next(raises):
     train(pool, 100, int)
 
 
-TABLES = {}
+@functools.lru_cache
+def table(num_columns):
+    return torch.arange(num_columns)
 
 
 class LooksUp(nn.Linear):
-    """In a table that is made once for all models, as libraries do behind `functools.lru_cache`."""
+    """In a table that is made once for all models, as libraries do."""
 
     def forward(self, x):
-        if "first" not in TABLES:
-            TABLES["first"] = torch.arange(x.shape[-1])
-        return super().forward(x) + x[:, TABLES["first"]]
+        return super().forward(x) + x[:, table(x.shape[-1])]
 
 
 @pytest.mark.usefixtures("nobody_else_collects")
-def test_a_tensor_that_outlives_a_model_that_is_garbage_is_on_no_device(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "TABLES", {})
+def test_a_tensor_that_outlives_a_model_that_is_garbage_is_on_no_device():
+    table.cache_clear()
 
     def trained():
         torch.manual_seed(0)
@@ -208,7 +209,9 @@ def test_a_tensor_that_outlives_a_model_that_is_garbage_is_on_no_device(monkeypa
         return [p.grad for p in model.parameters()]
 
     first = trained()
-    assert all(map(torch.equal, trained(), first))  # not refused: the table is not on the first one's device
+    assert is_counted(table(16))  # the first model is garbage, but there
+    assert all(map(torch.equal, trained(), first))
+    assert not is_counted(table(16))
 
 
 class GrowsOld(nn.Linear):

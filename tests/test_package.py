@@ -93,10 +93,9 @@ def test_the_pure_column_knows_no_torch_thread_or_clock(name):
         assert f"from {module}" not in source
 
 
-def test_only_devices_name_cuda_or_nvml():
+def test_only_devices_name_cuda():
     """`trial_state` stands for CUDA's default generators as well, and must name them."""
     allowed = {"cuda_device.py", "devices.py", "trial_state.py"}
     for path in (*(ROOT / "hydra_tune").glob("*.py"), *(ROOT / "hydra_tune" / "randomness").glob("*.py")):
         if path.name not in allowed:
             assert "torch.cuda" not in path.read_text(), path.name
-            assert "pynvml" not in path.read_text(), path.name

@@ -23,7 +23,7 @@ from hydra_tune.blocks.block import gradient_bytes, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.device import Device
-from hydra_tune.glance import HOOKS_OF_MODULES
+from hydra_tune.fingerprint import HOOKS_OF_MODULES
 from hydra_tune.host_buffer import same_bits, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.reached import NO_STATE, Reached, globals_of, stays_as_it_is, weights_in

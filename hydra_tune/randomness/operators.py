@@ -53,11 +53,6 @@ gate.guard(_default_lock)  # a fork waits for the draw under way, which has the 
 _unlocked = nullcontext()
 
 
-def draws(func: Any) -> bool:
-    """Whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-
-
 def drawing_operators() -> dict[str, Any]:
     """Those whose own CPU kernel takes a generator, by name."""
     found = {}
@@ -65,7 +60,8 @@ def drawing_operators() -> dict[str, Any]:
         namespace, _, name = name.partition("::")
         base, _, overload = name.partition(".")
         operator: Any = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)  # some have none
-        if namespace == "aten" and draws(operator) and any(a.name == "generator" for a in operator._schema.arguments):
+        draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+        if namespace == "aten" and draws and any(a.name == "generator" for a in operator._schema.arguments):
             found[name] = operator
     return found
 

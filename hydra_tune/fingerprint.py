@@ -198,14 +198,6 @@ def _has_users_hook(module: nn.Module) -> bool:
     return False
 
 
-def keep_only_pytorchs(module: nn.Module) -> None:
-    """Of the hooks on a copy of a module: PyTorch's compute weights, all others tell somebody of a call."""
-    for kind in HOOKS_OF_MODULES:
-        hooks = vars(module).get(kind, {})
-        for key in [key for key, hook in hooks.items() if not _origin_of(hook).startswith("torch.")]:
-            del hooks[key]
-
-
 def _origin_of(hook: Any) -> str:
     """The module that its code is in."""
     hook = getattr(hook, "func", hook)  # functools.partial

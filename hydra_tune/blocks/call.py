@@ -125,7 +125,7 @@ class Call:
         self._versions: Sequence[int] = ()  # of the weights in host memory
         self.promoted: list[nn.Parameter] = []
         self._attributes: dict[int, dict[str, Any]] = {}  # of weights, as they were
-        self._num_saved = 0
+        self.num_saved = 0
         dtype = casts_to() if block.casts and remembers_casts() else None
         self._casts = {i: dtype for i in sorted(i for i, of in block.casts if of is dtype)} if dtype else {}
         self._shares_casts = False  # with an earlier call
@@ -159,9 +159,9 @@ class Call:
             if measured is not None:
                 measured.look(outputs, weights, copy)
             refuse_hooks(block, weights)
-            if self._casts and self._num_saved not in block.saved_counts:
+            if self._casts and self.num_saved not in block.saved_counts:
                 raise OtherBranchError(
-                    f"{block.name} saves {self._num_saved} tensors for its backward, where "
+                    f"{block.name} saves {self.num_saved} tensors for its backward, where "
                     f"{sorted(block.saved_counts)} were measured, and an earlier call has this context's cast"
                 )
             if are_trained(weights) != self._trained:
@@ -268,7 +268,7 @@ class KeptCall(Call):
         self._clones = hooks is not None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        self._num_saved += 1
+        self.num_saved += 1
         return self._weight_view(tensor, place_of(tensor)) or self._pack_other(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:

@@ -109,7 +109,7 @@ class RepeatedCall(Call):
 
     def rewind(self) -> bool:
         """As if it had not run, for it had no room; unless it has changed what it was given."""
-        self._saved, self._looks, self._num_saved, self._drops = [], [], 0, False
+        self._saved, self._looks, self.num_saved, self._drops = [], [], 0, False
         self._draws.rewind()
         self.block.put_back_buffers(self._buffers)
         self.trial.casts.forget(self.promoted)
@@ -118,18 +118,9 @@ class RepeatedCall(Call):
     # ---- of a first run, in which all that is saved is kept ----
 
     @property
-    def draws(self) -> bool:
-        """It has drawn torch's random numbers."""
-        return bool(self._draws.states)
-
-    @property
     def promotes_again(self) -> bool:
         """In the backward: it has saved a weight, or what only a repetition makes."""
         return self._drops or any(type(saved.value) is WeightView for saved in self._alive())
-
-    @property
-    def num_saved(self) -> int:
-        return self._num_saved
 
     @property
     def has_written_buffers(self) -> bool:
@@ -182,7 +173,7 @@ class RepeatedCall(Call):
     def _pack(self, tensor: torch.Tensor) -> Saved:
         saved = Saved()
         saved.value = None
-        self._num_saved += 1
+        self.num_saved += 1
         place = place_of(tensor)
         if self._start <= place < self._end or self._cast_places:
             saved.value = self._weight_view(tensor, place)

@@ -243,7 +243,7 @@ class FirstStep:
                     continue
                 found = FoundError("changes an input in place")
             except FoundError as error:
-                found = error.with_traceback(None)
+                found = FoundError(error.why, holds=error.holds)  # without its frames
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 found = FoundError(f"{TOO_LARGE}: {error}")

@@ -41,7 +41,7 @@ class Steps:
         """Between two steps a trial may be paused, or asked to do something."""
         trial = self._trial
         if trial.stop.is_paused:
-            trial.pool.give_back(trial)
+            trial.pool.hear(trial, ends=True)
         trial.stop.check_between_steps()
 
     def open(self) -> None:
@@ -72,7 +72,8 @@ class Steps:
         trial = self._trial
         self.under_way = False
         trial.residency.await_gradients()
-        if trial.planner.first is None and not trial.lease.leave_step(trained=self.trains):
+        lease = trial.lease
+        if trial.planner.first is None and (not lease.leave_step(trained=self.trains) or lease.revoked):
             trial.pool.leave_step(trial, trained=self.trains)
         if self.trains and trial.resumption is not None:
             trial.resumption.has_trained()

@@ -408,7 +408,7 @@ class Trial:
             result = run(*given)  # no closure, which the frames of an exception would keep
             trained = True
         finally:
-            if lasts and not keeps_graph and lease.end_step(trained=trained):
+            if lasts and self._task and not keeps_graph and lease.leave_step(trained=trained):
                 self._task = None
                 if lease.revoked:
                     self.pool.hear(self)
@@ -535,7 +535,7 @@ class Trial:
         with gate.stepped_out():
             self.pool.ask(self, Outgrown(self.id), Alone)
             self.residency.device.free_cache()
-        return self.pool.free_bytes_of(self)
+        return self.device.ledger.budget_bytes - self.device.ledger.held_bytes
 
     def _run_step(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         first, plan = self.planner.first, self.plan
@@ -1006,7 +1006,8 @@ class Trial:
         assert self.plan is not None
         copies = self.residency.copies
         if not self.plan.resident and shard not in copies:
-            self.residency.promote_shard(shard, *self.pool.slot_of(task))  # it needs no slot, or that failed
+            place = self.device.ledger.slots.get((self.id, shard), (0, 0))  # it needs no slot, or that failed
+            self.residency.promote_shard(shard, *place)
         return copies.get(shard)
 
     def _leave_after_error(self) -> None:

@@ -13,7 +13,7 @@ F0, F1, OTHER = Task(0, 1, 0, Direction.FORWARD), Task(0, 1, 1, Direction.FORWAR
 class GPU:
     """Its marks are seconds of a clock that began at another time than the host's; it has got as far as `now`."""
 
-    number = 0
+    number, is_virtual = 0, False
 
     def __init__(self):
         self.now = 0.0
@@ -147,7 +147,7 @@ def test_copies_are_shown_when_they_were_made(gpu):
     clock = TaskClock(trace, gpu)
     gpu.now, gpu.marks = 102.0, [100.0, 102.0]
     launch(clock, F0, 10.0)
-    clock.spilled(F0, Mark(gpu, 101.5), Mark(gpu, 103.0))
+    clock.spilled(F0, (Mark(gpu, 101.5), Mark(gpu, 103.0)))
     clock.settle()
     assert len(trace.spans) == 1, "it is under way"
     gpu.now = 103.0

@@ -107,21 +107,21 @@ class EventLoop:
         if self._closed:
             raise PoolClosedError(
                 "a closed pool takes no trials, and a prepared model runs in its pool, but that was closed. Call "
-                "hydra_tune.release(model) to go on in plain PyTorch; then it may be prepared in a new ShardPool, too."
+                "hydra_tune.release(model) to go on in plain PyTorch. Make a new ShardPool: it may be prepared there, too."
             )
 
     # ---- tasks ----
 
-    def acquire(self, task: Task, after: tuple[Task, float] | None = None) -> float:
-        """Wait for the lease and the shard; when the task began, in seconds. `after` is the task that ends with this,
-        and when it began."""
+    def acquire(self, task: Task, after: Task | None = None) -> None:
+        """Wait for the lease and the shard; `after` is the task that ends with this."""
         trial, lease, trace = self._trials[task.trial], self.leases[task.trial], self._trace
         try:
             with self._lock:
                 asked_s = trace.now_s()
                 if lease.is_open and self.hear(trial, ends=True):
                     after = None
-                self._handle(e.TaskReady(task, True) if after is None else self._end(*after, asked_s, task), asked_s)
+                ready = e.TaskReady(task, True)
+                self._handle(ready if after is None else self._end(after, asked_s, ready), asked_s)
                 self.check_open(trial)
                 waits = not lease.granted
                 run = self._await(task.trial, e.Run, partial(self.check_open, trial))
@@ -141,7 +141,6 @@ class EventLoop:
                 clock.begin(start_s)
                 if lease.is_open:
                     lease.start(task, start_s)
-                return start_s
         except BaseException:
             with self._lock:
                 self._drop_turn(lease)
@@ -151,15 +150,13 @@ class EventLoop:
                 self._wake_first(self._machine.trials[task.trial].home)
             raise
 
-    def release(self, task: Task, start_s: float) -> None:
-        """It has begun at that time, and ends now."""
+    def release(self, task: Task) -> None:
         with self._lock:
             now_s = self._trace.now_s()
-            self._handle(self._end(task, start_s, now_s), now_s)
+            self._handle(self._end(task, now_s), now_s)
 
-    def _end(self, task: Task, start_s: float, end_s: float, then: Task | None = None) -> e.Done:
-        seconds = self._clocks[self._machine.trials[task.trial].home].end(task, start_s, end_s)
-        return e.Done(task, seconds, None if then is None else e.TaskReady(then, True))
+    def _end(self, task: Task, end_s: float, then: e.TaskReady | None = None) -> e.Done:
+        return e.Done(task, self._clocks[self._machine.trials[task.trial].home].end(task, end_s), then)
 
     # ---- turns that last ----
 
@@ -181,11 +178,10 @@ class EventLoop:
 
     def _end_turn(self, lease: Lease) -> None:
         """Its holder is between two tasks, in whatever thread this is."""
-        task, in_step = lease.task, lease.in_step
         assert lease.device is not None
-        clock = self._clocks[lease.device.number]
+        task, in_step, clock = lease.task, lease.in_step, self._clocks[lease.device.number]
         self._drop_turn(lease)
-        if clock.cause == "":
+        if not clock.cause:
             clock.idles(lease.told_s, BETWEEN)
         self._handle(e.Done(task))
         if not in_step:
@@ -336,11 +332,9 @@ class EventLoop:
         machine, turns = self._machine, zip(self._machine.devices, self._turns, strict=True)
         if any(d.ledger.pilot is not None or (d.running and (turn is None or turn.busy)) for d, turn in turns):
             return
-        is_placed = number in machine.trials
-        bytes_of = {i: machine.reserved_bytes(i) if is_placed else t.host_bytes for i, t in machine.trials.items()}
-        others = [
-            f"{self._summaries[i]['name']} has {format_bytes(n)}" for i, n in bytes_of.items() if n and i != number
-        ]
+        bytes_of = machine.reserved_bytes if number in machine.trials else lambda i: machine.trials[i].host_bytes
+        has = {self._summaries[i]["name"]: bytes_of(i) for i in machine.trials if i != number}
+        others = [f"{name} has {format_bytes(num_bytes)}" for name, num_bytes in has.items() if num_bytes]
         if others:
             logger.warning(
                 "%s %s, and no task has begun for a while: %s. What is not busy elsewhere (loading, validation, a "
@@ -354,15 +348,14 @@ class EventLoop:
     def _state(self, number: int) -> str:
         """What the trial says itself; if it is live, what it waits for."""
         trial, state = self._trials.get(number), str(self._summaries[number]["state"])
-        if state == "live" and trial is not None and trial.stop.is_paused:
-            return "paused"
-        awaited = self._machine.awaits(number) if state == "live" and number in self._machine.trials else None
-        if awaited is None:
+        if trial is None or state != "live":
             return state
-        device, measured = awaited
+        if trial.stop.is_paused:
+            return "paused"
+        device, measured = self._machine.awaits(number) or (None, None)
         if measured is not None:
             return f"waits for the pilot or first step of {self._summaries[measured]['name']}"
-        return f"waits for memory of {self._devices[device].name}"
+        return state if device is None else f"waits for memory of {self._devices[device].name}"
 
     # ---- ends ----
 

@@ -1,14 +1,11 @@
 """What others ask of a trial, from any thread, and Ctrl-C: both wait for a boundary of the library's own work.
 
 PyTorch goes on after a KeyboardInterrupt, and so does a prepared model. But raised between the pool's answer and the
-line that notes it, it would leave the two in disagreement. So a handler of ours looks where the main thread is:
-
-    the script, a loader, a model's own forward   raised at once, as ever
-    the library's own frames                      raised at the next boundary: the end of a visit or of a forward, an
-                                                  optimizer's step, a wait; where none comes, as soon as they are left
-
-Neither costs a step anything. A second Ctrl-C is raised at once, wherever it comes. It stands in for Python's own
-handler alone: with one of the user's, which may raise anywhere, nothing is promised.
+line that notes it, it would leave the two in disagreement. So a handler of ours looks where the main thread is: in
+the script, a loader or a model's own forward it raises at once, as ever; in the library's own frames at the next
+boundary (the end of a visit or a forward, an optimizer's step, a wait), or as soon as they are left. A second Ctrl-C
+is raised at once. It stands in for Python's own handler alone: with one of the user's, which may raise anywhere,
+nothing is promised.
 """
 
 from __future__ import annotations
@@ -39,11 +36,10 @@ def interruptible(function: FunctionT) -> FunctionT:
 
 
 class Interrupts:
-    """Of the process. `pending` is set from a Ctrl-C that waits until it is raised."""
+    """Of the process."""
 
-    def __init__(self) -> None:
-        self.pending = False
-        self._looks_again = False
+    pending = False  # a Ctrl-C, until it is raised
+    _looks_again = False
 
     def install(self) -> None:
         """In place of Python's handler, if this is the main thread: no other may."""
@@ -104,15 +100,13 @@ class Stop:
     def pause(self) -> None:
         """Hold the trial where it next is between two steps, until `go_on`."""
         self._goes_on.clear()
-        if self.reason:  # looked at last: another thread may say it meanwhile
-            self.go_on()
 
     def go_on(self) -> None:
         self._goes_on.set()
 
     @property
     def is_paused(self) -> bool:
-        return not self._goes_on.is_set()
+        return not (self.reason or self._goes_on.is_set())
 
     def between_steps(self, call: Callable[[], None]) -> None:
         """Have the trial's thread call this where it next is between two steps."""

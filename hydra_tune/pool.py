@@ -195,12 +195,7 @@ class ShardPool(EventLoop):
     # ---- its trials ----
 
     def add_trial(
-        self,
-        make: Callable[[int, Device], Trial],
-        total_steps: int | None,
-        host_bytes: int,
-        name: str | None,
-        stop: Stop,
+        self, make: Callable[[int, Device], Trial], steps: int | None, host_bytes: int, name: str | None, stop: Stop
     ) -> Trial:
         """Place a trial, once host memory has room for it. It has so many mini-batches, if that is known; `stop` ends
         the waiting.
@@ -222,7 +217,7 @@ class ShardPool(EventLoop):
             self._summaries[number] = {"name": name, "state": f"waits for {format_bytes(host_bytes)} of host memory"}
             self.leases[number] = Lease(number, self._trace.now_s, threading.Condition(self._lock))
             try:
-                self._handle(e.TrialAdded(number, total_steps, host_bytes, self._homes_move))
+                self._handle(e.TrialAdded(number, steps, host_bytes, self._homes_move))
                 home = self._await(number, e.Place, check).device
                 trial = self._trials[number] = make(number, self._devices[home])
             except BaseException:

@@ -110,6 +110,7 @@ class TaskClock:
         self.cause = ""  # why it idles; empty where it does not
         self._idle_s = 0.0  # since when
         self._why = 0.0, ""  # a GPU had nothing to do: the longest of what the host has seen
+        self._begun_s = 0.0  # when its task did; on a GPU, for the host
         self._begun: Any = None  # a mark
         # what a GPU may not be done with: kind, task, marks of its start and end, when the host has launched it (it may
         # have begun later), and why the GPU would have computed nothing before
@@ -131,15 +132,15 @@ class TaskClock:
 
     def begin(self, now_s: float) -> None:
         self.idles(now_s, "")
-        self._begun = self._device.mark()
+        self._begun_s, self._begun = now_s, self._device.mark()
         self._last = self._last or (self._begun, now_s)
 
-    def end(self, task: Task, start_s: float, end_s: float) -> float:
+    def end(self, task: Task, end_s: float) -> float:
         """Seconds that the task took; on a GPU, what has become known of its trial's tasks since it was last told."""
         if self._device.is_virtual:
-            self._trace.note("run", task, self._device.number, start_s, end_s)
-            return end_s - start_s
-        self._launch(task, start_s, None, self._device.mark())
+            self._trace.note("run", task, self._device.number, self._begun_s, end_s)
+            return end_s - self._begun_s
+        self._launch(task, self._begun_s, None, self._device.mark())
         return self._told_s(task.trial)
 
     def ran(self, trial: int, tasks: Sequence[Ran], since_s: float) -> float:

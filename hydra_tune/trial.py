@@ -117,7 +117,6 @@ class Trial:
         self._counting: TrialMode | None = None  # from a first step's begin to its end
         # the task that has the lease
         self._task: Task | None = None
-        self._task_start_s = 0.0
         self.awaits_backward = False  # of the one forward of a simple step
         self._steps_are_simple: bool | None = None  # one forward, one backward; None as long as nobody has seen
         self._ref = weakref.ref(self)
@@ -362,7 +361,7 @@ class Trial:
             not self._steps_are_simple
             or self.resumption is not None  # that hears of each backward
             or steps.under_way
-            or steps.has_forwards
+            or steps.forwards
             or self._task is not None
             or self._backwards
             or self.awaits_backward
@@ -653,7 +652,7 @@ class Trial:
                 return block.forward(args, kwargs)
             block = measured
         forward_pass = self._pass or next(iter(self._backwards[-1].passes[self]))
-        forward_pass.count(block.name)
+        forward_pass.calls[block.name] += 1
         leaves, structure = flatten_call(args, kwargs)
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not (torch.is_grad_enabled() and (any(are_trained(given)) or any(are_trained(block.parameters)))):
@@ -900,9 +899,9 @@ class Trial:
             steps.trains = True
             if not self._pass.has_trained:
                 self._pass.has_trained = True
-                steps.add_backward()
+                steps.num_backwards += 1
         if not (within_forward or within_backward):
-            steps.add_backward()
+            steps.num_backwards += 1
             if self._steps_are_simple is None:
                 self._steps_are_simple = steps.was_simple or None
             if not self.ended:
@@ -999,8 +998,7 @@ class Trial:
         if self._task != task:
             self._close_backward()
             ended, self._task = self._task, None
-            after = (ended, self._task_start_s) if ended else None
-            self._task_start_s = self.pool.acquire(task, after)
+            self.pool.acquire(task, ended)
             hold(self.device.generators, self.random_state)
             self._task = task
         assert self.plan is not None
@@ -1031,7 +1029,7 @@ class Trial:
             task, self._task = self._task, None
             goes_on = self.lease.end()
             if goes_on is None:
-                self.pool.release(task, self._task_start_s)
+                self.pool.release(task)
             elif not goes_on:
                 self.pool.hear(self)
 

@@ -48,17 +48,17 @@ def spans(trace):
 
 def launch(clock, task, host_s):
     clock.begin(host_s)
-    return clock.end(task, host_s, host_s + 0.001)
+    return clock.end(task, host_s + 0.001)
 
 
 def test_on_the_cpu_tasks_take_what_the_host_saw():
     trace = Trace()
     clock = TaskClock(trace, Device(0, 1024))
     clock.begin(1.0)
-    assert clock.end(F0, 1.0, 3.0) == 2.0
+    assert clock.end(F0, 3.0) == 2.0
     clock.idles(3.0, "memory")
     clock.begin(4.0)
-    clock.end(F1, 4.0, 4.5)
+    clock.end(F1, 4.5)
     assert spans(trace) == [
         ("run", 0, 0, 1.0, 3.0, ""),
         ("stall", -1, -1, 3.0, 4.0, "memory"),

@@ -107,7 +107,7 @@ class EventLoop:
         if self._closed:
             raise PoolClosedError(
                 "a closed pool takes no trials, and a prepared model runs in its pool, but that was closed. Call "
-                "hydra_tune.release(model) to go on in plain PyTorch. Make a new ShardPool: it may be prepared there, too."
+                "hydra_tune.release(model) to go on in plain PyTorch. Make a new ShardPool to go on in that."
             )
 
     # ---- tasks ----

@@ -109,12 +109,7 @@ class Residency:
                 copy.device.promote(stale, in_use=True)
 
     def spill_gradients(
-        self,
-        device: Device,
-        masters: Sequence[nn.Parameter],
-        gradients: Sequence[torch.Tensor | None],
-        *,
-        late: bool,
+        self, masters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], *, late: bool
     ) -> list[torch.Tensor | None]:
         """Fresh host tensors, laid out as their master, so that autograd can take them for `.grad` as they are. With
         `late` nobody reads them before `await_gradients`."""
@@ -123,13 +118,13 @@ class Residency:
         like = [p for g, p in zip(gradients, masters, strict=True) if g is not None]
         num_bytes, start_s = sum(map(tensor_bytes, given)), time.perf_counter()
         with self.meter.paused():
-            spilled, arrival = device.spill(given, like)
+            spilled, arrival = self.device.spill(given, like)
             if late and not torch.is_anomaly_enabled():  # that reads what a node returns
                 self._arrival = arrival
             else:
                 arrival.wait()
         during = arrival.marks or time.perf_counter() - start_s
-        self._pool.note_spill(self.meter.trial, device, num_bytes, during)
+        self._pool.note_spill(self.meter.trial, self.device, num_bytes, during)
         hosts = iter(spilled)
         return [None if g is None else next(hosts) for g in gradients]
 

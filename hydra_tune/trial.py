@@ -812,7 +812,7 @@ class Trial:
         if not (self.residency.spilled or self.planner.first is not None):
             sent = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
         elif call.has_casts:  # converted there: exactly, and the device has no room for both
-            sent = self.residency.spill_gradients(self.device, parameters, gradients, late=False)
+            sent = self.residency.spill_gradients(parameters, gradients, late=False)
             with self.meter.paused():
                 sent = [None if g is None else g.to(p.dtype) for g, p in zip(sent, parameters, strict=True)]
         else:
@@ -830,7 +830,7 @@ class Trial:
             and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
         )
         late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
-        sent = self.residency.spill_gradients(self.device, parameters, gradients, late=late)
+        sent = self.residency.spill_gradients(parameters, gradients, late=late)
         if alone:
             self._sent += [
                 _Sent(p, g.data_ptr(), g._version, call.block.name, late)

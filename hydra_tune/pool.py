@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _SEED_STRIDE = 1_000_003  # seeds of neighbouring trials lie apart
 _MOST_KNOWN = 256  # architectures
 _DEVICE_KEYS = ("name", "budget_bytes", "used_bytes", "peak_bytes", "measured_peak_bytes")  # in a report
-_FIGURES = ("device", "steps", "resident", "weight_bytes")
 
 
 class ShardPool(EventLoop):
@@ -133,9 +132,9 @@ class ShardPool(EventLoop):
 
     def figures(self, trial: Trial) -> dict[str, Any]:
         """Plain data on what one trial has done so far, a few numbers."""
+        told = {key: trial.told[key] for key in ("device", "steps", "resident", "weight_bytes")}
         with self._lock:
-            totals = asdict(self._trace.trials[trial.id])
-        return {**{key: trial.told[key] for key in _FIGURES}, "shards": len(trial.told["shards"]), **totals}
+            return {**told, "shards": len(trial.told["shards"]), **asdict(self._trace.trials[trial.id])}
 
     def timeline(self) -> list[dict[str, Any]]:
         """Spans of time in order of their end: kind (run, promote, spill, wait, stall), device, trial, step, shard,

@@ -24,7 +24,7 @@ class Steps:
     """`under_way` is the step of that `number`; the first of a kind has what its `FirstStep` has reserved."""
 
     def __init__(self, trial: Trial) -> None:
-        self._trial = trial
+        self._trial: Trial = weakref.proxy(trial)
         self.number = 0
         self.under_way = False
         self.trains = False  # it has seen a backward
@@ -32,10 +32,6 @@ class Steps:
         # of the last step; some may have gone since. Not a WeakSet, whose callbacks swallow interruptions
         self.forwards: list[weakref.ref[ForwardPass]] = []
         self._keeps = False  # an activation, of which the script was told
-
-    def close(self) -> None:
-        """Let go of the trial, so that no cycle keeps it."""
-        self.__dict__.pop("_trial", None)
 
     def check_between(self) -> None:
         """Between two steps a trial may be paused, or asked to do something."""
@@ -56,11 +52,6 @@ class Steps:
     def begin(self) -> None:
         """One that has room."""
         self.trains, self.num_forwards, self.num_backwards, self.under_way = False, 0, 0, True
-
-    @property
-    def was_simple(self) -> bool:
-        """The last one had one forward, and one backward."""
-        return (self.num_forwards, self.num_backwards) == (1, 1)
 
     @property
     def outlasts_first(self) -> bool:

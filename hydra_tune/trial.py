@@ -235,7 +235,6 @@ class Trial:
                 give_back(model, self)
             self.is_plain = True
         self.planner.close()
-        self.steps.close()
         self.resumption = None
         self._roots = []
 
@@ -903,7 +902,7 @@ class Trial:
         if not (within_forward or within_backward):
             steps.num_backwards += 1
             if self._steps_are_simple is None:
-                self._steps_are_simple = steps.was_simple or None
+                self._steps_are_simple = (steps.num_forwards, steps.num_backwards) == (1, 1) or None
             if not self.ended:
                 self._boundary()
             self._note_for_resumption()

@@ -71,9 +71,7 @@ class EventLoop:
             self.await_copies(trial)
             self._handle(event)
 
-    def ask(
-        self, trial: Trial, event: e.PilotReady | e.PlanReady | e.StepReady | e.Outgrown, answer: type[InstructionT]
-    ) -> InstructionT:
+    def ask(self, trial: Trial, event: e.Event, answer: type[InstructionT]) -> InstructionT:
         """Between tasks; wait until the scheduler grants it."""
         with self._lock:
             self.check_open(trial)
@@ -84,10 +82,6 @@ class EventLoop:
             except BaseException:  # it may go on, and ask anew
                 self._handle(e.Withdrawn(trial.id))
                 raise
-
-    def enter_step(self, trial: Trial) -> None:
-        self.ask(trial, e.StepReady(trial.id), e.Enter)
-        self.leases[trial.id].in_step = True
 
     def leave_step(self, trial: Trial, *, trained: bool) -> None:
         with self._lock:
@@ -261,6 +255,7 @@ class EventLoop:
                     self._turns[instruction.device] = lease
                     lease.open(instruction.task, self._devices[instruction.device])
                     self._wake_first(instruction.device)
+                lease.in_step |= isinstance(instruction, e.Enter)
                 lease.granted.append(instruction)
                 lease.wake.notify_all()
         for device, clock in enumerate(self._clocks):

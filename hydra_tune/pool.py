@@ -162,16 +162,10 @@ class ShardPool(EventLoop):
         return workload.save(self.workload(), path)
 
     @property
-    def host_free_bytes(self) -> int:
-        """What of its host memory no live trial has."""
+    def host_bytes(self) -> list[int]:
+        """Of host memory, what each live trial has."""
         with self._lock:
-            return self.host_memory_bytes - self._machine.host_used_bytes
-
-    @property
-    def host_bytes_a_trial(self) -> int:
-        """Of the one of the live trials that takes the most; 0 while there is none."""
-        with self._lock:
-            return max((trial.host_bytes for trial in self._machine.trials.values()), default=0)
+            return [trial.host_bytes for trial in self._machine.trials.values()]
 
     # ---- its end ----
 

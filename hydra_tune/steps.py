@@ -11,12 +11,13 @@ import weakref
 from typing import TYPE_CHECKING
 
 from hydra_tune.engine import ForwardPass
-from hydra_tune.events import StepDone
+from hydra_tune.events import Enter, StepDone, StepReady
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
+_MOST_FIRST_BACKWARDS = 3
 _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
 
 
@@ -46,7 +47,7 @@ class Steps:
                 self._leave_endless()
             return
         if not self._trial.lease.enter_step():
-            self._trial.pool.enter_step(self._trial)
+            self._trial.pool.ask(self._trial, StepReady(self._trial.id), Enter)
         self.begin()
 
     def begin(self) -> None:
@@ -56,7 +57,7 @@ class Steps:
     @property
     def outlasts_first(self) -> bool:
         """A first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
-        return self.num_backwards >= _MOST_BACKWARDS
+        return self.num_backwards >= _MOST_FIRST_BACKWARDS
 
     def leave(self) -> None:
         trial = self._trial

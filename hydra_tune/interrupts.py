@@ -91,7 +91,7 @@ class Stop:
         self.reason = ""
         self._goes_on = threading.Event()  # else it is to pause
         self._goes_on.set()
-        self._asked: list[Callable[[], None]] = []
+        self.asked: list[Callable[[], None]] = []  # what its thread is to call where it next is between two steps
 
     def __call__(self, reason: str) -> None:
         self.reason = reason
@@ -108,14 +108,10 @@ class Stop:
     def is_paused(self) -> bool:
         return not (self.reason or self._goes_on.is_set())
 
-    def between_steps(self, call: Callable[[], None]) -> None:
-        """Have the trial's thread call this where it next is between two steps."""
-        self._asked.append(call)
-
     @property
     def is_quiet(self) -> bool:
         """There is nothing for `check_between_steps` to do."""
-        return not (self.reason or self._asked or self.is_paused)
+        return not (self.reason or self.asked or self.is_paused)
 
     def check(self) -> None:
         """Raises `TrialStopped` if the trial is to end."""
@@ -124,8 +120,8 @@ class Stop:
 
     def check_between_steps(self) -> None:
         """As `check`; what was asked is done, and the trial waits while it is paused."""
-        while self._asked:
-            self._asked.pop(0)()
+        while self.asked:
+            self.asked.pop(0)()
         while self.is_paused and not self._goes_on.wait(_LOOK_AROUND_S):
             interrupts.check()
         self.check()

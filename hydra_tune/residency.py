@@ -181,9 +181,8 @@ class Residency:
         self._former.clear()
         found: dict[torch.Tensor, None] = {}
         for reference, name, parameter in self._held:
-            tensor: torch.Tensor | None = parameter
-            if (module := reference()) is not None:  # which may have another one by now
-                tensor = {**module._buffers, **module._parameters}.get(name)
+            module = reference()  # which may have another one by now
+            tensor = parameter if module is None else {**module._buffers, **module._parameters}.get(name)
             if tensor is not None:
                 found[tensor] = None
         with self.meter.paused():

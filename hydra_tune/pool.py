@@ -247,9 +247,7 @@ class ShardPool(EventLoop):
             self.hear(trial, ends=True)
             self._handle(e.PlanReady(trial.id, plan, waits=False))
             granted = self.leases[trial.id].granted
-            at_once = bool(granted)
-            granted.clear()
-            return at_once
+            return bool(granted) and isinstance(granted.popleft(), e.Admit)
 
     def end_trial(self, trial: Trial) -> None:
         """Take back everything; the others go on."""

@@ -34,12 +34,6 @@ class Steps:
         self.forwards: list[weakref.ref[ForwardPass]] = []
         self._keeps = False  # an activation, of which the script was told
 
-    def check_between(self) -> None:
-        """Between two steps a trial may be paused, or asked to do something."""
-        if self._trial.stop.is_paused:
-            self._trial.pool.hear(self._trial, ends=True)
-        self._trial.stop.check_between_steps()
-
     def open(self) -> None:
         """Wait until the step fits. One that is under way goes on, but not for ever."""
         if self.under_way:

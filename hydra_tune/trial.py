@@ -340,7 +340,7 @@ class Trial:
         self._leave_last_step()
         if is_covered and call in self.planner.covered:
             if not self.steps.under_way:
-                self.steps.check_between()
+                self.stop.check_between_steps()
             self.steps.open()
             return self._run_step(root, args, kwargs)
         self._enter(root, args, kwargs)
@@ -463,7 +463,7 @@ class Trial:
                 return
             planner.learn(kind)
             return  # the next step counts with it
-        self.steps.check_between()
+        self.stop.check_between_steps()
         if not (planner.knows(kind) or planner.learn(kind)):
             self._begin_first_step(kind, args, kwargs)
             return

@@ -141,7 +141,6 @@ class EventLoop:
                 self.await_copies(trial)
                 self._handle(e.Failed(task))
                 lease.granted.clear()
-                self._wake_first(self._machine.trials[task.trial].home)
             raise
 
     def release(self, task: Task) -> None:
@@ -223,12 +222,6 @@ class EventLoop:
             self._handle(e.Expired(state.home))
         return min(LOOK_S, max(quantum_s, 1e-3))
 
-    def _wake_first(self, device: int) -> None:
-        """Of those that wait for a turn that lasts: this one looks at its holder from here on."""
-        waiting = self._machine.ready.oldest(device)
-        if waiting is not None and self._turns[device] is not None:
-            self.leases[waiting.task.trial].wake.notify_all()
-
     # ---- instructions ----
 
     def _handle(self, event: e.Event, at_s: float | None = None) -> None:
@@ -254,7 +247,8 @@ class EventLoop:
                 if isinstance(instruction, e.Run) and instruction.lasts:
                     self._turns[instruction.device] = lease
                     lease.open(instruction.task, self._devices[instruction.device])
-                    self._wake_first(instruction.device)
+                    if (first := self._machine.ready.oldest(instruction.device)) is not None:
+                        self.leases[first.task.trial].wake.notify_all()  # it looks at the holder from here on
                 lease.in_step |= isinstance(instruction, e.Enter)
                 lease.granted.append(instruction)
                 lease.wake.notify_all()

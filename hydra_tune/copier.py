@@ -6,13 +6,10 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import torch
-
-from hydra_tune.fork import gate
 
 logger = logging.getLogger("hydra_tune")
 _Jobs = deque[Callable[[], None]]
@@ -62,14 +59,3 @@ def _work(jobs: _Jobs, wakes: SimpleQueue[bool], num_threads: int) -> None:
             except BaseException:  # its task copies itself, and will meet it, too
                 logger.debug("a copy has failed; its task makes it", exc_info=True)
             jobs.popleft()  # it knows its pool
-
-
-@contextmanager
-def copying() -> Iterator[None]:
-    """Around operators of this thread, in no visit: a fork waits for their end."""
-    gate.enter()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        gate.leave()

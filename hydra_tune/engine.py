@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,10 +36,7 @@ class ForwardPass:
     has_trained: bool = False
     done: bool = False
     ended_by: Exception | None = None
-    calls: dict[str, int] = field(default_factory=dict)
-
-    def count(self, block: str) -> None:
-        self.calls[block] = self.calls.get(block, 0) + 1
+    calls: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
 @dataclass(eq=False, slots=True)
@@ -63,8 +61,8 @@ os.register_at_fork(after_in_child=lambda: here.__dict__.clear())
 class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         keeps_graph = args[2] if len(args) > 2 else kwargs.get("keep_graph", False)
-        outer, here.backward = here.backward, Backward(keeps_graph)
-        backward, failed = here.backward, True
+        outer, backward, failed = here.backward, Backward(keeps_graph), True
+        here.backward = backward
         try:
             trial = None if here.trial is None else here.trial()
             if trial is None or not trial.awaits_backward:

@@ -23,7 +23,7 @@ from hydra_tune.errors import PoolClosedError, TrialStopped
 from hydra_tune.fork import gate
 from hydra_tune.garbage import Wait, collect_beside
 from hydra_tune.interrupts import interrupts
-from hydra_tune.lease import LOOK_S, Lease
+from hydra_tune.lease import Lease
 from hydra_tune.meter import end_trial
 from hydra_tune.schedule import Machine
 from hydra_tune.shard import Task
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hydra_tune")
 InstructionT = TypeVar("InstructionT", bound=e.Instruction)
+LOOK_S = 0.02  # how often one that waits looks at who has a turn that lasts
 _LOOK_AROUND_S = 1.0  # nobody says that a model was collected
 
 
@@ -66,64 +67,58 @@ class EventLoop:
     def tell_between_tasks(self, trial: Trial, event: e.Event) -> None:
         """While no turn of the trial's lasts, and none of its copies is under way."""
         with self._lock:
-            self.give_back(trial)
+            self.hear(trial, ends=True)
             self.await_copies(trial)
             self._handle(event)
 
-    def ask(
-        self, trial: Trial, event: e.PilotReady | e.PlanReady | e.StepReady | e.Outgrown, answer: type[InstructionT]
-    ) -> InstructionT:
+    def ask(self, trial: Trial, event: e.Event, answer: type[InstructionT]) -> InstructionT:
         """Between tasks; wait until the scheduler grants it."""
         with self._lock:
             self.check_open(trial)
             self.end_abandoned()
             self.tell_between_tasks(trial, event)
             try:
-                instruction: InstructionT = self._await(trial.id, (answer,), partial(self.check_open, trial))
+                return self._await(trial.id, answer, partial(self.check_open, trial))
             except BaseException:  # it may go on, and ask anew
                 self._handle(e.Withdrawn(trial.id))
                 raise
-            return instruction
-
-    def enter_step(self, trial: Trial) -> None:
-        self.ask(trial, e.StepReady(trial.id), e.Enter)
-        self.leases[trial.id].in_step = True
 
     def leave_step(self, trial: Trial, *, trained: bool) -> None:
         with self._lock:
-            self.give_back(trial)
-            self.await_copies(trial)
-            lease = self.leases[trial.id]
-            if lease.in_step:  # else who ended its turn has told so
-                lease.in_step = False
-                self._handle(e.StepDone(trial.id, trained))
+            self.hear(trial, ends=True)
+            if self.leases[trial.id].in_step:  # else who ended its turn has told so
+                self.leases[trial.id].in_step = False
+                self.tell_between_tasks(trial, e.StepDone(trial.id, trained))
 
     def check_open(self, trial: Trial) -> None:
         """The task boundary at which a trial stops that is to, or whose pool is closed."""
         trial.stop.check()
         if self._closed and trial.of_runner:
             raise TrialStopped("the pool was closed")
+        self.check_usable()
+
+    def check_usable(self) -> None:
         if self._closed:
             raise PoolClosedError(
-                "a prepared model runs in its pool, but that was closed. Call hydra_tune.release(model) to go on in "
-                "plain PyTorch; then it may be prepared in a new ShardPool, too."
+                "a closed pool takes no trials, and a prepared model runs in its pool, but that was closed. Call "
+                "hydra_tune.release(model) to go on in plain PyTorch. Make a new ShardPool to go on in that."
             )
 
     # ---- tasks ----
 
-    def acquire(self, task: Task, after: tuple[Task, float] | None = None) -> float:
-        """Wait for the lease and the shard; when the task began, in seconds. `after` is the task that ends with this,
-        and when it began."""
+    def acquire(self, task: Task, after: Task | None = None) -> None:
+        """Wait for the lease and the shard; `after` is the task that ends with this."""
         trial, lease, trace = self._trials[task.trial], self.leases[task.trial], self._trace
         try:
             with self._lock:
                 asked_s = trace.now_s()
-                if lease.is_open and self.give_back(trial):
+                if lease.is_open and self.hear(trial, ends=True):
                     after = None
-                self._handle(e.TaskReady(task, True) if after is None else self._end(*after, asked_s, task), asked_s)
+                ready = e.TaskReady(task, True)
+                self._handle(ready if after is None else self._end(after, asked_s, ready), asked_s)
                 self.check_open(trial)
                 waits = not lease.granted
-                run = self._await(task.trial, (e.Run,), partial(self.check_open, trial))
+                run = self._await(task.trial, e.Run, partial(self.check_open, trial))
                 clock = self._clocks[run.device]
                 promote_s = trace.now_s() if waits else asked_s
                 if run.num_bytes:
@@ -140,55 +135,46 @@ class EventLoop:
                 clock.begin(start_s)
                 if lease.is_open:
                     lease.start(task, start_s)
-                return start_s
         except BaseException:
             with self._lock:
                 self._drop_turn(lease)
                 self.await_copies(trial)
                 self._handle(e.Failed(task))
                 lease.granted.clear()
-                self._wake_first(self._machine.trials[task.trial].home)
             raise
 
-    def release(self, task: Task, start_s: float) -> None:
-        """It has begun at that time, and ends now."""
+    def release(self, task: Task) -> None:
         with self._lock:
             now_s = self._trace.now_s()
-            self._handle(self._end(task, start_s, now_s), now_s)
+            self._handle(self._end(task, now_s), now_s)
 
-    def _end(self, task: Task, start_s: float, end_s: float, then: Task | None = None) -> e.Done:
-        seconds = self._clocks[self._machine.trials[task.trial].home].end(task, start_s, end_s)
-        return e.Done(task, seconds, None if then is None else e.TaskReady(then, True))
+    def _end(self, task: Task, end_s: float, then: e.TaskReady | None = None) -> e.Done:
+        return e.Done(task, self._clocks[self._machine.trials[task.trial].home].end(task, end_s), then)
 
     # ---- turns that last ----
 
-    def give_back(self, trial: Trial) -> bool:
-        """In the trial's thread: its turn, if one lasts, ends here. Whether one did."""
+    def hear(self, trial: Trial, *, ends: bool = False) -> bool:
+        """In the trial's thread: what it has done in its turn, if one lasts. That `ends` here, or if it is to; whether
+        it did."""
         lease = self.leases[trial.id]
-        if not lease.is_open:  # seldom true
+        if not lease.is_open:  # mostly
             return False
         with self._lock:
-            lease.end()
-            if lasted := lease.is_open:  # still
+            if ends:
+                lease.end()
+            ends = lease.is_open and (ends or lease.revoked)  # still
+            if ends:
                 self._end_turn(lease)
-            return lasted
-
-    def hear(self, trial: Trial) -> None:
-        """What the trial has done in its turn, which ends if it is to."""
-        lease = self.leases[trial.id]
-        with self._lock:
-            if lease.is_open and lease.revoked:
-                self._end_turn(lease)
-            elif lease.is_open:
+            else:
                 self._note_ran(lease)
+            return ends
 
     def _end_turn(self, lease: Lease) -> None:
         """Its holder is between two tasks, in whatever thread this is."""
-        task, in_step = lease.task, lease.in_step
         assert lease.device is not None
-        clock = self._clocks[lease.device.number]
+        task, in_step, clock = lease.task, lease.in_step, self._clocks[lease.device.number]
         self._drop_turn(lease)
-        if clock.cause == "":
+        if not clock.cause:
             clock.idles(lease.told_s, BETWEEN)
         self._handle(e.Done(task))
         if not in_step:
@@ -210,7 +196,8 @@ class EventLoop:
             return
         seconds = self._clocks[lease.device.number].ran(lease.trial, tasks, lease.told_s)
         if tasks:
-            lease.told_s = tasks[-1][-2]
+            ended = tasks[-1][-1]
+            lease.told_s = ended[0] if isinstance(ended, tuple) else ended
         self._handle(e.Worked(lease.trial, seconds, steps))
 
     def _look_at_turn(self, trial: int) -> float:
@@ -218,33 +205,22 @@ class EventLoop:
         it may wait now."""
         state = self._machine.trials.get(trial)
         lease = None if state is None else self._turns[state.home]
-        if lease is None or lease.device is None or lease.trial == trial:
+        if state is None or lease is None or lease.trial == trial:
             return _LOOK_AROUND_S
-        if lease.revoked:
-            if not lease.busy:
-                self._end_turn(lease)
+        if lease.revoked and not lease.busy:
+            self._end_turn(lease)
+        first = self._machine.ready.oldest(state.home)
+        if lease.revoked or first is None or first.task.trial != trial:
             return _LOOK_AROUND_S
-        device = lease.device.number
-        waiting = self._machine.ready.oldest(device)
-        if waiting is None or waiting.task.trial != trial:
-            return _LOOK_AROUND_S
-        now_s = self._trace.now_s()
-        if lease.is_idle(now_s):
+        now_s, quantum_s = self._trace.now_s(), self._machine.policy.quantum_s
+        if lease.is_idle():
             if lease.revoke():
                 self._end_turn(lease)
-            return LOOK_S
-        quantum_s = self._machine.policy.quantum_s
-        if now_s - lease.since_s >= quantum_s:
+        elif now_s - lease.since_s >= quantum_s:
             self._note_ran(lease)
             lease.since_s = now_s
-            self._handle(e.Expired(device))
+            self._handle(e.Expired(state.home))
         return min(LOOK_S, max(quantum_s, 1e-3))
-
-    def _wake_first(self, device: int) -> None:
-        """Of those that wait for a turn that lasts: this one looks at its holder from here on."""
-        waiting = self._machine.ready.oldest(device)
-        if waiting is not None and self._turns[device] is not None:
-            self.leases[waiting.task.trial].wake.notify_all()
 
     # ---- instructions ----
 
@@ -253,10 +229,13 @@ class EventLoop:
         recalled: list[Lease] = []
         for instruction in self._machine.handle(event):
             if isinstance(instruction, e.Drop):
-                self._drop(instruction)
+                if (trial := self._trials.get(instruction.trial)) is not None:
+                    trial.residency.drop_shard(instruction.shard)
+                self._devices[instruction.device].free_slot(instruction.offset, instruction.num_bytes)
+                self._trace.count("dropped_bytes", instruction.device, instruction.trial, instruction.num_bytes)
             elif isinstance(instruction, e.Promote):  # ahead of its task
                 self._copying.setdefault(instruction.task.trial, []).append(instruction)
-                self._copiers[instruction.device].submit(partial(_copy_ahead, weakref.ref(self), instruction))
+                self._copiers[instruction.device].submit(partial(self._copy_ahead, instruction))
             elif isinstance(instruction, e.Move):
                 trial = self._trials[instruction.trial]
                 trial.residency.move_home(self._devices[instruction.device])
@@ -268,7 +247,9 @@ class EventLoop:
                 if isinstance(instruction, e.Run) and instruction.lasts:
                     self._turns[instruction.device] = lease
                     lease.open(instruction.task, self._devices[instruction.device])
-                    self._wake_first(instruction.device)
+                    if (first := self._machine.ready.oldest(instruction.device)) is not None:
+                        self.leases[first.task.trial].wake.notify_all()  # it looks at the holder from here on
+                lease.in_step |= isinstance(instruction, e.Enter)
                 lease.granted.append(instruction)
                 lease.wake.notify_all()
         for device, clock in enumerate(self._clocks):
@@ -278,13 +259,6 @@ class EventLoop:
         for lease in recalled:
             if lease.revoke() and lease.is_open:
                 self._end_turn(lease)
-
-    def _drop(self, drop: e.Drop) -> None:
-        trial = self._trials.get(drop.trial)
-        if trial is not None:
-            trial.residency.drop_shard(drop.shard)
-        self._devices[drop.device].free_slot(drop.offset, drop.num_bytes)
-        self._trace.count("dropped_bytes", drop.device, drop.trial, drop.num_bytes)
 
     def await_copies(self, trial: Trial) -> None:
         """Those of this trial that are under way: host memory may not change, nor the slot go, before they are made.
@@ -296,42 +270,60 @@ class EventLoop:
                         copier.keep_going()
                     self.leases[trial.id].wake.wait(_LOOK_AROUND_S)
 
+    def _copy_ahead(self, promote: e.Promote) -> None:
+        """In a device's copy thread. It may have been submitted twice; one that failed is made again when the task
+        runs."""
+        task, trace = promote.task, self._trace
+        if promote not in self._copying.get(task.trial, ()):
+            return
+        start_s, trial, copied_bytes = trace.now_s(), self._trials.get(task.trial), 0
+        try:
+            if trial is not None and not trial.ended:
+                copied_bytes = trial.residency.promote_shard(task.shard, promote.offset, promote.num_bytes, ahead=True)
+        finally:
+            del trial
+            with self._lock:
+                self._copying[task.trial].remove(promote)
+                if not self._copying[task.trial]:
+                    del self._copying[task.trial]
+                trace.count("promoted_bytes", promote.device, task.trial, copied_bytes)
+                trace.note("promote", task, promote.device, start_s, trace.now_s())
+                self.leases[task.trial].wake.notify_all()
+                self._handle(e.Promoted(task, promote.device))
+
     # ---- waiting ----
 
-    def _await(self, number: int, answers: tuple[type, ...], check: Callable[[], None]) -> Any:
-        """The next instruction to this trial; `check` ends the waiting."""
-        granted = self.leases[number].granted
-        if not granted:
+    def _await(self, number: int, answer: type[InstructionT], check: Callable[[], None]) -> InstructionT:
+        """The next instruction to this trial; `check` ends the waiting. A plain script's trial, which nobody ends, ends
+        as garbage."""
+        lease = self.leases[number]
+        if not lease.granted:
             wait = Wait()
-            while not granted:
+            while not lease.granted:
                 interrupts.check()
                 check()
-                self._wait(number, wait)
-        instruction = granted.popleft()
-        assert isinstance(instruction, answers), (instruction, answers)
+                for copier in self._copiers:
+                    copier.keep_going()
+                wait_s = self._look_at_turn(number)
+                if not lease.granted:
+                    lease.wake.wait(wait_s)
+                if wait.shall_collect() and any(not t.of_runner and t.id != number for t in self._trials.values()):
+                    collect_beside()
+                self.end_abandoned()
+                begun = self._machine.tasks_begun + sum(turn.begun for turn in self._turns if turn is not None)
+                if wait.shall_warn(begun) and not lease.granted:
+                    self._warn_of_wait(number)
+        instruction = lease.granted.popleft()
+        assert isinstance(instruction, answer), (instruction, answer)
         return instruction
-
-    def _wait(self, number: int, wait: Wait) -> None:
-        """Until it is told something, for a while. A plain script's trial, which nobody ends, ends as garbage."""
-        lease = self.leases[number]
-        for copier in self._copiers:
-            copier.keep_going()
-        wait_s = self._look_at_turn(number)
-        if not lease.granted:
-            lease.wake.wait(wait_s)
-        if wait.shall_collect() and any(not t.of_runner and t.id != number for t in self._trials.values()):
-            collect_beside()
-        self.end_abandoned()
-        begun = self._machine.tasks_begun + sum(turn.begun for turn in self._turns if turn is not None)
-        if wait.shall_warn(begun) and not lease.granted:
-            self._warn_of_wait(number)
 
     def _warn_of_wait(self, number: int) -> None:
         machine, turns = self._machine, zip(self._machine.devices, self._turns, strict=True)
         if any(d.ledger.pilot is not None or (d.running and (turn is None or turn.busy)) for d, turn in turns):
             return
         bytes_of = machine.reserved_bytes if number in machine.trials else lambda i: machine.trials[i].host_bytes
-        others = [i for i in machine.trials if i != number and bytes_of(i)]
+        has = {self._summaries[i]["name"]: bytes_of(i) for i in machine.trials if i != number}
+        others = [f"{name} has {format_bytes(num_bytes)}" for name, num_bytes in has.items() if num_bytes]
         if others:
             logger.warning(
                 "%s %s, and no task has begun for a while: %s. What is not busy elsewhere (loading, validation, a "
@@ -339,21 +331,20 @@ class EventLoop:
                 "Drop that, or call hydra_tune.release(model).",
                 self._summaries[number]["name"],
                 self._state(number),
-                ", ".join(f"{self._summaries[i]['name']} has {format_bytes(bytes_of(i))}" for i in others),
+                ", ".join(others),
             )
 
     def _state(self, number: int) -> str:
         """What the trial says itself; if it is live, what it waits for."""
         trial, state = self._trials.get(number), str(self._summaries[number]["state"])
-        if state == "live" and trial is not None and trial.stop.is_paused:
-            return "paused"
-        awaited = self._machine.awaits(number) if state == "live" and number in self._machine.trials else None
-        if awaited is None:
+        if trial is None or state != "live":
             return state
-        device, measured = awaited
+        if trial.stop.is_paused:
+            return "paused"
+        device, measured = self._machine.awaits(number) or (None, None)
         if measured is not None:
             return f"waits for the pilot or first step of {self._summaries[measured]['name']}"
-        return f"waits for memory of {self._devices[device].name}"
+        return state if device is None else f"waits for memory of {self._devices[device].name}"
 
     # ---- ends ----
 
@@ -364,35 +355,15 @@ class EventLoop:
                 number = self._abandoned.popleft()
                 if number in self._copying:
                     self._abandoned.append(number)
-                elif number in self.leases:
-                    self._summaries[number]["state"] = "ended"
+                else:
                     self._forget(number)
 
     def _forget(self, number: int) -> None:
-        self._drop_turn(self.leases[number])
-        end_trial(number, self._devices)  # before others may have its bytes
-        self._handle(e.TrialEnded(number))
-        del self.leases[number]
-
-
-def _copy_ahead(reference: weakref.ref[EventLoop], promote: e.Promote) -> None:
-    """In a device's copy thread. It may have been submitted twice; one that failed is made again when the task runs."""
-    loop = reference()
-    if loop is None or promote not in loop._copying.get(promote.task.trial, ()):
-        return
-    start_s, trial, copied_bytes = loop._trace.now_s(), loop._trials.get(promote.task.trial), 0
-    try:
-        if trial is not None and not trial.ended:
-            shard, offset, num_bytes = promote.task.shard, promote.offset, promote.num_bytes
-            copied_bytes = trial.residency.promote_shard(shard, offset, num_bytes, ahead=True)
-    finally:
-        del trial
-        with loop._lock:
-            copying = loop._copying[promote.task.trial]
-            copying.remove(promote)
-            if not copying:
-                del loop._copying[promote.task.trial]
-            loop._trace.count("promoted_bytes", promote.device, promote.task.trial, copied_bytes)
-            loop._trace.note("promote", promote.task, promote.device, start_s, loop._trace.now_s())
-            loop.leases[promote.task.trial].wake.notify_all()
-            loop._handle(e.Promoted(promote.task, promote.device))
+        """Once; an end that was interrupted is repeated."""
+        if number in self.leases:
+            self._summaries[number]["state"] = "ended"
+            self._drop_turn(self.leases[number])
+            end_trial(number, self._devices)  # before others may have its bytes
+            self._handle(e.TrialEnded(number))
+            del self.leases[number]
+        self._trials.pop(number, None)

@@ -1,14 +1,11 @@
 """What others ask of a trial, from any thread, and Ctrl-C: both wait for a boundary of the library's own work.
 
 PyTorch goes on after a KeyboardInterrupt, and so does a prepared model. But raised between the pool's answer and the
-line that notes it, it would leave the two in disagreement. So a handler of ours looks where the main thread is:
-
-    the script, a loader, a model's own forward   raised at once, as ever
-    the library's own frames                      raised at the next boundary: the end of a visit or of a forward, an
-                                                  optimizer's step, a wait; where none comes, as soon as they are left
-
-Neither costs a step anything. A second Ctrl-C is raised at once, wherever it comes. It stands in for Python's own
-handler alone: with one of the user's, which may raise anywhere, nothing is promised.
+line that notes it, it would leave the two in disagreement. So a handler of ours looks where the main thread is: in
+the script, a loader or a model's own forward it raises at once, as ever; in the library's own frames at the next
+boundary (the end of a visit or a forward, an optimizer's step, a wait), or as soon as they are left. A second Ctrl-C
+is raised at once. It stands in for Python's own handler alone: with one of the user's, which may raise anywhere,
+nothing is promised.
 """
 
 from __future__ import annotations
@@ -39,11 +36,10 @@ def interruptible(function: FunctionT) -> FunctionT:
 
 
 class Interrupts:
-    """Of the process. `pending` is set from a Ctrl-C that waits until it is raised."""
+    """Of the process."""
 
-    def __init__(self) -> None:
-        self.pending = False
-        self._looks_again = False
+    pending = False  # a Ctrl-C, until it is raised
+    _looks_again = False
 
     def install(self) -> None:
         """In place of Python's handler, if this is the main thread: no other may."""
@@ -95,7 +91,7 @@ class Stop:
         self.reason = ""
         self._goes_on = threading.Event()  # else it is to pause
         self._goes_on.set()
-        self._asked: list[Callable[[], None]] = []
+        self.asked: list[Callable[[], None]] = []  # what its thread is to call where it next is between two steps
 
     def __call__(self, reason: str) -> None:
         self.reason = reason
@@ -104,24 +100,18 @@ class Stop:
     def pause(self) -> None:
         """Hold the trial where it next is between two steps, until `go_on`."""
         self._goes_on.clear()
-        if self.reason:  # looked at last: another thread may say it meanwhile
-            self.go_on()
 
     def go_on(self) -> None:
         self._goes_on.set()
 
     @property
     def is_paused(self) -> bool:
-        return not self._goes_on.is_set()
-
-    def between_steps(self, call: Callable[[], None]) -> None:
-        """Have the trial's thread call this where it next is between two steps."""
-        self._asked.append(call)
+        return not (self.reason or self._goes_on.is_set())
 
     @property
     def is_quiet(self) -> bool:
         """There is nothing for `check_between_steps` to do."""
-        return not (self.reason or self._asked or self.is_paused)
+        return not (self.reason or self.asked or self.is_paused)
 
     def check(self) -> None:
         """Raises `TrialStopped` if the trial is to end."""
@@ -130,8 +120,8 @@ class Stop:
 
     def check_between_steps(self) -> None:
         """As `check`; what was asked is done, and the trial waits while it is paused."""
-        while self._asked:
-            self._asked.pop(0)()
+        while self.asked:
+            self.asked.pop(0)()
         while self.is_paused and not self._goes_on.wait(_LOOK_AROUND_S):
             interrupts.check()
         self.check()

@@ -22,13 +22,11 @@ from hydra_tune.device import Device
 from hydra_tune.events import Instruction
 from hydra_tune.shard import Direction, Task
 
-LOOK_S = 0.02  # how often one that waits looks at the holder; idle for so long, it computes on the host
 _TELL_AFTER = 512  # tasks
-
-
-# plain tuples: made twice a step
-_Running: TypeAlias = tuple[int, Direction, float, Any]  # a task's step and direction, when it began, and a mark
-Ran: TypeAlias = tuple[int, Direction, float, Any, float, Any]  # and when it ended, with the device's mark, if it has
+Moment: TypeAlias = float | tuple[float, Any]  # in seconds; of a GPU's task, with the device's mark
+# plain tuples, made twice a step: a task's step and direction, when it began, and when it ended
+_Running: TypeAlias = tuple[int, Direction, Moment]
+Ran: TypeAlias = tuple[int, Direction, Any, Any]  # moments
 
 
 class Lease:
@@ -50,9 +48,9 @@ class Lease:
         self._ran: deque[Ran] = deque()
         self.since_s = 0.0  # of the quantum
         self.told_s = 0.0  # until when what it did was told
-        self.seen = 0, 0.0  # by who looks at the holder: tasks begun, and when it last was busy
+        self._seen = -1  # tasks begun, by who has looked at the holder; -1 if it was in one
         self._now_s = now_s
-        self._mark: Callable[[], Any] | None = None
+        self._now: Callable[[], Moment] = now_s
         self._running: _Running | None = None
 
     @property
@@ -64,11 +62,9 @@ class Lease:
 
     def open(self, task: Task, device: Device) -> None:
         """The trial has been given a turn that lasts; with this task, which it has yet to begin."""
-        now_s = self._now_s()
-        self.task, self.device, self.in_step = task, device, True
-        self.since_s = self.told_s = now_s
-        self.seen = self.begun, now_s
-        self._mark = None if device.mark() is None else device.mark
+        self.task, self.device, self.in_step, self._seen = task, device, True, -1
+        self.since_s = self.told_s = self._now_s()
+        self._now = self._now_s if device.is_virtual else lambda: (self._now_s(), device.mark())
         self._running = None
         self.busy, self.revoked = True, False  # last
 
@@ -82,14 +78,10 @@ class Lease:
         self.revoked = True
         return not self.busy
 
-    def is_idle(self, now_s: float) -> bool:
-        """For a while, as far as who asks has looked; or as it is the holder's own thread."""
-        if not self.busy and self.thread == threading.get_ident():
-            return True
-        if self.busy or self.begun != self.seen[0]:
-            self.seen = self.begun, now_s
-            return False
-        return now_s - self.seen[1] >= LOOK_S
+    def is_idle(self) -> bool:
+        """It has been between the same two tasks when this was asked last; or it is the asking thread's own."""
+        seen, self._seen = self._seen, -1 if self.busy else self.begun
+        return not self.busy and (seen == self.begun or self.thread == threading.get_ident())
 
     def take_ran(self) -> list[Ran]:
         """What the holder, which goes on meanwhile, has left word of."""
@@ -102,7 +94,7 @@ class Lease:
         self.begun += 1
         self.thread = threading.get_ident()
         self.told_s = start_s
-        self._running = task.step, task.direction, start_s, None
+        self._running = task.step, task.direction, start_s if self._now is self._now_s else (start_s, None)
 
     def begin(self, step: int, direction: Direction) -> bool:
         """A task, unless it is under way; False if the pool is to be asked, for no turn lasts, or it is to end."""
@@ -116,7 +108,7 @@ class Lease:
                 return True
             self._note_end(running)  # a backward within a forward
         self.begun += 1
-        self._running = step, direction, self._now_s(), None if self._mark is None else self._mark()
+        self._running = step, direction, self._now()
         return True
 
     def end(self) -> bool | None:
@@ -140,39 +132,31 @@ class Lease:
             return False
         self.in_step = True
         self.begun += 1
-        self._running = step, Direction.FORWARD, self._now_s(), None if self._mark is None else self._mark()
-        return True
-
-    def end_step(self, *, trained: bool) -> bool:
-        """`end` its backward and `leave_step` at once; False if the pool is to be told: nothing has happened then."""
-        running = self._running
-        if running is None or self.revoked:
-            return False
-        self._note_end(running)
-        self._running = None
-        self.in_step = False
-        self.num_steps += trained
-        self.busy = False
+        self._running = step, Direction.FORWARD, self._now()
         return True
 
     def _note_end(self, running: _Running) -> None:
-        self._ran.append((*running, self._now_s(), None if self._mark is None else self._mark()))
+        self._ran.append((*running, self._now()))
 
     def enter_step(self) -> bool:
         """With what the one before has reserved; False if the pool is to be asked."""
         self.busy = True
         goes_on = not self.revoked
-        if goes_on:
-            self.in_step = True
+        self.in_step |= goes_on
         self.busy = self._running is not None
         return goes_on
 
     def leave_step(self, *, trained: bool) -> bool:
-        """Between two tasks; False if the pool is to be told."""
+        """At its end, or that of its last task; False if the pool is to be told: nothing has happened then."""
+        running = self._running
         self.busy = True
-        goes_on = not self.revoked
-        if goes_on:
-            self.in_step = False
-            self.num_steps += trained
+        if self.revoked:
+            self.busy = running is not None
+            return False
+        if running is not None:
+            self._note_end(running)
+            self._running = None
+        self.in_step = False
+        self.num_steps += trained
         self.busy = False
-        return goes_on and not self.revoked
+        return True

@@ -204,11 +204,13 @@ class Paused:
             self._inference.__enter__()
         self._grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
-        self._modes = torch._C._DisableTorchDispatch()
-        self._modes.__enter__()
+        self._modes = torch._C._DisableTorchDispatch() if torch._C._len_torch_dispatch_stack() else None
+        if self._modes is not None:
+            self._modes.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._modes.__exit__(*error)
+        if self._modes is not None:
+            self._modes.__exit__(*error)
         torch._C._set_grad_enabled(self._grad)
         if self._inference is not None:
             self._inference.__exit__(*error)

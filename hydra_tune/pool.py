@@ -19,7 +19,7 @@ from hydra_tune import timeline, workload
 from hydra_tune.config import ALIGNMENT_BYTES, format_bytes
 from hydra_tune.device import Device
 from hydra_tune.devices import host_bytes_for, open_devices
-from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError
+from hydra_tune.errors import BudgetError, ConfigError
 from hydra_tune.event_loop import EventLoop
 from hydra_tune.fork import new_in_child
 from hydra_tune.interrupts import Stop
@@ -29,8 +29,7 @@ from hydra_tune.policy import Policy, policy_named
 from hydra_tune.randomness import RandomState
 from hydra_tune.recording import recorded
 from hydra_tune.schedule import Machine
-from hydra_tune.shard import Task, TrialPlan
-from hydra_tune.trace import During
+from hydra_tune.shard import TrialPlan
 from hydra_tune.workload import TrialWork
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 _SEED_STRIDE = 1_000_003  # seeds of neighbouring trials lie apart
 _MOST_KNOWN = 256  # architectures
 _DEVICE_KEYS = ("name", "budget_bytes", "used_bytes", "peak_bytes", "measured_peak_bytes")  # in a report
-_FIGURES = ("device", "steps", "resident", "weight_bytes")
 
 
 class ShardPool(EventLoop):
@@ -134,9 +132,9 @@ class ShardPool(EventLoop):
 
     def figures(self, trial: Trial) -> dict[str, Any]:
         """Plain data on what one trial has done so far, a few numbers."""
+        told = {key: trial.told[key] for key in ("device", "steps", "resident", "weight_bytes")}
         with self._lock:
-            totals = asdict(self._trace.trials[trial.id])
-        return {**{key: trial.told[key] for key in _FIGURES}, "shards": len(trial.told["shards"]), **totals}
+            return {**told, "shards": len(trial.told["shards"]), **asdict(self._trace.trials[trial.id])}
 
     def timeline(self) -> list[dict[str, Any]]:
         """Spans of time in order of their end: kind (run, promote, spill, wait, stall), device, trial, step, shard,
@@ -164,16 +162,10 @@ class ShardPool(EventLoop):
         return workload.save(self.workload(), path)
 
     @property
-    def host_free_bytes(self) -> int:
-        """What of its host memory no live trial has."""
+    def host_bytes(self) -> list[int]:
+        """Of host memory, what each live trial has."""
         with self._lock:
-            return self.host_memory_bytes - self._machine.host_used_bytes
-
-    @property
-    def host_bytes_a_trial(self) -> int:
-        """Of the one of the live trials that takes the most; 0 while there is none."""
-        with self._lock:
-            return max((trial.host_bytes for trial in self._machine.trials.values()), default=0)
+            return [trial.host_bytes for trial in self._machine.trials.values()]
 
     # ---- its end ----
 
@@ -187,10 +179,6 @@ class ShardPool(EventLoop):
             for lease in self.leases.values():
                 lease.wake.notify_all()
 
-    def check_usable(self) -> None:
-        if self._closed:
-            raise PoolClosedError("a closed pool takes no trials. Make a new ShardPool.")
-
     def __enter__(self) -> ShardPool:
         return self
 
@@ -200,12 +188,7 @@ class ShardPool(EventLoop):
     # ---- its trials ----
 
     def add_trial(
-        self,
-        make: Callable[[int, Device], Trial],
-        total_steps: int | None,
-        host_bytes: int,
-        name: str | None,
-        stop: Stop,
+        self, make: Callable[[int, Device], Trial], steps: int | None, host_bytes: int, name: str | None, stop: Stop
     ) -> Trial:
         """Place a trial, once host memory has room for it. It has so many mini-batches, if that is known; `stop` ends
         the waiting.
@@ -227,12 +210,12 @@ class ShardPool(EventLoop):
             self._summaries[number] = {"name": name, "state": f"waits for {format_bytes(host_bytes)} of host memory"}
             self.leases[number] = Lease(number, self._trace.now_s, threading.Condition(self._lock))
             try:
-                self._handle(e.TrialAdded(number, total_steps, host_bytes, self._homes_move))
-                home = self._await(number, (e.Place,), check).device
+                self._handle(e.TrialAdded(number, steps, host_bytes, self._homes_move))
+                home = self._await(number, e.Place, check).device
                 trial = self._trials[number] = make(number, self._devices[home])
             except BaseException:
-                del self._summaries[number]
                 self._forget(number)
+                del self._summaries[number]
                 raise
             self._summaries[number] = trial.told
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
@@ -261,21 +244,16 @@ class ShardPool(EventLoop):
         """With another plan that holds the same; whether it was done at once. Else nothing has changed."""
         with self._lock:
             self.check_open(trial)
-            self.give_back(trial)
+            self.hear(trial, ends=True)
             self._handle(e.PlanReady(trial.id, plan, waits=False))
             granted = self.leases[trial.id].granted
-            at_once = bool(granted)
-            granted.clear()
-            return at_once
+            return bool(granted) and isinstance(granted.popleft(), e.Admit)
 
     def end_trial(self, trial: Trial) -> None:
         """Take back everything; the others go on."""
         with self._lock:
             self.await_copies(trial)
-            trial.told["state"] = "ended"
-            if trial.id in self.leases:  # else an interrupted end is repeated
-                self._forget(trial.id)
-            self._trials.pop(trial.id, None)
+            self._forget(trial.id)
 
     def known_of(self, key: bytes) -> Known:
         """What trials of this architecture have shown; the latest architectures are remembered."""
@@ -290,38 +268,23 @@ class ShardPool(EventLoop):
         """The latest of each architecture."""
         return {key: known.plan for key, known in self._known.items() if known.plan is not None}
 
-    def free_bytes_of(self, trial: Trial) -> int:
-        """Of its home, where it has that to itself: all that no other trial holds for life."""
-        with self._lock:
-            ledger = self._machine.devices[self._machine.trials[trial.id].home].ledger
-            return ledger.budget_bytes - ledger.held_bytes
-
-    def slot_of(self, task: Task) -> tuple[int, int]:
-        """Offset and bytes of its shard's slot; none for a shard whose weights are all held."""
-        with self._lock:
-            ledger = self._machine.devices[self._machine.trials[task.trial].home].ledger
-            return ledger.slots.get((task.trial, task.shard), (0, 0))
-
     @property
     def is_shared(self) -> bool:
         """By several trials, now."""
         return len(self._trials) > 1
 
-    def now_s(self) -> float:
-        """Since the pool began."""
-        return self._trace.now_s()
-
-    def note_moved(self, trial: int, what: str, device: Device, num_bytes: int, during: During | None = None) -> None:
-        """Of what a trial has moved (``"promoted_bytes"``); `during`, for a span of the task that it runs."""
+    def note_moved(self, trial: int, what: str, device: Device, num_bytes: int) -> None:
+        """Of what a trial has moved (``"promoted_bytes"``)."""
         with self._lock:
             self._trace.count(what, device.number, trial, num_bytes)
+
+    def note_spill(self, trial: int, device: Device, num_bytes: int, during: float | tuple[Any, Any]) -> None:
+        """Of the task that it runs: for so many seconds, until now, or between two marks of a device's own."""
+        with self._lock:
+            self.note_moved(trial, "spilled_bytes", device, num_bytes)
             task = self._machine.devices[device.number].running
-            if during is None or task is None or task.trial != trial:
-                return
-            if isinstance(during, tuple):
-                self._clocks[device.number].spilled(task, *during)
-            else:
-                self._trace.note("spill", task, device.number, during, self._trace.now_s())
+            if task is not None and task.trial == trial:
+                self._clocks[device.number].spilled(task, during)
 
 
 _default_pool: ShardPool | None = None

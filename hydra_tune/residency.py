@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -11,9 +12,7 @@ from torch import nn
 
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
-from hydra_tune.copier import copying
 from hydra_tune.device import Arrival, Device
-from hydra_tune.fork import gate
 from hydra_tune.host_buffer import HostWeights, tensor_bytes
 from hydra_tune.meter import TrialMeter
 from hydra_tune.tree import flatten, tensors_in, unflatten
@@ -69,23 +68,16 @@ class Residency:
         """Into `copies`, in the trial's thread; `ahead` of its task in one of the device's; bytes that were copied.
         Where slots stay in place, the copy that was there before is filled again."""
         device, place = self.device, (shard, offset, num_bytes)
-        copy = self._former.get(place)
-        if copy is None or not copy.fits:
-            with copying() if ahead else self.meter.paused():
+        counting = self.meter.always if ahead else self.meter.counting
+        with (device.of_slots if ahead else self.meter).paused():
+            copy = self._former.get(place)
+            if copy is None or not copy.fits:
                 copy = DeviceCopy(device, device.slot(offset, num_bytes), self.shards[shard], self._weights)
-            if device.is_virtual:
-                if len(self._former) >= MOST_FORMER:
-                    self._former.clear()
-                self._former[place] = copy
-        if ahead or self.meter.counting or torch._C._len_torch_dispatch_stack():
-            counting = self.meter.always if ahead else self.meter.counting
-            with copying() if ahead else self.meter.paused():
-                self._fill(copy, counting=counting)
-        else:  # nobody sees these operators; nor do they ask for gradients
-            is_outermost = gate.enter()
-            self._fill(copy, counting=False)
-            if is_outermost:
-                gate.leave()
+                if device.is_virtual:
+                    if len(self._former) >= MOST_FORMER:
+                        self._former.clear()
+                    self._former[place] = copy
+            self._fill(copy, counting=counting)
         copy.is_new = not ahead
         self.copies[shard] = copy
         return copy.copied_bytes
@@ -98,8 +90,7 @@ class Residency:
 
     def drop_shard(self, shard: int) -> None:
         """In any thread."""
-        copy = self.copies.pop(shard, None)
-        if copy is not None:
+        if (copy := self.copies.pop(shard, None)) is not None:
             self.drop(copy)
 
     def drop(self, copy: DeviceCopy) -> None:
@@ -113,36 +104,29 @@ class Residency:
         if copy.is_new:
             copy.is_new = False
             return
-        stale = copy.stale(block.slot_parameters)
-        if stale:
+        if stale := copy.stale(block.slot_parameters):
             with self.meter.paused():
                 copy.device.promote(stale, in_use=True)
 
     def spill_gradients(
-        self,
-        device: Device,
-        masters: Sequence[nn.Parameter],
-        gradients: Sequence[torch.Tensor | None],
-        *,
-        late: bool,
+        self, masters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], *, late: bool
     ) -> list[torch.Tensor | None]:
         """Fresh host tensors, laid out as their master, so that autograd can take them for `.grad` as they are. With
         `late` nobody reads them before `await_gradients`."""
         self.await_gradients()  # a plan has room for those of one block beside the next one's
         given = [g for g in gradients if g is not None]
-        like = masters
-        if len(given) < len(masters):
-            like = [p for g, p in zip(gradients, masters, strict=True) if g is not None]
-        num_bytes, start_s = sum(map(tensor_bytes, given)), self._pool.now_s()
+        like = [p for g, p in zip(gradients, masters, strict=True) if g is not None]
+        num_bytes, start_s = sum(map(tensor_bytes, given)), time.perf_counter()
         with self.meter.paused():
-            spilled, arrival = device.spill(given, like)
+            spilled, arrival = self.device.spill(given, like)
             if late and not torch.is_anomaly_enabled():  # that reads what a node returns
                 self._arrival = arrival
             else:
                 arrival.wait()
-        self._pool.note_moved(self.meter.trial, "spilled_bytes", device, num_bytes, arrival.marks or start_s)
+        during = arrival.marks or time.perf_counter() - start_s
+        self._pool.note_spill(self.meter.trial, self.device, num_bytes, during)
         hosts = iter(spilled)
-        return [*spilled] if like is masters else [None if g is None else next(hosts) for g in gradients]
+        return [None if g is None else next(hosts) for g in gradients]
 
     def disown_gradients(self, blocks: Sequence[Block]) -> None:
         """Those of weights in host memory are there, though a virtual device's operator may have added to them."""
@@ -174,44 +158,37 @@ class Residency:
         """Move parameters and buffers outside these blocks to the device, unless they are there."""
         there = {(m, name) for b in except_blocks for m, name, _ in b.sites}
         there |= {(module(), name) for module, name, _ in self._held}  # type: ignore[misc]
-        moved = set[torch.Tensor]()  # each once, though it may have several sites
+        moved: dict[torch.Tensor, None] = {}  # each once, though it may have several sites
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and (module, name) not in there:
                     self._held.append((ref(module), name, module._parameters.get(name)))
-                    if tensor not in moved:
-                        moved.add(tensor)
-                        self._hold(tensor)
+                    moved[tensor] = None
+        for tensor in moved:
+            grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
+            with self.meter.paused():
+                _put(tensor, tensor.detach().to(self.device.torch_device, copy=True))
+                if grad is not None and grad.device != self.device.torch_device:  # a virtual one's may be a user's view
+                    tensor.grad = grad.detach().to(self.device.torch_device)
+            self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, tensor_bytes(tensor))
+            if self.meter.counting:
+                self.meter.adopt([tensor] if grad is None else [tensor, grad])
         if moved:
             self._move_state(optimizers)
-
-    def _hold(self, tensor: torch.Tensor) -> None:
-        grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
-        with self.meter.paused():
-            _put(tensor, tensor.detach().to(self.device.torch_device, copy=True))
-            if grad is not None and grad.device != self.device.torch_device:
-                tensor.grad = grad.detach().to(
-                    self.device.torch_device
-                )  # a virtual one's stays: the user's view, maybe
-        self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, tensor_bytes(tensor))
-        if self.meter.counting:
-            self.meter.adopt([tensor] if grad is None else [tensor, grad])
 
     def bring_home(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Move what is held on the device back to host memory."""
         self._former.clear()
         found: dict[torch.Tensor, None] = {}
         for reference, name, parameter in self._held:
-            tensor: torch.Tensor | None = parameter
-            if (module := reference()) is not None:  # which may have another one by now
-                tensor = {**module._buffers, **module._parameters}.get(name)
+            module = reference()  # which may have another one by now
+            tensor = parameter if module is None else {**module._buffers, **module._parameters}.get(name)
             if tensor is not None:
                 found[tensor] = None
         with self.meter.paused():
             for held in found:
                 _put(held, self._to_host(held))
-                grad = held.grad if held.is_leaf else None
-                if grad is not None:
+                if (grad := held.grad if held.is_leaf else None) is not None:
                     self.meter.disown(grad)
                     if grad.device.type != "cpu":
                         held.grad = self._to_host(grad)

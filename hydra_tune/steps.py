@@ -11,7 +11,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from hydra_tune.engine import ForwardPass
-from hydra_tune.events import StepDone
+from hydra_tune.events import Enter, StepDone, StepReady
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
@@ -25,63 +25,49 @@ class Steps:
     """`under_way` is the step of that `number`; the first of a kind has what its `FirstStep` has reserved."""
 
     def __init__(self, trial: Trial) -> None:
-        self._trial = trial
+        self._trial: Trial = weakref.proxy(trial)
         self.number = 0
         self.under_way = False
         self.trains = False  # it has seen a backward
-        self.num_forwards = self._num_backwards = 0
-        self._forwards: list[weakref.ref[ForwardPass]] = []  # not a WeakSet, whose callbacks swallow interruptions
+        self.num_forwards = self.num_backwards = 0
+        # of the last step; some may have gone since. Not a WeakSet, whose callbacks swallow interruptions
+        self.forwards: list[weakref.ref[ForwardPass]] = []
         self._keeps = False  # an activation, of which the script was told
-
-    def close(self) -> None:
-        """Let go of the trial, so that no cycle keeps it."""
-        self.__dict__.pop("_trial", None)
-
-    def check_between(self) -> None:
-        """Between two steps a trial may be paused, or asked to do something."""
-        trial = self._trial
-        if trial.stop.is_paused:
-            trial.pool.give_back(trial)
-        trial.stop.check_between_steps()
 
     def open(self) -> None:
         """Wait until the step fits. One that is under way goes on, but not for ever."""
         if self.under_way:
-            if self._num_backwards >= _MOST_BACKWARDS:
+            if self.num_backwards >= _MOST_BACKWARDS:
                 self._leave_endless()
             return
         if not self._trial.lease.enter_step():
-            self._trial.pool.enter_step(self._trial)
+            self._trial.pool.ask(self._trial, StepReady(self._trial.id), Enter)
         self.begin()
 
     def begin(self) -> None:
         """One that has room."""
-        self.trains, self.num_forwards, self._num_backwards, self.under_way = False, 0, 0, True
-
-    @property
-    def was_simple(self) -> bool:
-        """The last one had one forward, and one backward."""
-        return (self.num_forwards, self._num_backwards) == (1, 1)
+        self.trains, self.num_forwards, self.num_backwards, self.under_way = False, 0, 0, True
 
     @property
     def outlasts_first(self) -> bool:
         """A first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
-        return self._num_backwards >= _MOST_FIRST_BACKWARDS
+        return self.num_backwards >= _MOST_FIRST_BACKWARDS
 
     def leave(self) -> None:
         trial = self._trial
         self.under_way = False
         trial.residency.await_gradients()
-        if trial.planner.first is None and not trial.lease.leave_step(trained=self.trains):
+        lease = trial.lease
+        if trial.planner.first is None and (not lease.leave_step(trained=self.trains) or lease.revoked):
             trial.pool.leave_step(trial, trained=self.trains)
         if self.trains and trial.resumption is not None:
             trial.resumption.has_trained()
 
     def leave_if_done(self) -> bool:
         """Whether no backward may come: then no step is under way."""
-        if self._forwards:
-            self._forwards = [ref for ref in self._forwards if (forward := ref()) is not None and not forward.done]
-            if self._forwards:
+        if self.forwards:
+            self.forwards = [ref for ref in self.forwards if (forward := ref()) is not None and not forward.done]
+            if self.forwards:
                 return False
         if self.under_way:
             self.leave()
@@ -100,29 +86,21 @@ class Steps:
                 trial.name,
             )
         trial.residency.await_gradients()
-        self._num_backwards -= 1  # the next one ends a step, too
+        self.num_backwards -= 1  # the next one ends a step, too
         trial.pool.tell_between_tasks(trial, StepDone(trial.id, keeps_bytes=True))
 
     # ---- its forwards and backwards ----
 
-    @property
-    def has_forwards(self) -> bool:
-        """Those of the last step: some may have gone since."""
-        return bool(self._forwards)
-
     def add_forward(self, forward: ForwardPass) -> None:
         self.num_forwards += 1
-        self._forwards.append(weakref.ref(forward))
+        self.forwards.append(weakref.ref(forward))
 
     @property
     def latest_forward(self) -> ForwardPass | None:
         """The last one whose graph may still be used."""
-        return next((found for ref in reversed(self._forwards) if (found := ref()) is not None), None)
+        return next((found for ref in reversed(self.forwards) if (found := ref()) is not None), None)
 
     @property
     def has_one_forward(self) -> bool:
         """Whether no other one's backward may be under way, or be still to come."""
-        return sum((forward := ref()) is not None and not forward.done for ref in self._forwards) == 1
-
-    def add_backward(self) -> None:
-        self._num_backwards += 1
+        return sum((forward := ref()) is not None and not forward.done for ref in self.forwards) == 1

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, starmap
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from hydra_tune.device import Device
@@ -20,7 +20,6 @@ from hydra_tune.lease import Ran
 from hydra_tune.shard import Task
 from hydra_tune.state import NO_TRIAL
 
-During = float | tuple[Any, Any]  # for so many seconds, until now, or between two marks of a device's own
 MAX_SPANS = 200_000  # the oldest are forgotten first
 LATE_HOST = "launch"  # the cause of a stall that the scheduler has not seen: nothing was launched yet
 BETWEEN = "no ready task"  # the cause of one within a turn that lasts
@@ -68,25 +67,24 @@ class Trace:
     def now_s(self) -> float:
         return time.perf_counter() - self._start
 
-    def note(self, kind: str, task: Task, device: int, start_s: float, end_s: float) -> None:
-        """A span of this task's."""
+    def note(self, kind: str, task: Task | None, device: int, start_s: float, end_s: float, cause: str = "") -> None:
+        """A span of this task's; of none's, where the device stalls."""
+        if task is None:
+            self._spans.append((kind, device, -1, -1, "", start_s, end_s, cause, 0))
+            self.devices[device].stalled_s += end_s - start_s
+            return
         direction = task.direction._value_  # `value` takes half a microsecond
-        self._spans.append((kind, device, task.trial, task.shard, direction, start_s, end_s, "", task.step))
+        self._spans.append((kind, device, task.trial, task.shard, direction, start_s, end_s, cause, task.step))
         if kind == "run":
             self.devices[device].busy_s += end_s - start_s
             self.trials[task.trial].busy_s += end_s - start_s
         elif kind == "wait":
             self.trials[task.trial].stalled_s += end_s - start_s
 
-    def note_stall(self, device: int, start_s: float, end_s: float, cause: str) -> None:
-        if end_s > start_s and cause != NO_TRIAL:
-            self._spans.append(("stall", device, -1, -1, "", start_s, end_s, cause, 0))
-            self.devices[device].stalled_s += end_s - start_s
-
     def note_turn(self, device: int, trial: int, tasks: Sequence[Ran], since_s: float) -> float:
         """A resident trial's tasks, one after another, and that the device waited before each. Seconds they took."""
         busy_s = stalled_s = 0.0
-        for step, direction, start_s, _, end_s, _ in tasks:
+        for step, direction, start_s, end_s in tasks:
             if start_s > since_s:
                 self._spans.append(("stall", device, -1, -1, "", since_s, start_s, BETWEEN, 0))
                 stalled_s += start_s - since_s
@@ -103,93 +101,88 @@ class Trace:
             vars(totals)[what] += num_bytes
 
 
-class _Launched(NamedTuple):
-    task: Task
-    host_s: float  # when it was launched; the device may have begun later
-    start: Any  # marks
-    end: Any
-    cause: str  # why the device would have computed nothing before
-
-
 class TaskClock:
     """One device's: writes spans of its tasks, stalls and late copies into `trace`. Called under the pool's lock."""
 
     def __init__(self, trace: Trace, device: Device) -> None:
         self._trace = trace
         self._device = device
-        self._idle: list[tuple[float, str]] = []  # since when, and why: a cause may give way to another
-        self._begun: tuple[Any, str] | None = None
-        self._launched: deque[_Launched] = deque()
-        self._spills: deque[tuple[Task, Any, Any]] = deque()
+        self.cause = ""  # why it idles; empty where it does not
+        self._idle_s = 0.0  # since when
+        self._why = 0.0, ""  # a GPU had nothing to do: the longest of what the host has seen
+        self._begun_s = 0.0  # when its task did; on a GPU, for the host
+        self._begun: Any = None  # a mark
+        # what a GPU may not be done with: kind, task, marks of its start and end, when the host has launched it (it may
+        # have begun later), and why the GPU would have computed nothing before
+        self._given: deque[tuple[str, Task, Any, Any, float, str]] = deque()
         self._last: tuple[Any, float] | None = None  # the last task's end, as a mark and in seconds
         self._untold_s: defaultdict[int, float] = defaultdict(float)  # by trial
 
-    @property
-    def cause(self) -> str:
-        """Why it idles; empty where it does not."""
-        return self._idle[-1][1] if self._idle else ""
-
     def idles(self, since_s: float, cause: str) -> None:
-        self._idle.append((since_s, cause))
+        """One cause may give way to another."""
+        if self.cause and not self._device.is_virtual:  # its own stall is another one, for most of the same reason
+            self._why = max(self._why, (since_s - self._idle_s, self.cause))
+        elif self.cause:
+            self._stalled(self._idle_s, since_s, self.cause)
+        self._idle_s, self.cause = since_s, cause
+
+    def _stalled(self, start_s: float, end_s: float, cause: str) -> None:
+        if end_s > start_s and cause != NO_TRIAL:
+            self._trace.note("stall", None, self._device.number, start_s, end_s, cause)
 
     def begin(self, now_s: float) -> None:
-        stalls = [(start_s, end_s, cause) for (start_s, cause), (end_s, _) in pairwise([*self._idle, (now_s, "")])]
-        self._idle, mark = [], self._device.mark()
-        if mark is not None:  # its own stall is another one, for most of the same reason
-            self._begun = mark, max(stalls, key=lambda stall: stall[1] - stall[0])[2] if stalls else ""
-            return
-        for stall in stalls:
-            self._trace.note_stall(self._device.number, *stall)
+        self.idles(now_s, "")
+        self._begun_s, self._begun = now_s, self._device.mark()
+        self._last = self._last or (self._begun, now_s)
 
-    def end(self, task: Task, start_s: float, end_s: float) -> float:
+    def end(self, task: Task, end_s: float) -> float:
         """Seconds that the task took; on a GPU, what has become known of its trial's tasks since it was last told."""
-        if self._begun is None:
-            self._trace.note("run", task, self._device.number, start_s, end_s)
-            return end_s - start_s
-        (start, cause), self._begun = self._begun, None
-        self._launched.append(_Launched(task, start_s, start, self._device.mark(), cause))
-        self.settle()
-        return self._untold_s.pop(task.trial, 0.0)
+        if self._device.is_virtual:
+            self._trace.note("run", task, self._device.number, self._begun_s, end_s)
+            return end_s - self._begun_s
+        self._launch(task, self._begun_s, None, self._device.mark())
+        return self._told_s(task.trial)
 
     def ran(self, trial: int, tasks: Sequence[Ran], since_s: float) -> float:
         """Those of a resident trial, one after another, in a turn that lasts; since then the device has run none. As
         `end`."""
-        if tasks and tasks[0][-1] is None:
+        if self._device.is_virtual:
             return self._trace.note_turn(self._device.number, trial, tasks, since_s)
-        for step, direction, start_s, start, _, end in tasks:
-            begun, cause = self._begun or (start, BETWEEN)
-            self._begun = None
-            self._launched.append(_Launched(Task(trial, step, 0, direction), start_s, begun, end, cause))
-        if not self._launched:
-            return 0.0
+        for step, direction, (start_s, start), (_, end) in tasks:
+            self._launch(Task(trial, step, 0, direction), start_s, start, end)
+        return self._told_s(trial)
+
+    def _launch(self, task: Task, host_s: float, start: Any, end: Any) -> None:
+        cause = BETWEEN
+        if self._begun is not None:
+            (_, cause), self._why = self._why, (0.0, "")
+            start, self._begun = self._begun, None
+        self._given.append(("run", task, start, end, host_s, cause))
+
+    def _told_s(self, trial: int) -> float:
         self.settle()
         return self._untold_s.pop(trial, 0.0)
 
-    def spilled(self, task: Task, start: Any, end: Any) -> None:
-        """From one mark to another, in a stream of its own."""
-        self._spills.append((task, start, end))
+    def spilled(self, task: Task, during: float | tuple[Any, Any]) -> None:
+        """For so many seconds, until now; or between two marks, in a stream of its own."""
+        if isinstance(during, tuple):
+            self._given.append(("spill", task, *during, 0.0, ""))
+        else:
+            now_s = self._trace.now_s()
+            self._trace.note("spill", task, self._device.number, now_s - during, now_s)
 
     def settle(self) -> None:
         """Note what the device is done with."""
-        while self._launched and self._launched[0].end.query():
-            self._settle(self._launched.popleft())
-        while self._spills and self._last is not None and self._spills[0][-1].query():
-            task, start, end = self._spills.popleft()
-            mark, mark_s = self._last
-            start_s = max(0.0, mark_s + _seconds(mark, start))
-            self._trace.note("spill", task, self._device.number, start_s, start_s + _seconds(start, end))
-
-    def _settle(self, launched: _Launched) -> None:
-        start_s = launched.host_s
-        if self._last is not None:
+        while self._last is not None and self._given and self._given[0][3].query():
+            kind, task, start, end, host_s, cause = self._given.popleft()
             last, last_s = self._last
-            start_s = max(start_s, last_s + _seconds(last, launched.start))
-            if start_s > last_s + _LEAST_STALL_S:
-                self._trace.note_stall(self._device.number, last_s, start_s, launched.cause or LATE_HOST)
-        seconds = _seconds(launched.start, launched.end)
-        self._trace.note("run", launched.task, self._device.number, start_s, start_s + seconds)
-        self._untold_s[launched.task.trial] += seconds
-        self._last = launched.end, start_s + seconds
+            start_s, seconds = max(host_s, last_s + _seconds(last, start)), _seconds(start, end)
+            if kind == "run":
+                if start_s > last_s + _LEAST_STALL_S:
+                    self._stalled(last_s, start_s, cause or LATE_HOST)
+                self._untold_s[task.trial] += seconds
+                self._last = end, start_s + seconds
+            self._trace.note(kind, task, self._device.number, start_s, start_s + seconds)
 
 
 def _seconds(earlier: Any, later: Any) -> float:

@@ -117,7 +117,6 @@ class Trial:
         self._counting: TrialMode | None = None  # from a first step's begin to its end
         # the task that has the lease
         self._task: Task | None = None
-        self._task_start_s = 0.0
         self.awaits_backward = False  # of the one forward of a simple step
         self._steps_are_simple: bool | None = None  # one forward, one backward; None as long as nobody has seen
         self._ref = weakref.ref(self)
@@ -237,7 +236,6 @@ class Trial:
                 give_back(model, self)
             self.is_plain = True
         self.planner.close()
-        self.steps.close()
         self.resumption = None
         self._roots = []
 
@@ -343,7 +341,7 @@ class Trial:
         self._leave_last_step()
         if is_covered and call in self.planner.covered:
             if not self.steps.under_way:
-                self.steps.check_between()
+                self.stop.check_between_steps()
             self.steps.open()
             return self._run_step(root, args, kwargs)
         self._enter(root, args, kwargs)
@@ -363,7 +361,7 @@ class Trial:
             not self._steps_are_simple
             or self.resumption is not None  # that hears of each backward
             or steps.under_way
-            or steps.has_forwards
+            or steps.forwards
             or self._task is not None
             or self._backwards
             or self.awaits_backward
@@ -409,7 +407,7 @@ class Trial:
             result = run(*given)  # no closure, which the frames of an exception would keep
             trained = True
         finally:
-            if lasts and not keeps_graph and lease.end_step(trained=trained):
+            if lasts and self._task and not keeps_graph and lease.leave_step(trained=trained):
                 self._task = None
                 if lease.revoked:
                     self.pool.hear(self)
@@ -466,7 +464,7 @@ class Trial:
                 return
             planner.learn(kind)
             return  # the next step counts with it
-        self.steps.check_between()
+        self.stop.check_between_steps()
         if not (planner.knows(kind) or planner.learn(kind)):
             self._begin_first_step(kind, args, kwargs)
             return
@@ -536,7 +534,7 @@ class Trial:
         with gate.stepped_out():
             self.pool.ask(self, Outgrown(self.id), Alone)
             self.residency.device.free_cache()
-        return self.pool.free_bytes_of(self)
+        return self.device.ledger.budget_bytes - self.device.ledger.held_bytes
 
     def _run_step(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         first, plan = self.planner.first, self.plan
@@ -650,7 +648,7 @@ class Trial:
             self.pool.check_open(self)
             first.meet(block)
         forward_pass = self._pass or next(iter(self._backwards[-1].passes[self]))
-        forward_pass.count(block.name)
+        forward_pass.calls[block.name] += 1
         leaves, structure = flatten_call(args, kwargs)
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not (with_gradients and (any(are_trained(given)) or any(are_trained(block.parameters)))):
@@ -824,7 +822,7 @@ class Trial:
         if not (self.residency.spilled or self.planner.first is not None):
             sent = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
         elif call.has_casts:  # converted there: exactly, and the device has no room for both
-            sent = self.residency.spill_gradients(self.device, parameters, gradients, late=False)
+            sent = self.residency.spill_gradients(parameters, gradients, late=False)
             with self.meter.paused():
                 sent = [None if g is None else g.to(p.dtype) for g, p in zip(sent, parameters, strict=True)]
         else:
@@ -842,7 +840,7 @@ class Trial:
             and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
         )
         late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
-        sent = self.residency.spill_gradients(self.device, parameters, gradients, late=late)
+        sent = self.residency.spill_gradients(parameters, gradients, late=late)
         if alone:
             self._sent += [
                 _Sent(p, g.data_ptr(), g._version, call.block.name, late)
@@ -911,11 +909,11 @@ class Trial:
             steps.trains = True
             if not self._pass.has_trained:
                 self._pass.has_trained = True
-                steps.add_backward()
+                steps.num_backwards += 1
         if not (within_forward or within_backward):
-            steps.add_backward()
+            steps.num_backwards += 1
             if self._steps_are_simple is None:
-                self._steps_are_simple = steps.was_simple or None
+                self._steps_are_simple = (steps.num_forwards, steps.num_backwards) == (1, 1) or None
             if not self.ended:
                 self._boundary()
             self._note_for_resumption()
@@ -1010,14 +1008,14 @@ class Trial:
         if self._task != task:
             self._close_backward()
             ended, self._task = self._task, None
-            after = (ended, self._task_start_s) if ended else None
-            self._task_start_s = self.pool.acquire(task, after)
+            self.pool.acquire(task, ended)
             hold(self.device.generators, self.random_state)
             self._task = task
         assert self.plan is not None
         copies = self.residency.copies
         if not self.plan.resident and shard not in copies:
-            self.residency.promote_shard(shard, *self.pool.slot_of(task))  # it needs no slot, or that failed
+            place = self.device.ledger.slots.get((self.id, shard), (0, 0))  # it needs no slot, or that failed
+            self.residency.promote_shard(shard, *place)
         return copies.get(shard)
 
     def _leave_after_error(self) -> None:
@@ -1041,7 +1039,7 @@ class Trial:
             task, self._task = self._task, None
             goes_on = self.lease.end()
             if goes_on is None:
-                self.pool.release(task, self._task_start_s)
+                self.pool.release(task)
             elif not goes_on:
                 self.pool.hear(self)
 

@@ -56,7 +56,7 @@ class Places:
         if self._given is not None:
             return self._given
         least, most_bytes = LEAST_A_DEVICE * len(self._pool.devices), self._pool.host_memory_bytes
-        a_trial = self._pool.host_bytes_a_trial
+        a_trial = max(self._pool.host_bytes, default=0)
         if a_trial == 0:
             return least
         number = max(least, min(self.most, most_bytes // a_trial))

@@ -43,7 +43,7 @@ class PoolActor:
         self._job = None if spec.shared else job
         self._places = places
         self._attempts: dict[Line, Attempt] = {}
-        self._states = KeptStates(lambda: self._pool.host_free_bytes)
+        self._states = KeptStates(lambda: self._pool.host_memory_bytes - sum(self._pool.host_bytes))
         self._attempt = partial(
             Attempt, self._pool, work=pool_work.train, on_lost=self._start_anew, states=self._states
         )

@@ -314,7 +314,7 @@ class Search:
             except Exception as error:  # a full disk, a storage out of reach: the trial itself goes on
                 logger.warning("trial %d: no clone could be made of it (%s)", number, error)
 
-        context.stop.between_steps(write_and_enqueue)
+        context.stop.asked.append(write_and_enqueue)
 
 
 def _has_nan(value: Any) -> bool:

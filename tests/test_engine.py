@@ -74,7 +74,7 @@ def in_another_thread(model, x):
 def losing_its_turn(model, x):
     loss = model(x).square().sum()
     if (trial := getattr(model.forward, "trial", None)) is not None:
-        trial.pool.give_back(trial)
+        trial.pool.hear(trial, ends=True)
     loss.backward()
 
 

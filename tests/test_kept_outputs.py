@@ -174,5 +174,5 @@ def test_an_output_that_is_dropped_is_not_kept(kind, around, caplog):
                 loss = model(torch.randn(4, WIDTH)).sum()
             loss.backward()
             del loss
-            assert not steps.under_way and not steps._forwards
+            assert not steps.under_way and not steps.forwards
     assert "keeps an output" not in caplog.text

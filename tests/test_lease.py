@@ -62,7 +62,7 @@ def search(pool, objective, trials=TRIALS, concurrency=TRIALS):
 
 def test_resident_trials_pay_a_turn_and_not_a_task(told, monkeypatch):
     """400 steps of two tasks were 800 turns, and 2000 events. Here no holder seems idle, however slow the machine."""
-    monkeypatch.setattr("hydra_tune.lease.LOOK_S", 3600.0)
+    monkeypatch.setattr(event_loop, "LOOK_S", 3600.0)
     with hydra_tune.ShardPool(["cpu"], "64MiB", policy=Fifo(quantum_s=60.0)) as pool:
         study = search(pool, lambda trial: train(trial.number))
         trials, timeline = pool.report()["trials"], pool.timeline()
@@ -198,7 +198,6 @@ def prepared_elsewhere(pool, model):
 def test_two_models_of_one_thread_do_not_wait_for_each_other(monkeypatch):
     """Though two threads have prepared them: who asks is the holder's own thread, which cannot be in a task."""
     monkeypatch.setattr(event_loop, "LOOK_S", 3600.0)
-    monkeypatch.setattr("hydra_tune.lease.LOOK_S", 3600.0)
     with hydra_tune.ShardPool(["cpu"], "64MiB", policy=Fifo(quantum_s=3600.0)) as pool:
         models = [prepared_elsewhere(pool, net()) for _ in range(2)]
         for _ in range(5):

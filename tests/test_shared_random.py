@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.shared_random import watching_draws
+from hydra_tune.shared_random import SharedRandom
 
 captured, imported = random.random, np.random.rand
 DRAWS = {
@@ -60,40 +60,12 @@ def states():
 
 
 @pytest.mark.parametrize("what", [*DRAWS, *NO_DRAWS])
-def test_what_draws_is_found_and_taken_back(what):
-    draw, before = (DRAWS | NO_DRAWS)[what], states()
-    found, draws = watching_draws(lambda: (draw(), "found")[1])
-    assert found == "found" and draws == (what in DRAWS)
-    assert states() == before
-
-
-def test_what_raises_has_drawn_nothing_either():
-    before = states()
-
-    def fails():
-        random.random()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        watching_draws(fails)
-    assert states() == before
-
-
-@pytest.mark.parametrize("what", NO_DRAWS)
-def test_what_another_thread_draws_meanwhile_is_not_taken_for_its_own_and_stays_drawn(what):
-    """As one that seeds both. Else its numbers would come again."""
-    random.random(), np.random.rand()
-    seeds, calls = threading.Thread(target=lambda: (random.seed(5), np.random.seed(5))), []
-
-    def run():
-        if not calls:
-            seeds.start(), seeds.join()
-        calls.append(NO_DRAWS[what]())
-
-    assert watching_draws(run) == (None, False) and len(calls) == 2
-    seeded = states()
-    random.seed(5), np.random.seed(5)
-    assert states() == seeded
+def test_what_draws_is_found_and_put_back(what):
+    before, shared = states(), SharedRandom()
+    (DRAWS | NO_DRAWS)[what]()
+    assert shared.have_moved() == (what in DRAWS)
+    shared.put_back()
+    assert states() == before and not shared.have_moved()
 
 
 class Drops(nn.Module):
@@ -109,15 +81,10 @@ class Drops(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("draw", "reason"),
-    [
-        pytest.param(lambda: random.random(), "draws from Python's or NumPy's random numbers", id="Python's"),
-        pytest.param(lambda: np.random.rand(), "draws from Python's or NumPy's random numbers", id="NumPy's"),
-        pytest.param(captured, "draws from Python's or NumPy's random numbers", id="Python's in an attribute"),
-        pytest.param(imported, "changes draw", id="NumPy's in an attribute"),
-    ],
-)
-def test_in_company_of_data_sets_that_draw_only_blocks_that_draw_keep_their_activations(draw, reason):
+    "draw", [lambda: random.random(), lambda: np.random.rand(), captured, imported],
+    ids=["Python's", "NumPy's", "Python's in an attribute", "NumPy's in an attribute"],
+)  # fmt: skip
+def test_in_company_of_data_sets_that_draw_only_blocks_that_draw_keep_their_activations(draw):
     with somebody_draws(), hydra_tune.ShardPool(["cpu"], "48KiB") as pool:
 
         def objective(trial):
@@ -135,4 +102,4 @@ def test_in_company_of_data_sets_that_draw_only_blocks_that_draw_keep_their_acti
         assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 2
         keeps = {trial["name"]: trial["keeps"] for trial in pool.report()["trials"]}
     assert keeps["trial 0"] == {} and [*keeps["trial 1"]] == ["2"]
-    assert keeps["trial 1"]["2"] == f"2 {reason}"
+    assert keeps["trial 1"]["2"] == "2 draws from Python's or NumPy's random numbers"

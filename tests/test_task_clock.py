@@ -3,9 +3,10 @@
 import pytest
 
 from hydra_tune.device import Device
+from hydra_tune.lease import Lease
 from hydra_tune.shard import Direction, Task
 from hydra_tune.state import NO_TRIAL
-from hydra_tune.trace import LATE_HOST, TaskClock, Trace
+from hydra_tune.trace import BETWEEN, LATE_HOST, TaskClock, Trace
 
 F0, F1, OTHER = Task(0, 1, 0, Direction.FORWARD), Task(0, 1, 1, Direction.FORWARD), Task(7, 1, 0, Direction.FORWARD)
 
@@ -13,7 +14,7 @@ F0, F1, OTHER = Task(0, 1, 0, Direction.FORWARD), Task(0, 1, 1, Direction.FORWAR
 class GPU:
     """Its marks are seconds of a clock that began at another time than the host's; it has got as far as `now`."""
 
-    number = 0
+    number, is_virtual = 0, False
 
     def __init__(self):
         self.now = 0.0
@@ -48,17 +49,17 @@ def spans(trace):
 
 def launch(clock, task, host_s):
     clock.begin(host_s)
-    return clock.end(task, host_s, host_s + 0.001)
+    return clock.end(task, host_s + 0.001)
 
 
 def test_on_the_cpu_tasks_take_what_the_host_saw():
     trace = Trace()
     clock = TaskClock(trace, Device(0, 1024))
     clock.begin(1.0)
-    assert clock.end(F0, 1.0, 3.0) == 2.0
+    assert clock.end(F0, 3.0) == 2.0
     clock.idles(3.0, "memory")
     clock.begin(4.0)
-    clock.end(F1, 4.0, 4.5)
+    clock.end(F1, 4.5)
     assert spans(trace) == [
         ("run", 0, 0, 1.0, 3.0, ""),
         ("stall", -1, -1, 3.0, 4.0, "memory"),
@@ -147,12 +148,28 @@ def test_copies_are_shown_when_they_were_made(gpu):
     clock = TaskClock(trace, gpu)
     gpu.now, gpu.marks = 102.0, [100.0, 102.0]
     launch(clock, F0, 10.0)
-    clock.spilled(F0, Mark(gpu, 101.5), Mark(gpu, 103.0))
+    clock.spilled(F0, (Mark(gpu, 101.5), Mark(gpu, 103.0)))
     clock.settle()
     assert len(trace.spans) == 1, "it is under way"
     gpu.now = 103.0
     clock.settle()
     assert spans(trace)[1:] == [("spill", 0, 0, 11.5, 13.0, "")]
+
+
+def test_tasks_of_a_turn_that_lasts_have_marks_of_their_own(gpu):
+    """Taken by the trial's thread, but for the start of the first, which the pool has given it."""
+    clock, lease = TaskClock(trace := Trace(), gpu), Lease(0, iter([9.0, 10.1, 12.0, 12.1]).__next__, None)
+    gpu.now, gpu.marks = 200.0, [100.0, 101.0, 103.0, 103.5]
+    clock.begin(10.0)
+    lease.open(F0, gpu)
+    lease.start(F0, 10.0)
+    assert lease.end() and lease.begin(1, Direction.BACKWARD) and lease.end()
+    assert clock.ran(0, lease.take_ran(), 10.0) == 1.5
+    assert spans(trace) == [
+        ("run", 0, 0, 10.0, 11.0, ""),
+        ("stall", -1, -1, 11.0, 13.0, BETWEEN),
+        ("run", 0, 0, 13.0, 13.5, ""),
+    ]
 
 
 def test_each_trial_is_told_its_own_seconds_once(gpu):

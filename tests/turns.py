@@ -87,9 +87,8 @@ class TurnsPool(hydra_tune.ShardPool):
             copier.submit = self.turns.jobs.append
 
     def acquire(self, task, after=None):
-        granted = super().acquire(task, after)
+        super().acquire(task, after)
         self.turns.pass_on()
-        return granted
 
     def _handle(self, event, at_s=None):
         super()._handle(event, at_s)

@@ -94,6 +94,8 @@ class TrialMode(ThreadMode):
 
     def _count(self, meter: TrialMeter, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors((args, *kwargs.values()))
+        if (first := meter.first()) is not None:
+            first.before_using(func, inputs)
         makes_there = meter.makes_there(inputs)
         out = _run(func, args, kwargs)
         if makes_there:

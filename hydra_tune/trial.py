@@ -595,6 +595,11 @@ class Trial:
     # ---- blocks ----
 
     @property
+    def is_between_visits(self) -> bool:
+        """In a forward, and in no block."""
+        return self._pass is not None and not self._visiting
+
+    @property
     def in_visit(self) -> bool:
         """In the calling thread; what another calls in a forward is refused."""
         return self._visiting and (self._pass is None or self._thread == threading.get_ident())

@@ -148,8 +148,10 @@ def check(recipe, share, autocast, accumulate, forwards, grows_by):
             try:
                 prepared = trained(recipe, pool, autocast, accumulate, forwards)
                 break
-            except (hydra_tune.BudgetError, torch.OutOfMemoryError) as error:
-                if forwards == 1 and not isinstance(error, hydra_tune.BudgetError):
+            except (hydra_tune.PrepareError, hydra_tune.BudgetError, torch.OutOfMemoryError) as error:
+                if isinstance(error, hydra_tune.PrepareError) and "epeat the forward" not in str(error):
+                    raise  # that is said where a weight turns out to be used in two ways
+                if forwards == 1 and isinstance(error, torch.OutOfMemoryError):
                     raise  # two forwards need more than the pilot's one
                 budget = int(budget * grows_by) + 512
     assert len(plain) == len(prepared)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import hooks_of_checkpoint
@@ -28,8 +29,8 @@ from hydra_tune.engine import ForwardPass
 from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.fingerprint import plan_key
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.meter import storages_of
-from hydra_tune.partition import UNMEASURED, shape_of
+from hydra_tune.meter import is_counted, storages_of
+from hydra_tune.partition import UNMEASURED, has_children, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import FoundError, Measurement, WritesInputError, measured
 from hydra_tune.process_state import Surroundings, casts_to, remembers_casts
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
 _NOT_RUN = object()
+_CAST = torch.ops.aten._to_copy.default
 
 
 class FirstStep:
@@ -60,6 +62,10 @@ class FirstStep:
         self._trained = set[str]()  # names of blocks that were measured with gradients
         self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
+        self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]]] = (
+            None,
+            {},
+        )  # weights, by memory, in these blocks
         self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = weakref.ref(self)
         self._limit()
@@ -197,6 +203,28 @@ class FirstStep:
                     call.block.clones = True
                     name = call.block.name
                     self.profiles[name] = replace(self.profiles[name], clones=True)
+
+    def before_using(self, operator: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """An operator is about to be run on these. A spilled weight that one casts, or computes with, outside of its
+        block (`F.linear(x, self.embedding.weight)`) is held from here on; where it is a part of the block that has it,
+        which may be called by itself, the block is opened."""
+        trial = self._trial
+        if not trial.is_between_visits or not (operator is _CAST or any(map(is_counted, tensors))):
+            return
+        if self._spilled[0] is not trial.planner.blocks:
+            own = {s._cdata: (b, p) for b in trial.planner.blocks for p in b.slot_parameters for s in storages_of(p)}
+            self._spilled = trial.planner.blocks, own
+        used = [self._spilled[1][key] for key in _memory_of(tensors) if key in self._spilled[1]]
+        for block, weight in used:
+            if not any(weight is p for p in block.module._parameters.values()) and has_children(block.module):
+                trial.planner.open_block(block, f"a part of {block.name} is used without it")
+                break
+            trial.hold_weight(block, weight, f"{block.name}'s weight is used without it")
+        if used and not trial.device.is_virtual:  # the operator has it where it was
+            raise PrepareError(
+                f"a spilled weight is used by its block, but one of {used[0][0].name} was used without it, and is "
+                "elsewhere from here on. Repeat the forward."
+            )
 
     def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)

@@ -193,12 +193,12 @@ def _has_users_hook(module: nn.Module) -> bool:
     own = vars(module)
     for kind in HOOKS_OF_MODULES:
         hooks = own.get(kind)
-        if hooks and not all(_origin_of(hook).startswith(_LIBRARIES) for hook in hooks.values()):
+        if hooks and not all(origin_of(hook).startswith(_LIBRARIES) for hook in hooks.values()):
             return True
     return False
 
 
-def _origin_of(hook: Any) -> str:
+def origin_of(hook: Any) -> str:
     """The module that its code is in."""
     hook = getattr(hook, "func", hook)  # functools.partial
     return getattr(hook, "__module__", None) or type(hook).__module__

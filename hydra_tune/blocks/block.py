@@ -160,8 +160,7 @@ class Block:
             if now is None or value is None or (now.shape, now.dtype) != (value.shape, value.dtype):
                 d[name] = value
             elif now is not value and not same_bits(now, value):
-                with torch.no_grad():
-                    now.copy_(value)
+                now.data.copy_(value)  # as if nothing had been written, so no version says so
 
     def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Its modules have what `buffers_now` has told, or copies of it; those of before, for `take_back_buffers`."""

@@ -34,7 +34,7 @@ _DEPENDS = (
 
 
 class _Thread(threading.local):
-    runs_apart = False  # a forward whose graph is nobody's, though it has a backward
+    hooks: list[Any] | None = None  # left out of a forward whose graph is nobody's, though it has a backward
 
 
 _here = _Thread()
@@ -43,7 +43,10 @@ _register_hook = torch.Tensor.register_hook
 
 @wraps(_register_hook)
 def _register_hook_unless_apart(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-    return RemovableHandle(OrderedDict()) if _here.runs_apart else _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+    if _here.hooks is None:
+        return _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+    _here.hooks.append(hook)
+    return RemovableHandle(OrderedDict())
 
 
 torch.Tensor.register_hook = _register_hook_unless_apart  # type: ignore[method-assign]
@@ -100,11 +103,8 @@ class RepeatedCall(Call):
         self._held_versions = versions_of(block.held)
         with self._draws:
             outputs = super().run(args, kwargs)
-        if self.measurement is not None:
-            return outputs
-        del self._inputs, self._given
-        if self._drops and not block.is_checked:
-            self._looks = list(map(_look_at, tensors_in(outputs)))
+        if self.measurement is None:
+            self.settle(outputs, keeps=False)
         return outputs
 
     def rewind(self) -> bool:
@@ -134,22 +134,25 @@ class RepeatedCall(Call):
             if type(saved.value) is Kept:
                 saved.value = None
 
-    def settle(self, *, keeps: bool) -> None:
+    def settle(self, outputs: Any, *, keeps: bool) -> None:
         """From here on it is a call like any other; one that `keeps` all that it has saved is never repeated."""
-        self._inputs, self._given = [], []
+        del self._inputs, self._given
         if keeps:
             self._leaves = []
+        elif self._drops and not self.block.is_checked:
+            self._looks = list(map(_look_at, tensors_in(outputs)))
 
-    def run_apart(self, run: Callable[[Sequence[Any], dict[str, Any], Sequence[torch.Tensor]], None]) -> None:
+    def run_apart(self, run: Callable[[Sequence[Any], dict[str, Any], Sequence[torch.Tensor]], None]) -> bool:
         """As in a repetition, but that `run` does it: with arguments without a history, and the tensors that may be
-        asked for gradients."""
+        asked for gradients. Whether it has hooks on its tensors, which are left out."""
         copy = self.trial.begin_visit(self.block, Direction.FORWARD)
-        _here.runs_apart = True
+        _here.hooks = []
         try:
             with self._surroundings.restored(self.block.name), drawing_again(self._draws):
                 self._run_again(copy, run)
+            return bool(_here.hooks)
         finally:
-            _here.runs_apart = False
+            _here.hooks = None
             self.trial.end_visit(copy, Direction.FORWARD)
 
     def do_without_casts(self) -> bool:

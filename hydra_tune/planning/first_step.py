@@ -32,7 +32,7 @@ from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import is_counted, storages_of
 from hydra_tune.partition import UNMEASURED, has_children, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import FoundError, Measurement, WritesInputError, measured
+from hydra_tune.planning.measure import FoundError, Measurement, WritesInputError, measured, tells_others
 from hydra_tune.process_state import Surroundings, casts_to, remembers_casts
 from hydra_tune.shard import TOO_LARGE, BlockProfile
 from hydra_tune.tree import flatten_call, unflatten
@@ -246,17 +246,17 @@ class FirstStep:
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], forward_pass: ForwardPass
     ) -> tuple[BlockProfile | FoundError, Any]:
         """What the call's first run shows, and its outputs, unless it was taken back: where the block is to be run
-        otherwise, or on clones, or within a checkpoint, which counts what is saved."""
+        otherwise, or on clones, without its hooks, or within a checkpoint, which counts what is saved."""
         trial, declared = self._trial, bool(block.keeps)
         leaves, structure = flatten_call(args, kwargs)
-        in_checkpoint = hooks_of_checkpoint() is not None
+        in_checkpoint, quiet = hooks_of_checkpoint() is not None, not declared and tells_others(block)
         while True:
             surroundings, on_clones = Surroundings(block.module_states), block.clones and not declared
             stays = declared or trial.keeps_call(surroundings)
             given = {id(x): x.clone() if on_clones else x for x in leaves if isinstance(x, torch.Tensor)}
             own = [given.get(id(x), x) for x in leaves]
             call = RepeatedCall(block, trial, forward_pass, own, structure, surroundings)
-            measurement = Measurement(call, own, trial.device, trial.meter, on_clones=on_clones)
+            measurement = Measurement(call, own, trial.device, trial.meter, on_clones=on_clones, quiet=quiet)
             self._guarded = set() if stays or on_clones else _memory_of(given.values())
             found: BlockProfile | FoundError
             outputs: Any = None
@@ -280,7 +280,7 @@ class FirstStep:
                 trial.meter.outside_starts()
             why = found.why if isinstance(found, FoundError) else "is in a checkpoint" if in_checkpoint else found.keeps
             profile = found if isinstance(found, BlockProfile) else None
-            must = profile is None or on_clones or in_checkpoint or (profile.keeps != "" and call.has_dropped)
+            must = profile is None or on_clones or quiet or in_checkpoint or (profile.keeps != "" and call.has_dropped)
             if must or (profile is not None and profile.casts and not declared):
                 if measurement.take_back():
                     return found, _NOT_RUN
@@ -293,9 +293,8 @@ class FirstStep:
             assert profile is not None
             if profile.casts:  # its weights were used without them
                 trial.casts.bar(block.slot_parameters[i] for i, _ in profile.casts)
-            call.settle(keeps=stays or profile.keeps != "")
+            call.settle(outputs, keeps=stays or profile.keeps != "")
             if not (stays or profile.keeps):
-                block.is_checked = True
                 self.watch(call, given.values())
             return profile, outputs
 

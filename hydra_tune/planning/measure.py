@@ -12,18 +12,19 @@ the model is refused.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hydra_tune.blocks.block import gradient_bytes, gradient_dtype, has_hooks
+from hydra_tune.blocks.block import Block, gradient_bytes, gradient_dtype, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.device import Device
-from hydra_tune.fingerprint import HOOKS_OF_MODULES
+from hydra_tune.fingerprint import HOOKS_OF_MODULES, origin_of
 from hydra_tune.host_buffer import same_bits, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
 from hydra_tune.planning.reached import NO_STATE, Reached, globals_of, stays_as_it_is, weights_in
@@ -52,12 +53,20 @@ class Measurement:
     """Of one call, with the tensors and objects that it is given."""
 
     def __init__(
-        self, call: RepeatedCall, given: Sequence[Any], device: Device, meter: TrialMeter, *, on_clones: bool
+        self,
+        call: RepeatedCall,
+        given: Sequence[Any],
+        device: Device,
+        meter: TrialMeter,
+        *,
+        on_clones: bool,
+        quiet: bool,
     ) -> None:
         self._call, self._block, self._device, self._meter = call, call.block, device, meter
         self._given = [x for x in given if isinstance(x, torch.Tensor)]
         self._objects = [x for x in given if not isinstance(x, torch.Tensor)]
         self._on_clones = on_clones  # of the tensors, which it may change
+        self._quiet = quiet  # without the hooks that tell others of a call
         self.is_running = False
         self.changed = ""  # what can't be taken back
         self.casts: frozenset[tuple[int, torch.dtype]] = frozenset()
@@ -71,6 +80,7 @@ class Measurement:
             }
             self._reached = Reached(block.module, others, globals_of(block.module, block.own_forward))
             self._buffers = [b for m in block.modules for b in m._buffers.values() if b is not None]
+        self._versions = versions_of(self._buffers)
         self._attributes = [dict(vars(module)) for module in block.modules]
         self._held, self._marks, self._random = versions_of(block.held), self._marks_now(), SharedRandom()
 
@@ -101,7 +111,7 @@ class Measurement:
             backward_s=2 * used.seconds,
             keeps=keeps and f"{block.name} {keeps}",
             clones=block.clones,
-            writes_buffers=call.has_written_buffers,
+            writes_buffers=call.has_written_buffers or versions_of(self._buffers) != self._versions,
             saved_counts=frozenset([call.num_saved]),
             visits=1 + call.promotes_again,
             casts=self.casts,
@@ -112,7 +122,10 @@ class Measurement:
         """That of the block, in its visit."""
         self._meter.within_checkpoint, self.is_running = False, True
         try:
-            with measured(self._meter, self._device) as self._used:
+            with (
+                _silenced(self._block) if self._quiet else nullcontext(),
+                measured(self._meter, self._device) as self._used,
+            ):
                 return self._block.forward(args, kwargs)
         except RuntimeError as error:
             if "saved tensor hooks" in str(error):
@@ -217,7 +230,7 @@ class Measurement:
 
         def run(args: Sequence[Any], kwargs: dict[str, Any], asked: Sequence[torch.Tensor]) -> None:
             self._lose_activations()
-            with measured(self._meter, self._device) as used:
+            with _silenced(self._block), measured(self._meter, self._device) as used:
                 again = tensors_in(self._block.forward(args, kwargs))
                 same = len(first) == len(again) and all(map(same_bits, first, again))
                 found["keeps"] = "" if same else f"{self._block.name} makes other values when it is repeated"
@@ -227,10 +240,13 @@ class Measurement:
                 if wanted and inputs:
                     torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
                 del wanted
+                lent = versions_of(self._block.buffers_themselves())  # clones; its backward may write there, too
+            found["writes_buffers"] = profile.writes_buffers or any(lent) or self._call.has_written_buffers
             found["backward_work_bytes"], found["backward_s"] = used.num_bytes, used.seconds
 
         with torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False):
-            self._call.run_apart(run)
+            has_hooks = self._call.run_apart(run)
+            found["writes_buffers"] |= has_hooks  # for all that is known of these
         if drew and shared.have_moved():
             shared.put_back()
             found["keeps"] = f"{self._block.name} draws from Python's or NumPy's random numbers"
@@ -286,6 +302,33 @@ class Measurement:
                 "uses a weight so that its gradients are added up otherwise than in a visit", holds=sorted(held)
             )
         return frozenset((i, dtype) for i in casts) if dtype is not None else frozenset()
+
+
+def tells_others(block: Block) -> bool:
+    """Whether there are hooks within that are not PyTorch's, which compute weights: others tell somebody of a call, as
+    those by which transformers collects outputs."""
+    return any(len(own) < len(hooks) for _, _, hooks, own in _hooks_within(block))
+
+
+@contextmanager
+def _silenced(block: Block) -> Iterator[None]:
+    found = list(_hooks_within(block))
+    for module, kind, _, own in found:
+        vars(module)[kind] = own
+    try:
+        yield
+    finally:
+        for module, kind, hooks, _ in found:
+            vars(module)[kind] = hooks
+
+
+def _hooks_within(block: Block) -> Iterator[tuple[torch.nn.Module, str, Any, Any]]:
+    for module in block.modules[1:]:
+        for kind in HOOKS_OF_MODULES:
+            hooks = vars(module).get(kind)
+            if hooks:
+                own = ((key, hook) for key, hook in hooks.items() if origin_of(hook).startswith("torch."))
+                yield module, kind, hooks, OrderedDict(own)
 
 
 @dataclass

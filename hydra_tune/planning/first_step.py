@@ -249,7 +249,7 @@ class FirstStep:
         otherwise, or on clones, without its hooks, or within a checkpoint, which counts what is saved."""
         trial, declared = self._trial, bool(block.keeps)
         leaves, structure = flatten_call(args, kwargs)
-        in_checkpoint, quiet = hooks_of_checkpoint() is not None, not declared and tells_others(block)
+        in_checkpoint, quiet = hooks_of_checkpoint() is not None, tells_others(block)
         while True:
             surroundings, on_clones = Surroundings(block.module_states), block.clones and not declared
             stays = declared or trial.keeps_call(surroundings)
@@ -281,7 +281,7 @@ class FirstStep:
             why = found.why if isinstance(found, FoundError) else "is in a checkpoint" if in_checkpoint else found.keeps
             profile = found if isinstance(found, BlockProfile) else None
             must = profile is None or on_clones or quiet or in_checkpoint or (profile.keeps != "" and call.has_dropped)
-            if must or (profile is not None and profile.casts and not declared):
+            if must or (profile is not None and profile.casts):
                 if measurement.take_back():
                     return found, _NOT_RUN
                 if must:

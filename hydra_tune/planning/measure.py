@@ -245,8 +245,8 @@ class Measurement:
             found["backward_work_bytes"], found["backward_s"] = used.num_bytes, used.seconds
 
         with torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False):
-            has_hooks = self._call.run_apart(run)
-            found["writes_buffers"] |= has_hooks  # for all that is known of these
+            puts_hooks = self._call.run_apart(run)
+            found["writes_buffers"] |= puts_hooks  # for all that is known of these
         if drew and shared.have_moved():
             shared.put_back()
             found["keeps"] = f"{self._block.name} draws from Python's or NumPy's random numbers"

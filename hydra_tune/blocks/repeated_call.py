@@ -24,6 +24,7 @@ from hydra_tune.shard import Direction
 from hydra_tune.tree import Structure, tensors_in, unflatten
 
 if TYPE_CHECKING:
+    from hydra_tune.planning.measure import Measurement
     from hydra_tune.trial import Trial
 
 _DEPENDS = (
@@ -112,10 +113,15 @@ class RepeatedCall(Call):
         self._saved, self._looks, self.num_saved, self._drops = [], [], 0, False
         self._draws.rewind()
         self.block.put_back_buffers(self._buffers)
-        self.trial.casts.forget(self.promoted)
+        cast = {id(self.block.slot_parameters[i]) for i in self._casts}
+        self.trial.casts.forget(p for p in self.promoted if id(p) in cast)
         return self._given_versions == versions_of(self._given)
 
     # ---- of a first run, in which all that is saved is kept ----
+
+    def measure_by(self, measurement: Measurement) -> None:
+        """It is run with its weights as they are, so that each use of them is seen."""
+        self.measurement, self._casts = measurement, {}
 
     @property
     def promotes_again(self) -> bool:

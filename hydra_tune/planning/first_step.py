@@ -281,7 +281,7 @@ class FirstStep:
             why = found.why if isinstance(found, FoundError) else "is in a checkpoint" if in_checkpoint else found.keeps
             profile = found if isinstance(found, BlockProfile) else None
             must = profile is None or on_clones or quiet or in_checkpoint or (profile.keeps != "" and call.has_dropped)
-            if must or (profile is not None and profile.casts):
+            if profile is None or must or profile.casts or block.casts:
                 if measurement.take_back():
                     return found, _NOT_RUN
                 if must:
@@ -291,8 +291,8 @@ class FirstStep:
                         "Let it return what it changes."
                     )
             assert profile is not None
-            if profile.casts:  # its weights were used without them
-                trial.casts.bar(block.slot_parameters[i] for i, _ in profile.casts)
+            if casts := profile.casts | block.casts:  # its weights were used without them
+                trial.casts.bar(block.slot_parameters[i] for i, _ in casts)
             call.settle(outputs, keeps=stays or profile.keeps != "")
             if not (stays or profile.keeps):
                 self.watch(call, given.values())

@@ -70,7 +70,7 @@ class Measurement:
         self.is_running = False
         self.changed = ""  # what can't be taken back
         self.casts: frozenset[tuple[int, torch.dtype]] = frozenset()
-        call.measurement = self
+        call.measure_by(self)
         block = self._block
         with meter.paused():
             others = {

@@ -62,10 +62,8 @@ class FirstStep:
         self._trained = set[str]()  # names of blocks that were measured with gradients
         self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
-        self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]]] = (
-            None,
-            {},
-        )  # weights, by memory, in these blocks
+        # weights, by memory, in these blocks; and the memory of buffers
+        self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]], set[int]] = None, {}, set()
         self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = weakref.ref(self)
         self._limit()
@@ -205,22 +203,30 @@ class FirstStep:
                     self.profiles[name] = replace(self.profiles[name], clones=True)
 
     def before_using(self, operator: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """An operator is about to be run on these. A spilled weight that one casts, or computes with, outside of its
-        block (`F.linear(x, self.embedding.weight)`) is held from here on; where it is a part of the block that has it,
-        which may be called by itself, the block is opened."""
+        """An operator is about to be run on these. A spilled weight that one casts, or computes with beside an
+        activation, outside of its block (`F.linear(x, self.embedding.weight)`) is held from here on; where it is a part
+        of the block that has it, which may be called by itself, the block is opened."""
         trial = self._trial
-        if not trial.is_between_visits or not (operator is _CAST or any(map(is_counted, tensors))):
+        if not trial.is_between_visits or (trial.device.is_virtual and not torch.is_grad_enabled()):
             return
-        if self._spilled[0] is not trial.planner.blocks:
-            own = {s._cdata: (b, p) for b in trial.planner.blocks for p in b.slot_parameters for s in storages_of(p)}
-            self._spilled = trial.planner.blocks, own
-        used = [self._spilled[1][key] for key in _memory_of(tensors) if key in self._spilled[1]]
+        in_checkpoint = hooks_of_checkpoint() is not None  # which has counted what was saved
+        if in_checkpoint and operator is not _CAST:
+            return
+        planner = trial.planner
+        if self._spilled[0] is not planner.blocks:
+            own = {s._cdata: (b, p) for b in planner.blocks for p in b.slot_parameters for s in storages_of(p)}
+            self._spilled = planner.blocks, own, _memory_of(trial.model.buffers())
+        _, spilled, buffers = self._spilled
+        used = [spilled[key] for key in _memory_of(tensors) if key in spilled]
+        others = (t for t in tensors if is_counted(t) and _memory_of([t]).isdisjoint(buffers))
+        if not used or (operator is not _CAST and next(others, None) is None):
+            return
         for block, weight in used:
             if not any(weight is p for p in block.module._parameters.values()) and has_children(block.module):
-                trial.planner.open_block(block, f"a part of {block.name} is used without it")
+                planner.open_block(block, f"a part of {block.name} is used without it")
                 break
             trial.hold_weight(block, weight, f"{block.name}'s weight is used without it")
-        if used and not trial.device.is_virtual:  # the operator has it where it was
+        if in_checkpoint or not trial.device.is_virtual:  # the operator has it where it was
             raise PrepareError(
                 f"a spilled weight is used by its block, but one of {used[0][0].name} was used without it, and is "
                 "elsewhere from here on. Repeat the forward."

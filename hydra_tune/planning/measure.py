@@ -79,10 +79,11 @@ class Measurement:
                 "what is noted on a weight": [p.__dict__ for p in block.parameters],
             }
             self._reached = Reached(block.module, others, globals_of(block.module, block.own_forward))
+            self._held = [(p.data, p.data.clone()) for p in block.held]  # some operators raise no version
             self._buffers = [b for m in block.modules for b in m._buffers.values() if b is not None]
         self._versions = versions_of(self._buffers)
         self._attributes = [dict(vars(module)) for module in block.modules]
-        self._held, self._marks, self._random = versions_of(block.held), self._marks_now(), SharedRandom()
+        self._marks, self._random = self._marks_now(), SharedRandom()
 
     # ---- the first run ----
 
@@ -164,10 +165,11 @@ class Measurement:
         for module, before in zip(self._block.modules, self._attributes, strict=True):
             vars(module).clear()
             vars(module).update(before)
+        with self._meter.paused():
+            for now, then in [held for held in self._held if not same_bits(*held)]:
+                now.copy_(then)
         if not self._call.rewind() and not self._on_clones:
             self.changed = "what it is given"
-        elif versions_of(self._block.held) != self._held:
-            self.changed = "a weight"
         elif self._random.have_moved():
             self.changed = "Python's or NumPy's random numbers"
         elif self._marks_now() != self._marks:
@@ -187,7 +189,7 @@ class Measurement:
                 return f"changes {changed[0]}"
             if any(map(is_activation, block.buffers_themselves())):
                 return "changes a buffer into an activation"
-            if versions_of(block.held) != self._held:
+            if not all(same_bits(*held) for held in self._held):
                 return "changes a weight"
             if gives := self._gives_away(outputs):
                 return gives

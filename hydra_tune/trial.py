@@ -1051,7 +1051,10 @@ class Trial:
     # ---- for planner and first step ----
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
-        block = self.planner.hold_weight(block, weight, reason)
+        try:
+            block = self.planner.hold_weight(block, weight, reason)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(f"a first step has no room on {self.device.name}: {error}") from None
         if self.casts.has(weight):
             raise PrepareError(
                 "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "

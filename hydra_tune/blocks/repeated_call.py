@@ -115,7 +115,11 @@ class RepeatedCall(Call):
         self.block.put_back_buffers(self._buffers)
         cast = {id(self.block.slot_parameters[i]) for i in self._casts}
         self.trial.casts.forget(p for p in self.promoted if id(p) in cast)
-        return self._given_versions == versions_of(self._given)
+        return not self.has_changed_inputs
+
+    @property
+    def has_changed_inputs(self) -> bool:
+        return self._given_versions != versions_of(self._given)
 
     # ---- of a first run, in which all that is saved is kept ----
 

@@ -29,7 +29,7 @@ from hydra_tune.engine import ForwardPass
 from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.fingerprint import plan_key
 from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.meter import is_counted, storages_of
+from hydra_tune.meter import storages_of
 from hydra_tune.partition import UNMEASURED, has_children, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import FoundError, Measurement, WritesInputError, measured, tells_others
@@ -62,8 +62,10 @@ class FirstStep:
         self._trained = set[str]()  # names of blocks that were measured with gradients
         self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
-        # weights, by memory, in these blocks; and the memory of buffers
-        self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]], set[int]] = None, {}, set()
+        self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]]] = (
+            None,
+            {},
+        )  # weights, by memory, in these blocks
         self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = weakref.ref(self)
         self._limit()
@@ -203,30 +205,24 @@ class FirstStep:
                     self.profiles[name] = replace(self.profiles[name], clones=True)
 
     def before_using(self, operator: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """An operator is about to be run on these. A spilled weight that one casts, or computes with beside an
-        activation, outside of its block (`F.linear(x, self.embedding.weight)`) is held from here on; where it is a part
-        of the block that has it, which may be called by itself, the block is opened."""
-        trial = self._trial
-        if not trial.is_between_visits or (trial.device.is_virtual and not torch.is_grad_enabled()):
+        """An operator is about to be run on these. A spilled weight that is used outside of its block, as in
+        `F.linear(x, self.embedding.weight)`, is held from here on: where autocast casts it, for its gradient's sake; on
+        a GPU in any case. Where it is a part of the block that has it, which may be called by itself, the block is
+        opened."""
+        trial, planner = self._trial, self._trial.planner
+        if not trial.is_between_visits or (trial.device.is_virtual and operator is not _CAST):
             return
-        in_checkpoint = hooks_of_checkpoint() is not None  # which has counted what was saved
-        if in_checkpoint and operator is not _CAST:
-            return
-        planner = trial.planner
         if self._spilled[0] is not planner.blocks:
             own = {s._cdata: (b, p) for b in planner.blocks for p in b.slot_parameters for s in storages_of(p)}
-            self._spilled = planner.blocks, own, _memory_of(trial.model.buffers())
-        _, spilled, buffers = self._spilled
-        used = [spilled[key] for key in _memory_of(tensors) if key in spilled]
-        others = (t for t in tensors if is_counted(t) and _memory_of([t]).isdisjoint(buffers))
-        if not used or (operator is not _CAST and next(others, None) is None):
-            return
+            self._spilled = planner.blocks, own
+        used = [self._spilled[1][key] for key in _memory_of(tensors) if key in self._spilled[1]]
         for block, weight in used:
             if not any(weight is p for p in block.module._parameters.values()) and has_children(block.module):
                 planner.open_block(block, f"a part of {block.name} is used without it")
                 break
             trial.hold_weight(block, weight, f"{block.name}'s weight is used without it")
-        if in_checkpoint or not trial.device.is_virtual:  # the operator has it where it was
+        # on a GPU the operator has it where it was; a checkpoint has counted what its block has saved without it
+        if used and (hooks_of_checkpoint() is not None or not trial.device.is_virtual):
             raise PrepareError(
                 f"a spilled weight is used by its block, but one of {used[0][0].name} was used without it, and is "
                 "elsewhere from here on. Repeat the forward."

@@ -161,14 +161,8 @@ class Measurement:
         self.casts = self._casts(outputs, weights)
 
     def take_back(self) -> bool:
-        """As if it had not run; False if it has changed what can't be put back."""
-        for module, before in zip(self._block.modules, self._attributes, strict=True):
-            vars(module).clear()
-            vars(module).update(before)
-        with self._meter.paused():
-            for now, then in [held for held in self._held if not same_bits(*held)]:
-                now.copy_(then)
-        if not self._call.rewind() and not self._on_clones:
+        """As if it had not run; False, and nothing is done, if it has changed what can't be put back."""
+        if self._call.has_changed_inputs and not self._on_clones:
             self.changed = "what it is given"
         elif self._random.have_moved():
             self.changed = "Python's or NumPy's random numbers"
@@ -177,7 +171,16 @@ class Measurement:
         else:
             with self._meter.paused():
                 self.changed = next(iter(self._reached.changes()), "")
-        return not self.changed
+        if self.changed:
+            return False
+        self._call.rewind()
+        for module, before in zip(self._block.modules, self._attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(before)
+        with self._meter.paused():
+            for now, then in [held for held in self._held if not same_bits(*held)]:
+                now.copy_(then)
+        return True
 
     # ---- what of it a repetition would find changed, or change again ----
 

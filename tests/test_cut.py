@@ -298,3 +298,24 @@ def test_a_buffer_that_the_first_forward_resizes():
         spilled = trained(Model(Resizes), pool)
         assert not pool.report()["trials"][0]["resident"]
     assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))
+
+
+def test_a_weight_that_autocast_casts_without_its_block_is_held_from_there_on():
+    def step(pool=None):
+        torch.manual_seed(0)
+        model = TiedByFunction()
+        if pool is not None:
+            hydra_tune.prepare(model, pool=pool)
+        x = torch.randn(4, WIDTH)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = step()
+    with hydra_tune.ShardPool(["cpu"], 80_000) as pool:
+        spilled = step(pool)
+        (trial,) = pool.report()["trials"]
+    assert not trial["resident"] and [*trial["cut"]["held"]] == ["head.weight"]
+    assert all(torch.equal(a, b) for a, b in zip(plain, spilled, strict=True))

@@ -26,7 +26,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.config import format_bytes
 from hydra_tune.engine import ForwardPass
-from hydra_tune.errors import PrepareError, clear_frames
+from hydra_tune.errors import BudgetError, PrepareError, clear_frames
 from hydra_tune.fingerprint import plan_key
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import storages_of
@@ -286,6 +286,8 @@ class FirstStep:
             if profile is None or must or profile.casts or block.casts:
                 if measurement.take_back():
                     return found, _NOT_RUN
+                if why.startswith(TOO_LARGE):
+                    raise BudgetError(f"the first run of {block.name} has no room: {why}")
                 if must:
                     raise PrepareError(
                         f"the first run of a block is taken back where it is to be run otherwise, as where it {why}, "

@@ -106,21 +106,22 @@ class EventLoop:
 
     # ---- tasks ----
 
-    def acquire(self, task: Task, after: Task | None = None) -> None:
+    def acquire(self, trial: Trial, task: Task, after: Task | None = None) -> None:
         """Wait for the lease and the shard; `after` is the task that ends with this."""
-        trial, lease, trace = self._trials[task.trial], self.leases[task.trial], self._trace
+        lease, trace = trial.lease, self._trace
         try:
             with self._lock:
-                asked_s = trace.now_s()
+                asked_s = promote_s = trace.now_s()
                 if lease.is_open and self.hear(trial, ends=True):
                     after = None
                 ready = e.TaskReady(task, True)
                 self._handle(ready if after is None else self._end(after, asked_s, ready), asked_s)
                 self.check_open(trial)
                 waits = not lease.granted
-                run = self._await(task.trial, e.Run, partial(self.check_open, trial))
+                run = self._await(trial.id, e.Run, partial(self.check_open, trial))
+                if waits:
+                    promote_s = trace.now_s()
                 clock = self._clocks[run.device]
-                promote_s = trace.now_s() if waits else asked_s
                 if run.num_bytes:
                     clock.idles(promote_s, PROMOTION)
             if run.num_bytes:
@@ -128,8 +129,7 @@ class EventLoop:
             with self._lock:
                 start_s = trace.now_s()
                 if run.num_bytes:
-                    trace.count("promoted_bytes", run.device, task.trial, copied_bytes)
-                    trace.note("promote", task, run.device, promote_s, start_s)
+                    trace.promoted(task, run.device, copied_bytes, promote_s, start_s)
                 if waits or run.num_bytes:
                     trace.note("wait", task, run.device, asked_s, start_s)
                 clock.begin(start_s)
@@ -286,8 +286,7 @@ class EventLoop:
                 self._copying[task.trial].remove(promote)
                 if not self._copying[task.trial]:
                     del self._copying[task.trial]
-                trace.count("promoted_bytes", promote.device, task.trial, copied_bytes)
-                trace.note("promote", task, promote.device, start_s, trace.now_s())
+                trace.promoted(task, promote.device, copied_bytes, start_s, trace.now_s())
                 self.leases[task.trial].wake.notify_all()
                 self._handle(e.Promoted(task, promote.device))
 

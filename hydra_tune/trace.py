@@ -96,9 +96,15 @@ class Trace:
         self.trials[trial].busy_s += busy_s
         return busy_s
 
+    def promoted(self, task: Task, device: int, num_bytes: int, start_s: float, end_s: float) -> None:
+        """So many bytes, for this task."""
+        self.note("promote", task, device, start_s, end_s)
+        self.count("promoted_bytes", device, task.trial, num_bytes)
+
     def count(self, what: str, device: int, trial: int, num_bytes: int) -> None:
-        for totals in (self.devices[device], self.trials[trial]):
-            vars(totals)[what] += num_bytes
+        of_device, of_trial = self.devices[device].__dict__, self.trials[trial].__dict__
+        of_device[what] += num_bytes
+        of_trial[what] += num_bytes
 
 
 class TaskClock:

@@ -1005,7 +1005,8 @@ class Trial:
     # ---- the lease ----
 
     def _go_to(self, shard: int, direction: Direction) -> Any:
-        if self.lease.begin(self.steps.number, direction):
+        assert self.plan is not None
+        if self.plan.resident and self.lease.begin(self.steps.number, direction):
             self._task = self.lease.task
             self.pool.check_open(self)
             return None
@@ -1013,12 +1014,11 @@ class Trial:
         if self._task != task:
             self._close_backward()
             ended, self._task = self._task, None
-            self.pool.acquire(task, ended)
+            self.pool.acquire(self, task, ended)
             hold(self.device.generators, self.random_state)
             self._task = task
-        assert self.plan is not None
         copies = self.residency.copies
-        if not self.plan.resident and shard not in copies:
+        if shard not in copies and not self.plan.resident:
             place = self.device.ledger.slots.get((self.id, shard), (0, 0))  # it needs no slot, or that failed
             self.residency.promote_shard(shard, *place)
         return copies.get(shard)

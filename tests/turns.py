@@ -86,8 +86,8 @@ class TurnsPool(hydra_tune.ShardPool):
         for copier in self._copiers:
             copier.submit = self.turns.jobs.append
 
-    def acquire(self, task, after=None):
-        super().acquire(task, after)
+    def acquire(self, trial, task, after=None):
+        super().acquire(trial, task, after)
         self.turns.pass_on()
 
     def _handle(self, event, at_s=None):

@@ -81,6 +81,7 @@ class Block:
             if p is not None and id(p) in numbers
         ]
         self._buffers = [(m._buffers, name) for m in self.modules for name in m._buffers]
+        self.has_buffers = bool(self._buffers)
         self._has_norms = any(isinstance(m, _NormBase) for m in self.modules)  # which write unseen
         self._recurrent = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.module_states = ModuleStates(self.modules)

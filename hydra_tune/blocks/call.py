@@ -12,8 +12,11 @@ PyTorch's engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress
+from operator import itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -114,21 +117,26 @@ class Kept(Versioned):
 class Call:
     """The part that repeating and keeping share. Lives as long as the graph of the call."""
 
-    measurement: Measurement | None = None  # that looks at its forward
     _pack: Callable[[torch.Tensor], Any]  # what autograd saves, and back again
     _unpack: Callable[[Any], torch.Tensor]
+    # Where a call has no other, they are all calls': a graph keeps all of its calls, and what each of these has is work
+    # for the garbage collector.
+    measurement: Measurement | None = None  # that looks at its forward
+    num_saved = 0
+    promoted: Sequence[nn.Parameter] = ()
+    _versions: Sequence[int] = ()  # of the weights in host memory
+    _attributes: Mapping[int, dict[str, Any]] = MappingProxyType({})  # of weights, as they were
+    _casts: Mapping[int, torch.dtype] = MappingProxyType({})  # of weights, which all calls of an autocast context share
+    _cast_places: Sequence[tuple[int, int, nn.Parameter]] = ()
+    _shares_casts = False  # with an earlier call
 
     def __init__(self, block: Block, trial: Trial, forward_pass: ForwardPass) -> None:
         self.block = block
         self.trial = trial
         self.forward_pass = forward_pass
-        self._versions: Sequence[int] = ()  # of the weights in host memory
-        self.promoted: list[nn.Parameter] = []
-        self._attributes: dict[int, dict[str, Any]] = {}  # of weights, as they were
-        self.num_saved = 0
-        dtype = casts_to() if block.casts and remembers_casts() else None
-        self._casts = {i: dtype for i in sorted(i for i, of in block.casts if of is dtype)} if dtype else {}
-        self._shares_casts = False  # with an earlier call
+        if block.casts and remembers_casts():
+            dtype = casts_to()
+            self._casts = {i: of for i, of in sorted(block.casts, key=itemgetter(0)) if of is dtype}
 
     @property
     def has_casts(self) -> bool:
@@ -153,9 +161,8 @@ class Call:
             finally:
                 _pop_hooks()
                 block.take_back(weights)
-                del self._cast_memory
-                for i in self._casts:
-                    trial.casts.free(block.slot_parameters[i])
+                if self._casts:
+                    self._free_casts()
             if measured is not None:
                 measured.look(outputs, weights, copy)
             refuse_hooks(block, weights)
@@ -188,32 +195,37 @@ class Call:
             self._shares_casts |= known is not None
             weights[i] = weights[i].to(dtype) if known is None else known
             trained[i] = trained[i] and known is None
-        numbers = [i for i, flag in enumerate(trained) if flag]
-        self.promoted = [parameters[i] for i in numbers]
-        if numbers:
-            given = _promote(self, [weights[i] for i in numbers], *self.promoted)
-            for i, weight in zip(numbers, given, strict=True):
-                weights[i] = weight
-            for i in self._casts:
-                if trained[i]:
-                    casts.put(parameters[i], weights[i])
+        if all(trained):
+            self.promoted = parameters
+            weights = [*_promote(self, weights, *parameters)] if parameters else weights
+        elif any(trained):
+            self.promoted = list(compress(parameters, trained))
+            given = iter(_promote(self, list(compress(weights, trained)), *self.promoted))
+            weights = [next(given) if flag else weight for flag, weight in zip(trained, weights, strict=True)]
+        if self._casts:
+            for i in [i for i in self._casts if trained[i]]:
+                casts.put(parameters[i], weights[i])
+            self._cast_places = [(*memory_of(weights[i]), parameters[i]) for i in self._casts]
+            # no activation may come to lie there, where a forward sets the weight's `data`
+            self._cast_memory = [weights[i].untyped_storage() for i in self._casts]
         self._trained = are_trained(weights)
-        self._cast_places = [(*memory_of(weights[i]), parameters[i]) for i in self._casts]
-        # no activation may come to lie there, where a forward sets the weight's `data`
-        self._cast_memory = [weights[i].untyped_storage() for i in self._casts]
         for i, (weight, p) in enumerate(zip(weights, parameters, strict=True)):
             weight.__dict__ = own = p.__dict__  # what the forward notes on it, it notes on the parameter
             if own:
-                self._attributes[i] = dict(own)
+                self._attributes = {**self._attributes, i: dict(own)}
         return weights
+
+    def _free_casts(self) -> None:
+        del self._cast_memory
+        for i in self._casts:
+            self.trial.casts.free(self.block.slot_parameters[i])
 
     def _weight_view(self, tensor: torch.Tensor, place: int) -> WeightView | None:
         """None of what is no weight."""
-        if self._cast_places:
-            for start, end, parameter in self._cast_places:
-                if start <= place < end:
-                    offset = (place - start) // tensor.element_size()
-                    return _new_view((parameter, offset, tensor.size(), tensor.stride(), tensor.dtype, True))
+        for start, end, parameter in self._cast_places:
+            if start <= place < end:
+                offset = (place - start) // tensor.element_size()
+                return _new_view((parameter, offset, tensor.size(), tensor.stride(), tensor.dtype, True))
         if not self._start <= place < self._end:
             return None
         whole, offset = self._weight_at.get(place), 0

@@ -69,6 +69,15 @@ class RepeatedCall(Call):
     the weights again, and repeats the forward; what is a weight, or lies in the memory of an input or buffer, is there
     without."""
 
+    _buffers: Sequence[torch.Tensor | None] = ()
+    _buffer_versions: Sequence[int] = ()
+    _held_versions: Sequence[int] = ()
+    _looks: Sequence[Any] = ()  # at what it made, until a repetition was seen to make the same
+    _gave_weights = False  # to an operator of the backward under way
+    _drops = False  # something that a repetition must make
+    has_dropped = False
+    _next = 0  # to be made by the repetition under way
+
     def __init__(
         self,
         block: Block,
@@ -82,26 +91,21 @@ class RepeatedCall(Call):
         self._leaves, self._structure, self._surroundings = leaves, structure, surroundings
         self._given = self.tensors
         self._given_versions = versions_of(self._given)
-        self._buffers: Sequence[torch.Tensor | None] = ()
         self._draws = DrawRecord(trial.gpu_generators())
         self._saved: list[weakref.ref[Saved]] = []
-        self._looks: list[Any] = []  # at what it made, until a repetition was seen to make the same
-        self._gave_weights = False  # to an operator of the backward under way
-        self._drops = False  # something that a repetition must make
-        self.has_dropped = False
-        self._next = 0  # to be made by the repetition under way
-        self._inputs: list[tuple[int, int]] = []  # where their memory is
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
-        self._inputs = list(map(memory_of, self._given))
+        self._inputs = list(map(memory_of, self._given))  # where their memory is
         self._input_versions = self._given_versions
         if block.clones:
             self.keep_clones()
-        self._buffers = block.buffers_now()
-        self._inputs += map(memory_of, block.buffers_themselves())
-        self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
-        self._held_versions = versions_of(block.held)
+        if block.has_buffers:
+            self._buffers = block.buffers_now()
+            self._inputs += map(memory_of, block.buffers_themselves())
+            self._buffer_versions = versions_of([b for b in self._buffers if b is not None])
+        if block.held:
+            self._held_versions = versions_of(block.held)
         with self._draws:
             outputs = super().run(args, kwargs)
         if self.measurement is None:
@@ -110,7 +114,7 @@ class RepeatedCall(Call):
 
     def rewind(self) -> bool:
         """As if it had not run, for it had no room; unless it has changed what it was given."""
-        self._saved, self._looks, self.num_saved, self._drops = [], [], 0, False
+        self._saved, self._looks, self.num_saved, self._drops = [], (), 0, False
         self._draws.rewind()
         self.block.put_back_buffers(self._buffers)
         cast = {id(self.block.slot_parameters[i]) for i in self._casts}
@@ -236,11 +240,11 @@ class RepeatedCall(Call):
 
     def _repeat(self) -> None:
         block, trial = self.block, self.trial
-        if self._versions != versions_of(block.slot_parameters) or self._held_versions != versions_of(block.held):
+        if [*self._versions, *self._held_versions] != versions_of([*block.slot_parameters, *block.held]):
             raise self._changed_weight()
         if self._input_versions != versions_of(self.tensors):
             raise changed_in_between("inputs", "one", block.name, "Give the model a copy of it.")
-        if self._buffer_versions != versions_of([b for b in self._buffers if b is not None]):
+        if [*self._buffer_versions] != versions_of([b for b in self._buffers if b is not None]):
             advice = "Change it after backward, or assign a new tensor."
             raise changed_in_between("buffers", "one", block.name, advice)
         trial.visit_backward(self)
@@ -291,7 +295,7 @@ class RepeatedCall(Call):
     def _check(self, outputs: Any) -> None:
         """That the first of a block's repetitions has made what its forward made; later ones end as soon as they may.
         What is saved may be uninitialised memory, and tells nothing."""
-        looks, self._looks = self._looks, []
+        looks, self._looks = self._looks, ()
         if looks and not _look_alike(looks, list(map(_look_at, tensors_in(outputs)))):
             raise self._made_other("other values")
         self.block.is_checked = True

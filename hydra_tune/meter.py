@@ -4,6 +4,7 @@ A ledger tells what was reserved; a meter tells what was used. The pilot measure
 with ``HYDRA_TUNE_CHECKS=1`` it watches every operator of every trial, so that a virtual device raises
 out of memory where a GPU would. On a virtual device all tensors say ``cpu``, so a storage counts as the
 device's when an operator made it from one that already does, or inside a model's forward or backward.
+A batch that a script has made takes room on a GPU only: here it is in the script's own memory.
 """
 
 from __future__ import annotations
@@ -72,12 +73,15 @@ class TrialMeter:
             for storage in storages_of(tensor):
                 self._add(storage, storage.nbytes())
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+    def adopt(self, tensors: Iterable[torch.Tensor], *, are_a_batch: bool = False) -> None:
         """Count tensors that arrived by a copy, not by an operator: the bytes of a batch, not of the data set that it
-        views."""
+        views. What operators make of a batch is on the device; on a virtual one it itself is in the script's own memory
+        still, and takes none."""
+        takes_none = are_a_batch and self.device.is_virtual
         for tensor in tensors:
             for storage in storages_of(tensor) if tensor.numel() else ():
-                self._add(storage, min(storage.nbytes(), tensor.numel() * tensor.element_size()))
+                own_bytes = min(storage.nbytes(), tensor.numel() * tensor.element_size())
+                self._add(storage, 0 if takes_none else own_bytes)
 
     def _add(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key, storage_bytes = storage._cdata, storage.nbytes()

@@ -380,7 +380,7 @@ class Trial:
         try:
             if self.meter.always:
                 self._count()
-                self.meter.adopt(tensors_in((args, kwargs)))
+                self.meter.adopt(tensors_in((args, kwargs)), are_a_batch=True)
             outputs = root.run(args, kwargs)
             self.leave()
         except BaseException:
@@ -484,7 +484,7 @@ class Trial:
                 self.steps.open()
                 return
             self.steps.begin()
-            self.meter.adopt(tensors_in((args, kwargs)))  # which a loop keeps until it has the next ones
+            self.meter.adopt(tensors_in((args, kwargs)), are_a_batch=True)
         except torch.OutOfMemoryError as error:
             refusal = self._refusal_of_first(error, args, kwargs)
             self._leave_after_error()
@@ -548,15 +548,15 @@ class Trial:
         self.meter.inside += 1
         try:
             if self.meter.counting:
-                self.meter.adopt(tensors_in((args, kwargs)))
+                self.meter.adopt(tensors_in((args, kwargs)), are_a_batch=True)
             if first is None and plan is not None and plan.resident:
                 self._go_to(0, Direction.FORWARD)
             outputs = root.run(args, kwargs)
             if forward_pass.ended_by is not None:
                 raise forward_pass.ended_by
             if first is not None:
-                made = sum(map(storage_bytes, tensors_in(outputs)))
-                first.kept_bytes = max(first.kept_bytes, 2 * sum(map(storage_bytes, tensors_in((args, kwargs)))) + made)
+                kept = [outputs] if self.device.is_virtual else [args, kwargs, args, kwargs, outputs]
+                first.kept_bytes = max(first.kept_bytes, sum(map(storage_bytes, tensors_in(kept))))
             self.leave()
         except BaseException as error:
             refusal, forward_pass.done = error, True

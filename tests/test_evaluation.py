@@ -294,7 +294,7 @@ def test_an_evaluation_on_a_larger_batch_is_planned_as_one():
     """It was refused, where the trial had trained: as a training step on its batch it would have needed 66 MiB."""
     model = Digits()
     optimizer = torch.optim.Adam(model.parameters())
-    with hydra_tune.ShardPool("cpu", "23MiB") as pool:
+    with hydra_tune.ShardPool("cpu", "20MiB") as pool:
         hydra_tune.prepare(model, optimizer, pool=pool)
         for _ in range(2):
             loss = torch.nn.functional.cross_entropy(model(torch.randn(64, 1, 28, 28)), torch.zeros(64).long())

@@ -262,15 +262,20 @@ class EvaluatesLargerBeforeBackward(Script):
 
 SCRIPTS = (
     Caught, PassesOverAndCatches, GrowsAndTeaches, GrowsAndReplaces, FailsAtFirst, HooksAWeight,
-    HooksAModule, MarksAWeight, InTransforms, FastWeights, RetainsAGradient, ResizesABuffer,
-    Membranes, EvaluatesLargerBeforeBackward,
+    HooksAModule, MarksAWeight, FastWeights, RetainsAGradient, ResizesABuffer, Membranes,
+    EvaluatesLargerBeforeBackward,
 )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, in jvp
 @at_each_budget(SCRIPTS)
 def test_it_trains_as_in_plain_pytorch(script, budget):
     assert_trains_as_in_plain_pytorch(script, budget)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, in jvp
+@pytest.mark.parametrize("budget", ["spilled", "three shards", "resident"])  # with fewer bytes its layers are opened
+def test_transforms_within_a_block_train_as_in_plain_pytorch(budget):
+    assert_trains_as_in_plain_pytorch(InTransforms, budget)
 
 
 def test_a_model_that_catches_everything_does_not_train_without_a_block_that_fits_no_budget():

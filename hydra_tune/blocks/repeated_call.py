@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -162,8 +163,9 @@ class RepeatedCall(Call):
         copy = self.trial.begin_visit(self.block, Direction.FORWARD)
         _here.hooks = []
         try:
-            with self._surroundings.restored(self.block.name), drawing_again(self._draws):
-                self._run_again(copy, run)
+            with self._as_at_first(copy, _as_it_is, _as_it_is) as weights:
+                bare = _apart(self._leaves)
+                run(*self._arguments(bare), [x for x in (*bare, *weights) if isinstance(x, torch.Tensor)])
             return bool(_here.hooks)
         finally:
             _here.hooks = None
@@ -252,45 +254,46 @@ class RepeatedCall(Call):
         try:
             self._enter(copy)
             self._next = 0
-            with self._surroundings.restored(block.name), drawing_again(self._draws):
-                self._run_again(copy)
+            with self._as_at_first(copy, self._pack_again, _is_never_unpacked):
+                args, kwargs = self._arguments(_apart(self._leaves) if block.clones else self._leaves)
+                self._check(block.forward(args, kwargs))
+        except _EnoughError:
+            pass
         finally:
             del self._copy
             trial.end_visit(copy, Direction.BACKWARD)
         if self._next < len(self._saved):
             raise self._made_other("fewer tensors")
 
-    def _run_again(self, copy: DeviceCopy, run: Callable[..., None] | None = None) -> None:
+    @contextmanager
+    def _as_at_first(
+        self, copy: DeviceCopy, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> Iterator[list[torch.Tensor]]:
+        """Within, all but the arguments is as in the first run; with the weights, as leaves of a graph that is
+        nobody's."""
         block, caches, gradients = self.block, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
-        weights = self._leaves_of(copy)
-        buffers = block.lend_buffers(self._buffers)
-        block.lend(weights)
-        torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit
-        torch._C._set_grad_enabled(True)
-        hooks = (self._pack_again, _is_never_unpacked) if run is None else (_as_it_is, _as_it_is)
-        _push_hooks(*hooks)  # also where all is saved: a checkpoint around would take it for its own
-        try:
-            if run is None:
-                args, kwargs = self._arguments(_apart(self._leaves) if block.clones else self._leaves)
-                self._check(block.forward(args, kwargs))
-            else:
-                bare = _apart(self._leaves)
-                run(*self._arguments(bare), [x for x in (*bare, *weights) if isinstance(x, torch.Tensor)])
-        except _EnoughError:
-            pass
-        except Exception as error:
-            if not isinstance(error, torch.OutOfMemoryError) and hasattr(error, "add_note"):  # Python 3.10 has none
-                error.add_note(
-                    f"Block {block.name} raised this where its forward is repeated, in backward, and not at first: it "
-                    f"may be that it {_DEPENDS}"
-                )
-            raise
-        finally:
-            _pop_hooks()
-            torch._C._set_grad_enabled(gradients)
-            torch.set_autocast_cache_enabled(caches)
-            block.take_back(weights)
-            block.take_back_buffers(buffers)
+        with self._surroundings.restored(block.name), drawing_again(self._draws):
+            weights = self._leaves_of(copy)
+            buffers = block.lend_buffers(self._buffers)
+            block.lend(weights)
+            torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit
+            torch._C._set_grad_enabled(True)
+            _push_hooks(pack, unpack)  # also where all is saved: a checkpoint around would take it for its own
+            try:
+                yield weights
+            except Exception as error:
+                if not isinstance(error, torch.OutOfMemoryError) and hasattr(error, "add_note"):  # Python 3.10 has none
+                    error.add_note(
+                        f"Block {block.name} raised this where its forward is repeated, in backward, and not at first: "
+                        f"it may be that it {_DEPENDS}"
+                    )
+                raise
+            finally:
+                _pop_hooks()
+                torch._C._set_grad_enabled(gradients)
+                torch.set_autocast_cache_enabled(caches)
+                block.take_back(weights)
+                block.take_back_buffers(buffers)
 
     def _check(self, outputs: Any) -> None:
         """That the first of a block's repetitions has made what its forward made; later ones end as soon as they may.

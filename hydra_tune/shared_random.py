@@ -11,23 +11,21 @@ class SharedRandom:
     """Their states, as they are now."""
 
     def __init__(self) -> None:
-        self._then = _states()
+        self._pythons, self._numpys = random.getstate(), _numpys()
 
     def have_moved(self) -> bool:
         """Since then: some thread has drawn, or seeded."""
-        (pythons, numpys), then = _states(), self._then
-        return pythons != then[0] or then[1] not in (None, numpys)  # NumPy, imported since, tells nothing
+        numpys_moved = self._numpys not in (None, _numpys())  # NumPy, imported since, tells nothing
+        return numpys_moved or random.getstate() != self._pythons
 
     def put_back(self) -> None:
-        pythons, numpys = self._then
-        random.setstate(pythons)
-        if numpys is not None:
-            sys.modules["numpy.random"].set_state(numpys)
+        random.setstate(self._pythons)
+        if self._numpys is not None:
+            sys.modules["numpy.random"].set_state(self._numpys)
 
 
-def _states() -> tuple[Any, Any]:
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return random.getstate(), None
-    name, keys, *rest = numpy_random.get_state()
-    return random.getstate(), (name, keys.tolist(), *rest)
+def _numpys() -> tuple[Any, ...] | None:
+    if "numpy.random" not in sys.modules:
+        return None
+    name, keys, *rest = sys.modules["numpy.random"].get_state()
+    return name, keys.tolist(), *rest

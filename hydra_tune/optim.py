@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.mode import ThreadMode
-from hydra_tune.randomness import state_kept
+from hydra_tune.randomness import DrawRecord, drawing_again
 from hydra_tune.shared_random import SharedRandom
 from hydra_tune.tree import tensors_in
 
@@ -46,9 +46,8 @@ def stepping_bytes(
             return _stepped_bytes(optimizer, trained, foreach_by_default=foreach_by_default)
         except Exception as error:  # any optimizer class may come, with any constructor
             logger.info("cannot size a step of %s (%s); assuming Adam's", type(optimizer).__name__, error)
-    defaults = getattr(optimizer, "defaults", {})
-    foreach = foreach_by_default if defaults.get("foreach") is None else defaults["foreach"]
-    return 2 * every, 0 if defaults.get("fused") else 2 * (every if foreach else max(sizes))
+    at_once = foreach_by_default or getattr(optimizer, "defaults", {}).get("foreach")
+    return 2 * every, 2 * (every if at_once else max(sizes))
 
 
 def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -62,10 +61,9 @@ def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, list[nn.Parameter]]]:
     """What decides the bytes that it takes: each group's options, of which a rate counts as zero or not, and its
     parameters."""
-    defaults = getattr(optimizer, "defaults", None)
+    defaults = getattr(optimizer, "defaults", {})
     return [
-        (_told({k: v for k, v in group.items() if defaults is None or k in defaults}), group["params"])
-        for group in optimizer.param_groups
+        (_told({k: v for k, v in group.items() if k in defaults}), group["params"]) for group in optimizer.param_groups
     ]
 
 
@@ -90,7 +88,7 @@ def _told(options: dict[str, Any]) -> str:
             return tuple(value.shape), value.dtype
         return value != 0 if isinstance(value, float) else value
 
-    return repr(tree_map(told_of, {key: value for key, value in sorted(options.items()) if key != "params"}))
+    return repr(tree_map(told_of, dict(sorted(options.items()))))
 
 
 # by class, and options, shape and dtype of a parameter: bytes of state; of temporaries, where all are at once, or not
@@ -141,11 +139,11 @@ def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: 
             step(optimizer)
         return sum(tensor_bytes(v) for v in tensors_in(list(optimizer.state.values()))), temporaries.peak_bytes
 
-    with state_kept(), torch.no_grad():
-        shared = SharedRandom()
+    shared = SharedRandom()
+    with drawing_again(DrawRecord()), torch.no_grad():
         (_, few), (state_bytes, many) = step_copy(_FEW), step_copy(_MANY)
-        if shared.have_moved():
-            shared.put_back()
+    if shared.have_moved():
+        shared.put_back()
     at_once = many > few * (_FEW + _MANY) / (2 * _FEW)
     return math.ceil(state_bytes / _MANY), *((math.ceil(many / _MANY), 0) if at_once else (0, few))
 

@@ -12,8 +12,7 @@ Code that reads, seeds or sets the generator counts as code that draws: what it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -43,8 +42,7 @@ class DrawRecord:
             self.states.append(generator.get_state())
 
     def __enter__(self) -> DrawRecord:
-        if self.states:
-            self.states = []
+        self.states = []
         if self.generators:
             self.device_states = generator_states(self.generators)
         self._outer = thread.notes
@@ -90,12 +88,3 @@ class drawing_again:
         thread.generator, thread.notes = self._outer
         if self._record.generators:
             set_generator_states(self._record.generators, self._device_states)
-
-
-@contextmanager
-def state_kept(generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Whatever this thread draws inside is as if it had not been drawn."""
-    with DrawRecord([generator for generator in generators if generator is not DEFAULT]) as record:
-        record.note(thread.generator)
-    with drawing_again(record):
-        yield

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from hydra_tune.randomness import DrawRecord, RandomState, drawing_again, drawing_from, state_kept
+from hydra_tune.randomness import DrawRecord, RandomState, drawing_again, drawing_from
 from hydra_tune.randomness.operators import DEFAULT, thread
 
 
@@ -82,8 +82,10 @@ def test_a_repetition_that_draws_though_the_first_run_did_not():
     with DrawRecord() as record:
         pass
     state = torch.get_rng_state()
-    with drawing_again(record):
-        torch.rand(1)
+    with DrawRecord() as around, drawing_again(record):
+        some()
+        torch.manual_seed(0)
+    assert not around.states
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -117,16 +119,6 @@ def test_code_that_reads_seeds_and_sets_the_generator(code):
     with drawing_again(record):
         assert torch.equal(code(), first)
     assert torch.equal(torch.get_rng_state(), state) and torch.initial_seed() == seed
-
-
-def test_what_is_kept_is_as_if_it_had_not_been_drawn():
-    state = torch.get_rng_state()
-    with DrawRecord() as record, state_kept():
-        first = some()
-        torch.manual_seed(0)
-    assert not record.states
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(some(), first)
 
 
 def test_code_that_failed_runs_once_more():
@@ -199,7 +191,7 @@ def test_another_draws_in_between_for_certain(thread_of):
 def test_a_forked_child_draws_from_the_process_generator():
     def states(with_record):
         read, write = os.pipe()
-        with DrawRecord() if with_record else state_kept():
+        with DrawRecord() if with_record else drawing_again(DrawRecord()):
             torch.rand(1)
             child = os.fork()
             if child == 0:

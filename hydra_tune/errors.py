@@ -43,23 +43,17 @@ class UntraceableError(PrepareError, AttributeError):
 
 
 class BudgetError(HydraTuneError, ValueError):
-    """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered. `lack` is how
-    much more: what it needs, or a guess at it, over what there is, less 1; 1.0 where there is none."""
+    """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered: a `block`, if
+    it is one alone. `lack` is how much more: what it needs, or a guess at it, over what there is, less 1; 1.0 where
+    there is none."""
 
     lack = 1.0
+    block = ""
 
-    def lacking(self, need_bytes: int, budget_bytes: int) -> BudgetError:
+    def lacking(self, need_bytes: int, budget_bytes: int, block: str = "") -> BudgetError:
         """This error, with its numbers."""
-        self.lack = max(need_bytes / max(1, budget_bytes) - 1.0, 0.01)  # it lacks some
+        self.lack, self.block = max(need_bytes / max(1, budget_bytes) - 1.0, 0.01), block  # it lacks some
         return self
-
-
-class BlockTooLargeError(BudgetError):
-    """A block needs more than the budget; `block` is its name."""
-
-    def __init__(self, message: str, block: str = "") -> None:
-        super().__init__(message)
-        self.block = block
 
 
 class PoolClosedError(HydraTuneError, RuntimeError):
@@ -79,9 +73,7 @@ def clear_frames(error: BaseException) -> None:
     pending: list[BaseException | None] = [error]
     while pending:
         current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        if current.__traceback__ is not None:
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
             traceback.clear_frames(current.__traceback__)
-        pending += [current.__cause__, current.__context__]
+            pending += [current.__cause__, current.__context__]

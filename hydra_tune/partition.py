@@ -9,7 +9,8 @@ then the smallest largest shard.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hydra_tune.blocks.block import Block
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import BlockTooLargeError, BudgetError
+from hydra_tune.errors import BudgetError
 from hydra_tune.host_buffer import tensor_bytes
 from hydra_tune.root import SeveralModels
 from hydra_tune.shard import BlockProfile, Cut, Shard, TrialPlan
@@ -42,7 +43,7 @@ def find_blocks(
     """
     blocks: dict[nn.Module, str] = {}
 
-    def walk(name: str, module: nn.Module, *, in_stack: bool) -> Iterator[tuple[str, nn.Module]]:
+    def walk(name: str, module: nn.Module, *, in_stack: bool) -> None:
         size = sum(map(tensor_bytes, [*module.parameters(), *module.buffers()]))
         if size == 0 or name in kept:
             return
@@ -51,12 +52,11 @@ def find_blocks(
         opens = stack or name in opened or size > limit_bytes or (not in_stack and _contains_stack(module))
         children = children_of(module) if opens or not name else []
         if name and not children:
-            yield name, module
+            blocks.setdefault(module, name)
         for child_name, child in children:
-            yield from walk(f"{name}.{child_name}".lstrip("."), child, in_stack=in_stack or stack)
+            walk(f"{name}.{child_name}".lstrip("."), child, in_stack=in_stack or stack)
 
-    for found_name, module in walk("", root, in_stack=False):
-        blocks.setdefault(module, found_name)
+    walk("", root, in_stack=False)
     return {name: module for module, name in blocks.items()}
 
 
@@ -129,10 +129,8 @@ def make_plan(
     Raises:
         BudgetError: some block does not fit alone; names it, its need and the budget.
     """
-    forward = max((p.forward_work_bytes for p in profiles), default=0)
-    backward = max((p.backward_work_bytes for p in profiles), default=0)
     blocks, saved = tuple(profiles), sum(p.saved_bytes for p in profiles)
-    whole = Shard(tuple(range(len(blocks))), 0, forward, backward)
+    whole = replace(_shard_of(range(len(blocks)), blocks), slot_bytes=0)
     resident = TrialPlan(True, (whole,), blocks, resident_bytes, step_bytes + saved, cut)
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident
@@ -146,11 +144,10 @@ def make_plan(
         need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
         if need_bytes > budget_bytes:
             parts = (need_bytes, p.weight_bytes, p.work_bytes, loose_bytes + step_bytes, budget_bytes)
-            raise BlockTooLargeError(
+            raise BudgetError(
                 "block {} needs {}: {} of weights, {} to compute, {} held by its trial and step; but the budget is {}. "
-                "{}".format(p.name, *map(format_bytes, parts), cut.advice()),
-                p.name,
-            ).lacking(need_bytes, budget_bytes)
+                "{}".format(p.name, *map(format_bytes, parts), cut.advice())
+            ).lacking(need_bytes, budget_bytes, p.name)
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
     return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
 
@@ -191,16 +188,17 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
 
     fewest = len(filled(most))
     least = bisect_left(range(most + 1), True, key=lambda limit: len(filled(limit)) <= fewest)
-    return tuple(_shard_of(part, [profiles[i] for i in part]) for part in filled(least))
+    return tuple(_shard_of(part, profiles) for part in filled(least))
 
 
-def _shard_of(numbers: Sequence[int], blocks: Sequence[BlockProfile]) -> Shard:
+def _shard_of(numbers: Sequence[int], profiles: Sequence[BlockProfile]) -> Shard:
+    blocks = [profiles[i] for i in numbers]
     return Shard(
         tuple(numbers),
         sum(p.weight_bytes for p in blocks),
-        max(p.forward_work_bytes for p in blocks),
-        max(p.backward_work_bytes for p in blocks),
-        max(p.boundary_bytes for p in blocks),
+        max((p.forward_work_bytes for p in blocks), default=0),
+        max((p.backward_work_bytes for p in blocks), default=0),
+        max((p.boundary_bytes for p in blocks), default=0),
     )
 
 
@@ -247,6 +245,5 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def flags_of(inputs: object) -> tuple[object, ...]:
     """What else decides what a forward computes: flags, names, absent tensors, and which require a gradient."""
-    leaves = flatten(inputs)[0]
-    told = (x.requires_grad if isinstance(x, torch.Tensor) else x for x in leaves)
+    told = (x.requires_grad if isinstance(x, torch.Tensor) else x for x in flatten(inputs)[0])
     return tuple(x for x in told if x is None or isinstance(x, (bool, str)))

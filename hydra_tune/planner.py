@@ -19,7 +19,7 @@ from torch import nn
 from hydra_tune import partition
 from hydra_tune.blocks.block import Block, gradient_bytes
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import BlockTooLargeError, BudgetError, PrepareError
+from hydra_tune.errors import BudgetError, PrepareError
 from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
 from hydra_tune.fingerprint import glance_at, plan_key
 from hydra_tune.host_buffer import storage_bytes
@@ -162,13 +162,12 @@ class Planner:
         self._count(measure)
         try:
             self.plan_for(first.kinds[0])
-        except BlockTooLargeError as error:  # beside what its step holds, which was not known when it was measured
-            if partition.has_children(self._trial.model.get_submodule(error.block)):  # the next step is measured anew
-                self._measures = []
+        except BudgetError as error:  # which the next forward raises, unless a block can be opened
+            # It is too large beside what its step holds, which was not known when it was measured.
+            if error.block and partition.has_children(self._trial.model.get_submodule(error.block)):
+                self._measures = []  # the next step is measured anew
                 self._adopt_cut(self._cut.adding("opened", error.block, TOO_LARGE))
                 return
-        except BudgetError:  # which the next forward raises
-            pass
         self._known.add(measure)
 
     def give_up_first(self, *, trained: bool = False) -> FirstStep | None:
@@ -183,10 +182,9 @@ class Planner:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
         opens = partition.has_children(block.module)
         if not opens and reason.startswith(TOO_LARGE):
-            raise BlockTooLargeError(
+            raise BudgetError(
                 f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights, but beside what its step "
-                f"holds {reason.rstrip('.')}. {self._cut.advice()}",
-                block.name,
+                f"holds {reason.rstrip('.')}. {self._cut.advice()}"
             )
         self._adopt_cut(self._cut.adding("opened" if opens else "kept", block.name, reason))
 

@@ -529,7 +529,7 @@ class Machine:
         if not trial.travels or device.exclusive is not None or self._plan(task.trial).resident:
             return False
         ledger, shard = device.ledger, self._shard(task)
-        if trial.at_home or shard.at_home:
+        if trial.at_home:
             return False
         if self._home(task.trial).load() < 1 / device.speed:
             return False  # its turn at home is sooner over
@@ -539,7 +539,7 @@ class Machine:
         if ledger.held_bytes + ledger.step_bytes + needs + in_flight > ledger.budget_bytes:
             return False
         moved = 2 * shard.boundary_bytes + (0 if there else shard.slot_bytes)
-        task_s = trial.its_plan().shards_s[task.shard][task.direction]
+        task_s = trial.its_plan().task_s(task.shard, task.direction)
         return self.policy.leaves_home(task_s / device.speed, moved, device.link_bytes_per_s)
 
     def _start(self, device: DeviceState, task: Task) -> list[Instruction]:

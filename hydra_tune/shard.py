@@ -50,13 +50,11 @@ class Cut:
 
     def advice(self) -> str:
         """For an error about lack of room: what to do, and what takes the room."""
-        opened = {name: f"it is opened: {why}" for name, why in self.opened.items() if why != TOO_LARGE}
-        staying = {**opened, **self.kept, **self.held}
+        reasons = [*self.opened.items(), *self.kept.items(), *self.held.items()]
+        staying = [f"{name}: {reason}" for name, reason in reasons if reason != TOO_LARGE]
         text = "Raise the pool's memory=, lower the batch size, or split the module into smaller children."
-        for name, reason in [*staying.items()][:1]:
-            text += (
-                f" On the device stays what {len(staying)} parts of the model need until backward, as {name}: {reason}."
-            )
+        if staying:
+            text += f" On the device stays what {len(staying)} parts of the model need until backward, as {staying[0]}."
         return text
 
 
@@ -92,14 +90,13 @@ class BlockProfile:
 @dataclass(frozen=True)
 class Shard:
     """Consecutive blocks with one slot. Work is the largest of its blocks', which run one after another; the
-    boundary is the largest of what one of them gives. `at_home` says that it can be nowhere else."""
+    boundary is the largest of what one of them gives."""
 
     blocks: tuple[int, ...]
     slot_bytes: int
     forward_work_bytes: int
     backward_work_bytes: int
     boundary_bytes: int = 0
-    at_home: bool = False
 
     def work_bytes(self, direction: Direction) -> int:
         return self.forward_work_bytes if direction is Direction.FORWARD else self.backward_work_bytes
@@ -127,16 +124,10 @@ class TrialPlan:
         """The most any one task needs beyond what the trial and its step hold."""
         return max((shard.slot_bytes + shard.work_bytes(d) for shard in self.shards for d in Direction), default=0)
 
-    @cached_property
-    def shards_s(self) -> tuple[dict[Direction, float], ...]:
-        """For each shard, what the pilot has measured of its blocks."""
-        return tuple(
-            {
-                Direction.FORWARD: sum(self.blocks[i].forward_s for i in shard.blocks),
-                Direction.BACKWARD: sum(self.blocks[i].backward_s for i in shard.blocks),
-            }
-            for shard in self.shards
-        )
+    def task_s(self, shard: int, direction: Direction) -> float:
+        """What the pilot has measured of the shard's blocks."""
+        blocks = [self.blocks[i] for i in self.shards[shard].blocks]
+        return sum(b.forward_s if direction is Direction.FORWARD else b.backward_s for b in blocks)
 
     @cached_property
     def bytes_to_end(self) -> tuple[int, ...]:

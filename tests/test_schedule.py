@@ -58,11 +58,10 @@ from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
 from hydra_tune.state import TaskState
 
 
-def plan(slots=(30, 30), work=10, held=0, step=10, boundary=0, at_home=()):
+def plan(slots=(30, 30), work=10, held=0, step=10, boundary=0):
     works = work if isinstance(work, tuple) else (work,) * len(slots)
     shards = tuple(
-        Shard((i,), size, work, work, boundary, at_home=i in at_home)
-        for i, (size, work) in enumerate(zip(slots, works, strict=True))
+        Shard((i,), size, work, work, boundary) for i, (size, work) in enumerate(zip(slots, works, strict=True))
     )
     blocks = tuple(BlockProfile(f"{i}", size, forward_s=1.0, backward_s=2.0) for i, size in enumerate(slots))
     return TrialPlan(False, shards, blocks, held, step)
@@ -626,13 +625,6 @@ def test_a_task_that_says_so_runs_at_home_though_its_trial_travels():
     machine.validate()
 
 
-def test_a_shard_that_needs_what_is_held_runs_at_home():
-    machine = three_on_two_devices(plan(at_home=(0,)))
-    assert machine.handle(TaskReady(task(2, 0))) == []
-    assert machine.handle(TaskReady(task(1, 0))) == [Promote(task(1, 0), 1, 0, 30)], "this is its home"
-    machine.validate()
-
-
 def test_a_step_begins_where_fewer_trials_are_at_home():
     machine = Machine([100, 100], Fifo(), least_ahead_bytes=None)
     for trial in (0, 1, 2):
@@ -861,7 +853,7 @@ class Player:
 
     def check_place(self, run):
         trial = self.machine.trials[run.task.trial]
-        stays = trial.at_home or trial.shard(run.task).at_home or not trial.travels
+        stays = trial.at_home or not trial.travels
         assert run.device == trial.home or not stays, "a task that stays at home ran elsewhere"
 
     def count_waits(self, run):

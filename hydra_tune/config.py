@@ -40,12 +40,8 @@ def check_folder(path: Path, what: str) -> None:
 
 def format_bytes(amount: int) -> str:
     """``1536`` -> ``"1.5 KiB"``."""
-    value = float(amount)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+    power = min(max(0, abs(amount).bit_length() - 1) // 10, 4)  # of 1024
+    return f"{amount / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{amount} B"
 
 
 def align(num_bytes: int) -> int:

@@ -69,11 +69,8 @@ class TrialStopped(BaseException):
 
 def clear_frames(error: BaseException) -> None:
     """Exceptions keep frames, frames keep tensors: let go of the locals, keep the traceback's lines."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            traceback.clear_frames(current.__traceback__)
-            pending += [current.__cause__, current.__context__]
+    chain = [error]
+    for current in chain:  # which grows meanwhile
+        traceback.clear_frames(current.__traceback__)
+        linked = (current.__cause__, current.__context__)
+        chain += [each for each in linked if each is not None and each not in chain]

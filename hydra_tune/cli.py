@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # trials' threads outnumber the cores; read when torch loads
     try:
-        return int(options.command(options))
+        return int(options.command(options) or 0)
     except (HydraTuneError, OSError) as error:
         print(f"hydra-tune: {error}", file=sys.stderr)
         return 1
@@ -69,7 +69,7 @@ def _demo(options: argparse.Namespace) -> bool:
     return not (proof["losses_equal"] and proof["weights_equal"])
 
 
-def _calibrate(options: argparse.Namespace) -> bool:
+def _calibrate(options: argparse.Namespace) -> None:
     from hydra_tune.calibration import calibrate
 
     check_folder(options.out, "a cost model")
@@ -78,10 +78,9 @@ def _calibrate(options: argparse.Namespace) -> bool:
     for key, value in cost.to_dict().items():
         print(f"{key:16}  {value if isinstance(value, str) else format(value, '.4g')}")
     print(f"written to {options.out}")
-    return False
 
 
-def _simulate(options: argparse.Namespace) -> bool:
+def _simulate(options: argparse.Namespace) -> None:
     if options.timeline is not None:
         checked_path(options.timeline)
     cost = None if options.cost is None else CostModel.load(options.cost)
@@ -101,7 +100,6 @@ def _simulate(options: argparse.Namespace) -> bool:
         save(found.timeline, [f"device {number}" for number in range(options.devices)], options.timeline)
     others_s = baselines_s(trials, options.devices, links)
     print(json.dumps(found.figures(others_s), indent=1) if options.json else found.table(others_s))
-    return False
 
 
 if __name__ == "__main__":

@@ -35,10 +35,7 @@ def stepping_bytes(
     takes, are assumed where there is no optimizer yet or it can't be copied so.
     """
     trained = [p for p in parameters if p.requires_grad]
-    sizes = [p.nbytes for p in trained]
-    every = sum(sizes)
-    if not sizes:
-        return 0, 0
+    every = sum(p.nbytes for p in trained)
     if isinstance(optimizer, torch.optim.LBFGS):  # steps all as one vector; keeps steps and differences of gradients
         return (2 * int(optimizer.param_groups[0]["history_size"]) + 2) * every, 10 * every
     if optimizer is not None:
@@ -47,7 +44,7 @@ def stepping_bytes(
         except Exception as error:  # any optimizer class may come, with any constructor
             logger.info("cannot size a step of %s (%s); assuming Adam's", type(optimizer).__name__, error)
     at_once = foreach_by_default or getattr(optimizer, "defaults", {}).get("foreach")
-    return 2 * every, 2 * (every if at_once else max(sizes))
+    return 2 * every, 2 * (every if at_once else max((p.nbytes for p in trained), default=0))
 
 
 def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -118,13 +115,9 @@ def _stepped_bytes(
 
 
 def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: torch.Tensor) -> tuple[int, int, int]:
-    """Nobody draws other random numbers for it, nor is any hook called.
-
-    Raises:
-        RuntimeError: hooks of all optimizers would be, by a class that calls its base's `step`.
-    """
+    """Nobody draws other random numbers for it, nor is any hook called."""
     if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
-        raise RuntimeError("hooks of all optimizers would be called")
+        raise RuntimeError("hooks of all optimizers would be called, if it calls its base's step")
 
     def step_copy(number: int) -> tuple[int, int]:
         parameters = [nn.Parameter(torch.empty_like(like, device="meta")) for _ in range(number)]

@@ -130,7 +130,7 @@ def make_plan(
         BudgetError: some block does not fit alone; names it, its need and the budget.
     """
     blocks, saved = tuple(profiles), sum(p.saved_bytes for p in profiles)
-    whole = replace(_shard_of(range(len(blocks)), blocks), slot_bytes=0)
+    whole = replace(_shard_of(range(len(blocks)), blocks), slot_bytes=0, boundary_bytes=0)
     resident = TrialPlan(True, (whole,), blocks, resident_bytes, step_bytes + saved, cut)
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident

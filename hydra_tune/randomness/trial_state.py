@@ -35,10 +35,9 @@ class RandomState:
         self.users: list[torch.Generator] = []  # of the objective's own
 
     def stand_in(self, of: torch.Generator) -> torch.Generator:
-        own = self._of.get(id(of))
-        if own is None:
-            own = self._of[id(of)] = torch.Generator(device=of.device).manual_seed(self._seed)
-        return own
+        if id(of) not in self._of:
+            self._of[id(of)] = torch.Generator(device=of.device).manual_seed(self._seed)
+        return self._of[id(of)]
 
     def generator(self, of: torch.Generator) -> torch.Generator:
         """That has the trial's state now: the default one itself, while the trial holds it."""

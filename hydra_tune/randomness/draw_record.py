@@ -42,7 +42,8 @@ class DrawRecord:
             self.states.append(generator.get_state())
 
     def __enter__(self) -> DrawRecord:
-        self.states = []
+        if self.states:
+            self.states = []
         if self.generators:
             self.device_states = generator_states(self.generators)
         self._outer = thread.notes

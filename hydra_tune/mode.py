@@ -31,7 +31,6 @@ _LAYERS = (_aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attent
 # casts, as measured. Others call none that it casts; or are called by one that it has cast, within which it is off: no
 # mode can tell.
 _CASTS_WITHIN = (*_LAYERS, _aten._sparse_addmm, _aten.affine_grid_generator, _aten.linalg_pinv, _aten.mv)
-_GROUP_NORM_BACKWARD = _aten.native_group_norm_backward.default
 _IMPLICIT = DispatchKey.CompositeImplicitAutograd  # autograd, where it is on, tells apart what it is composed of
 _EXPLICIT = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
 _OWN = (DispatchKey.CPU, DispatchKey.CUDA)
@@ -106,12 +105,6 @@ class TrialMode(ThreadMode):
 def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     keys = _keys_of(func)
     with nullcontext() if keys is None else _included(keys):
-        if func is _GROUP_NORM_BACKWARD and args[1].is_cpu:
-            # PyTorch's kernel for channels-last maps writes the input's gradient, asked or not, and ends the process by
-            # that if not. A pilot does not ask within a reentrant checkpoint, whose forward has no gradients.
-            *given, (wanted, *others) = args
-            of_input, *made = func(*given, [True, *others])
-            return [of_input if wanted else None, *made]
         return func(*args, **kwargs)
 
 

@@ -154,7 +154,7 @@ class Maps(nn.Module):
 
 
 def test_a_norm_of_maps_within_one():
-    """PyTorch's kernel for channels-last maps would end the process, were it not asked for the input's gradient."""
+    """PyTorch's kernel for channels-last maps ends the process where it is not asked for the input's gradient."""
 
     def scenario(prepare):
         torch.manual_seed(0)

@@ -43,8 +43,6 @@ class ThreadMode(TorchDispatchMode):
     """Enters and leaves the thread's stack, and that is all: PyTorch's own modes note for the process, too, that
     one is active, and put back what each has found; where threads come and go, that stays wrong."""
 
-    def __init__(self) -> None: ...
-
     def __enter__(self) -> Any:
         _push_mode(self)
         return self
@@ -81,7 +79,7 @@ class TrialMode(ThreadMode):
         kwargs, meter = kwargs or {}, self.meter
         if meter is None or not meter.counting:
             return _run(func, args, kwargs)
-        writes, first = _is_mutable(func), meter.first()
+        writes, first = isinstance(func, OpOverload) and func._schema.is_mutable, meter.first()
         if writes and first is not None:
             first.before_writing(_written_by(func, args, kwargs))
         try:
@@ -98,22 +96,21 @@ class TrialMode(ThreadMode):
         makes_there = meter.makes_there(inputs)
         out = _run(func, args, kwargs)
         if makes_there:
-            meter.observe(_made(func, args, inputs, out))
+            meter.observe(_made(inputs, out))
         return out
 
 
 def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    keys = _keys_of(func)
-    with nullcontext() if keys is None else _included(keys):
+    with _as_outside(func):
         return func(*args, **kwargs)
 
 
-def _keys_of(func: Any) -> DispatchKeySet | None:
-    """Dispatch keys that work within an operator which calls others, outside of modes; within one they are off. They
-    resolve conjugate views, and cast what autocast casts. One that is run as a whole, in inference mode, may choose
+def _as_outside(func: Any) -> AbstractContextManager[None]:
+    """With dispatch keys that work within an operator which calls others, outside of modes; within one they are off.
+    They resolve conjugate views, and cast what autocast casts. One that is run as a whole, in inference mode, may choose
     kernels by whether a view of a weight requires a gradient: none does, unless views are noted (again is an error)."""
     if not _calls_others(func):
-        return None
+        return nullcontext()
     keys = _RESOLVE
     if torch.is_inference_mode_enabled() and _has(func, _IMPLICIT) and not _has(func, _NOTES_VIEWS):
         keys = keys | DispatchKeySet(_NOTES_VIEWS)
@@ -122,7 +119,8 @@ def _keys_of(func: Any) -> DispatchKeySet | None:
             for kind, key in _AUTOCASTS.items():
                 if torch.is_autocast_enabled(kind):
                     keys = keys | DispatchKeySet(key)
-    return keys
+    without = torch._C._dispatch_tls_local_exclude_set() - keys
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), without)
 
 
 @cache
@@ -145,11 +143,6 @@ def _calls_others(func: Any) -> bool:
 def _casts_within(func: OpOverload) -> bool:
     of_pytorch = func.namespace == "aten" and not func._overloadname.endswith("out")
     return not of_pytorch or _has(func, _IMPLICIT) or func.overloadpacket in _CASTS_WITHIN
-
-
-def _included(keys: DispatchKeySet) -> AbstractContextManager[None]:
-    without = torch._C._dispatch_tls_local_exclude_set() - keys
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), without)
 
 
 def watch(mode: TrialMode) -> None:
@@ -187,16 +180,11 @@ def _keep(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode)
 os.register_at_fork(after_in_child=drop_modes)
 
 
-def _made(
-    func: Callable[..., Any], args: Sequence[Any], inputs: Sequence[torch.Tensor], out: Any
-) -> list[torch.Tensor]:
-    """What an operator with an input on the device has made there, or given back of what was; of a list only what comes
-    of an input there."""
-    outputs = _tensors((out,))
-    if _is_foreach(func) and isinstance(args[0], (list, tuple)) and len(args[0]) == len(outputs):
-        outputs = [made for given, made in zip(args[0], outputs, strict=True) if is_counted(given)]
+def _made(inputs: Sequence[torch.Tensor], out: Any) -> list[torch.Tensor]:
+    """What an operator with an input on the device has made there, or given back of what was."""
     elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
-    return [t for t in outputs if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))]
+    made = _tensors((out,))
+    return [t for t in made if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))]
 
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -206,16 +194,6 @@ def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[i] if i < len(args) else kwargs.get(argument.name))
     return _tensors(written)
-
-
-@cache
-def _is_mutable(func: Any) -> bool:
-    return isinstance(func, OpOverload) and bool(func._schema.is_mutable)
-
-
-@cache
-def _is_foreach(func: Callable[..., Any]) -> bool:
-    return "_foreach_" in str(func)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

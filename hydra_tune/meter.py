@@ -13,9 +13,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,18 +34,12 @@ _counted: dict[int, _Counted] = {}  # by storage; what trials share is the first
 os.register_at_fork(after_in_child=_counted.clear)  # nothing that the child inherits is on a device
 
 
-class DeviceOutOfMemoryError(torch.OutOfMemoryError):
-    """A virtual device holds more bytes than its budget. What a GPU raises is its base class."""
-
-
-@dataclass(slots=True)
-class _Counted:
-    """A storage that lives: what of it counts, and how large it is."""
+class _Counted(NamedTuple):
+    """A storage that lives, and what of it counts."""
 
     ref: weakref.ref[torch.UntypedStorage]
     owner: TrialMeter
-    num_bytes: int = 0
-    storage_bytes: int = 0
+    num_bytes: int
 
 
 class TrialMeter:
@@ -58,17 +52,17 @@ class TrialMeter:
         self.always = always  # the checks of HYDRA_TUNE_CHECKS
         self.counting = always
         self.trial_bytes = 0
-        self.window_peak = 0  # the highest since `start_window`
+        self.window_peak = 0  # the highest since somebody has set it
         self._limit: float = inf
         self._outside_start = self._outside_peak = 0
-        self._is_outside = self._starts_later = False
+        self._is_outside = False  # no block runs
         # Under way: is told what is written, and makes room. Weak, for a mode on the thread's stack keeps this meter.
         self.first: Callable[[], FirstStep | None] = lambda: None
         self.within_checkpoint = False  # one that is not reentrant, since this was said to be False
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count their storages that are not counted yet, and what others have grown by."""
+        """Count their storages that are not counted yet, as large as they are now."""
         for tensor in tensors:
             for storage in storages_of(tensor):
                 self._add(storage, storage.nbytes())
@@ -84,26 +78,20 @@ class TrialMeter:
                 self._add(storage, 0 if takes_none else own_bytes)
 
     def _add(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        key, storage_bytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
         with _lock:
-            if storage.device.type == "meta" or gate.process != self.device.process:  # a forked child is on no device
+            # what a forked child makes is on no device
+            if key in _counted or storage.device.type == "meta" or gate.process != self.device.process:
                 return
-            counted = _counted.get(key)
-            if counted is None:
-                counted = _Counted(weakref.ref(storage, lambda _: _forget(key)), self)
-            else:
-                num_bytes = storage_bytes - counted.storage_bytes
-            if num_bytes > 0:
-                counted.owner._take(num_bytes)
-            _counted[key] = counted
-            counted.num_bytes += max(0, num_bytes)
-            counted.storage_bytes = max(counted.storage_bytes, storage_bytes)
+            if num_bytes:
+                self._take(num_bytes)
+            _counted[key] = _Counted(weakref.ref(storage, lambda _: _forget(key)), self, num_bytes)
 
     def _take(self, num_bytes: int) -> None:
         device = self.device
         too_many = device.is_virtual and device.live_bytes + num_bytes > device.budget_bytes
         if too_many or self.trial_bytes + num_bytes > self._limit:
-            raise DeviceOutOfMemoryError(
+            raise torch.OutOfMemoryError(
                 f"{device.name} holds {format_bytes(device.live_bytes)} and was asked for {format_bytes(num_bytes)} "
                 f"more, but its budget is {format_bytes(device.budget_bytes)}. Lower the batch size, keep fewer "
                 "tensors, or raise the pool's memory=."
@@ -152,34 +140,21 @@ class TrialMeter:
         first.failed, self.counting = True, self.always
         return BudgetError(f"a first step has no room on {self.device.name}: {error}")
 
-    def observe(self, made: Iterable[torch.Tensor]) -> None:
-        """Count what an operator made or enlarged there."""
-        if self._starts_later:
-            self.outside_starts()
-        self.add(made)
-
-    def start_window(self) -> int:
-        """Start to note the highest `trial_bytes` from here on; what it is now."""
-        self.window_peak = self.trial_bytes
-        return self.window_peak
-
     def watch_outside(self) -> None:
         """Start to note the highest bytes beyond those there now, while no block runs."""
         self._outside_start = self._outside_peak = self.trial_bytes
         self._is_outside = True
 
     def outside_ends(self) -> None:
-        if self._starts_later:  # no operator has run: what is there now the step has kept from visit to visit
-            self.outside_starts()
+        if self._is_outside:
+            self._outside_peak = max(self._outside_peak, self.trial_bytes)
         self._is_outside = False
 
-    def outside_starts(self) -> None:
-        self._is_outside, self._starts_later = True, False
-        self._outside_peak = max(self._outside_peak, self.trial_bytes)
-
-    def outside_starts_later(self) -> None:
-        """With the next operator: what the visit has made is about to be freed."""
-        self._starts_later = True
+    def outside_starts(self, *, later: bool = False) -> None:
+        """With `later`, what there is now is about to be freed: what is made next counts, or is left at the end."""
+        self._is_outside = True
+        if not later:
+            self._outside_peak = max(self._outside_peak, self.trial_bytes)
 
     def outside_peak(self) -> int:
         """The figure since `watch_outside`."""
@@ -187,40 +162,34 @@ class TrialMeter:
         return self._outside_peak - self._outside_start
 
     def paused(self) -> Paused:
-        """Not counted, nor seen by any mode, without gradients: copies between device and host, whose other side
-        is no device storage."""
-        return Paused(self)
+        """Seen by no mode, so not counted, and without gradients: copies between device and host, whose other side is
+        no device storage."""
+        return Paused()
 
 
 class Paused:
     """A context manager, once; several are entered for each task."""
 
-    __slots__ = ("_counting", "_grad", "_inference", "_meter", "_modes", "_outermost")
-
-    def __init__(self, meter: TrialMeter) -> None:
-        self._meter = meter
+    __slots__ = ("_grad", "_outermost", "_without")
 
     def __enter__(self) -> None:
-        self._counting, self._meter.counting = self._meter.counting, False
         self._outermost = gate.enter()
-        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
-        if self._inference is not None:  # copies outlive it
-            self._inference.__enter__()
+        self._without: list[AbstractContextManager[None]] = []
+        if torch.is_inference_mode_enabled():  # copies outlive it
+            self._without.append(torch.inference_mode(False))
+        if torch._C._len_torch_dispatch_stack():
+            self._without.append(torch._C._DisableTorchDispatch())
+        for context in self._without:
+            context.__enter__()
         self._grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
-        self._modes = torch._C._DisableTorchDispatch() if torch._C._len_torch_dispatch_stack() else None
-        if self._modes is not None:
-            self._modes.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        if self._modes is not None:
-            self._modes.__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
         torch._C._set_grad_enabled(self._grad)
-        if self._inference is not None:
-            self._inference.__exit__(*error)
+        for context in self._without:
+            context.__exit__(*error)
         if self._outermost:
             gate.leave()
-        self._meter.counting = self._counting
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

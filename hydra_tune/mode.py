@@ -96,7 +96,7 @@ class TrialMode(ThreadMode):
         makes_there = meter.makes_there(inputs)
         out = _run(func, args, kwargs)
         if makes_there:
-            meter.observe(_made(inputs, out))
+            meter.add(_made(inputs, out))
         return out
 
 

@@ -807,7 +807,7 @@ class Trial:
         """The block's backward is over, or another's begins."""
         if self._open_copy is not None:
             self._open_copy.used = self._open_copy.device.mark()
-            self.meter.outside_starts_later()
+            self.meter.outside_starts(later=True)
         self._open = self._open_copy = None
 
     def send_home(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:

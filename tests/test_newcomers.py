@@ -216,15 +216,15 @@ def test_a_first_step_is_one_turn():
 
 def test_an_operator_for_which_the_allocator_has_no_room_runs_again_with_the_device_to_itself(monkeypatch):
     """Nobody can ask a GPU's before: it raises where a virtual device's meter would have waited."""
-    keeps, raised, observe = 1_000, [], TrialMeter.observe
+    keeps, raised, add = 1_000, [], TrialMeter.add
 
-    def observe_or_raise(meter, outputs):
+    def add_or_raise(meter, outputs):
         if any(t.numel() == keeps for t in outputs) and not raised:
             raised.append(True)
             raise torch.OutOfMemoryError("no room")
-        observe(meter, outputs)
+        add(meter, outputs)
 
-    monkeypatch.setattr(TrialMeter, "observe", observe_or_raise)
+    monkeypatch.setattr(TrialMeter, "add", add_or_raise)
     results, story = run_together("cpu", keeps=keeps)
     assert raised and story.count("Alone(trial=1)") == 1
     assert_same(results, alone("cpu", keeps=keeps))

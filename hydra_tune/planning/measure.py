@@ -350,7 +350,8 @@ def measured(meter: TrialMeter, device: Device) -> Iterator[Used]:
     """What is used within; known at the end."""
     used = Used()
     device.synchronize()
-    before, start_s = meter.start_window(), time.perf_counter()
+    meter.window_peak = before = meter.trial_bytes
+    start_s = time.perf_counter()
     yield used
     device.synchronize()
     used.seconds = time.perf_counter() - start_s

@@ -5,17 +5,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from hydra_tune.config import checks_enabled
 from hydra_tune.engine import forget_interrupted_backward
 from hydra_tune.errors import clear_frames
 from hydra_tune.garbage import collect_until
 from hydra_tune.interrupts import Stop
-from hydra_tune.mode import TrialMode
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import thread_settings_kept
 from hydra_tune.randomness import RandomState, drawing_from
@@ -28,12 +26,11 @@ _local = threading.local()
 @dataclass(slots=True)
 class Context:
     """`random_state` is the runner's, from which the objective draws, and so is `resumption`, if it keeps checkpoints;
-    None in a plain script. `mode` counts the objective's operators, under checks."""
+    None in a plain script."""
 
     pool: ShardPool | None = None
     name: str | None = None
     random_state: RandomState | None = None
-    mode: TrialMode | None = None
     trials: list[Trial] = field(default_factory=list)  # a runner ends them; a plain script's end with their model
     stop: Stop = field(default_factory=Stop)
     resumption: Resumption | None = None
@@ -43,10 +40,8 @@ class Context:
 
     def register(self, trial: Trial) -> None:
         self._last = weakref.ref(trial)
-        trial.random_state, trial.mode = self.random_state, self.mode
+        trial.random_state = self.random_state
         trial.of_runner, trial.alone = self.random_state is not None, self.alone
-        if self.mode is not None:
-            self.mode.meter = trial.meter
         if trial.of_runner:
             self.trials.append(trial)
 
@@ -77,11 +72,10 @@ def trial_context(
     """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
     thread's settings, which the next one finds as this one did, and the trial's end."""
     state = pool.random_state(number if seed_number is None else seed_number)
-    mode = TrialMode(stays=True) if checks_enabled() else None
-    context = Context(pool, name or f"trial {number}", state, mode, alone=alone)
+    context = Context(pool, name or f"trial {number}", state, alone=alone)
     outer, _local.context = getattr(_local, "context", None), context
     try:
-        with thread_settings_kept(), drawing_from(state), mode or nullcontext():
+        with thread_settings_kept(), drawing_from(state):
             torch.set_num_threads(pool.num_threads)
             try:
                 yield context

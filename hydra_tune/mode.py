@@ -62,12 +62,11 @@ class ThreadMode(TorchDispatchMode):
 
 
 class TrialMode(ThreadMode):
-    """Counts in a meter where that is counting. Installed around an objective or a step by a runner's trial; or by a
-    prepared model around its own forward and backward. Costs about four microseconds an operator."""
+    """Counts in a meter where that is counting. A prepared model watches its thread by it from a first step's forward
+    on, until that ends; under checks, until the trial does. Costs about four microseconds an operator."""
 
-    def __init__(self, meter: TrialMeter | None = None, *, stays: bool = False) -> None:
-        self.meter = meter
-        self.stays = stays  # for the whole objective
+    def __init__(self, meter: TrialMeter) -> None:
+        self.meter: TrialMeter | None = meter
 
     def __torch_dispatch__(
         self,
@@ -107,8 +106,9 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def _as_outside(func: Any) -> AbstractContextManager[None]:
     """With dispatch keys that work within an operator which calls others, outside of modes; within one they are off.
-    They resolve conjugate views, and cast what autocast casts. One that is run as a whole, in inference mode, may choose
-    kernels by whether a view of a weight requires a gradient: none does, unless views are noted (again is an error)."""
+    They resolve conjugate views, and cast what autocast casts. One that is run as a whole, in inference mode, may
+    choose kernels by whether a view of a weight requires a gradient: none does, unless views are noted (again is an
+    error)."""
     if not _calls_others(func):
         return nullcontext()
     keys = _RESOLVE
@@ -148,7 +148,7 @@ def _casts_within(func: OpOverload) -> bool:
 def watch(mode: TrialMode) -> None:
     """From here on, beneath the modes that are active: who has entered one of those leaves it before this one. Those of
     trials that are gone are left no more."""
-    _keep(lambda each: not isinstance(each, TrialMode) or each.meter is not None or each.stays, mode)
+    _keep(lambda each: not isinstance(each, TrialMode) or each.meter is not None, mode)
 
 
 def unwatch(mode: TrialMode) -> None:

@@ -113,8 +113,7 @@ class Trial:
         self._thread = 0  # that has held it last
         self._process = gate.process
         self.random_state: RandomState | None = None  # the runner's, where there is one
-        self.mode: TrialMode | None = None  # the runner's, under checks
-        self._counting: TrialMode | None = None  # from a first step's begin to its end
+        self._counting: TrialMode | None = None  # from a first step's begin to its end; under checks, to the trial's
         # the task that has the lease
         self._task: Task | None = None
         self.awaits_backward = False  # of the one forward of a simple step
@@ -517,7 +516,7 @@ class Trial:
     def _count(self) -> None:
         """Operators of this thread, also between forward and backward, until `unwatch`. The engine runs nodes with the
         modes that were there when a backward was called."""
-        if self.mode is None and self._counting is None:
+        if self._counting is None:
             self._counting = TrialMode(self.meter)
             weakref.finalize(self, let_go, self._counting).atexit = False
             watch(self._counting)

@@ -77,7 +77,8 @@ class TrialMode(ThreadMode):
     ) -> Any:
         kwargs, meter = kwargs or {}, self.meter
         if meter is None or not meter.counting:
-            return _run(func, args, kwargs)
+            with _as_outside(func):
+                return func(*args, **kwargs)
         writes, first = isinstance(func, OpOverload) and func._schema.is_mutable, meter.first()
         if writes and first is not None:
             first.before_writing(_written_by(func, args, kwargs))
@@ -93,15 +94,13 @@ class TrialMode(ThreadMode):
         if (first := meter.first()) is not None:
             first.before_using(func, inputs)
         makes_there = meter.makes_there(inputs)
-        out = _run(func, args, kwargs)
-        if makes_there:
-            meter.add(_made(inputs, out))
+        with _as_outside(func):
+            out = func(*args, **kwargs)
+        if makes_there:  # or gives back, unless that is of an input in host memory
+            elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
+            made = _tensors((out,))
+            meter.add([t for t in made if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))])
         return out
-
-
-def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    with _as_outside(func):
-        return func(*args, **kwargs)
 
 
 def _as_outside(func: Any) -> AbstractContextManager[None]:
@@ -161,11 +160,6 @@ def let_go(mode: TrialMode) -> None:
     mode.meter = None
 
 
-def drop_modes() -> None:
-    """Those of all trials: a forked loader worker inherits its parent's modes, but not the trial."""
-    _keep(lambda each: not isinstance(each, TrialMode))
-
-
 def _keep(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode) -> None:
     """Of the thread's modes, above these."""
     stack = _get_current_dispatch_mode_stack()
@@ -177,14 +171,8 @@ def _keep(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode)
             _push_mode(mode)
 
 
-os.register_at_fork(after_in_child=drop_modes)
-
-
-def _made(inputs: Sequence[torch.Tensor], out: Any) -> list[torch.Tensor]:
-    """What an operator with an input on the device has made there, or given back of what was."""
-    elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
-    made = _tensors((out,))
-    return [t for t in made if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))]
+# a forked loader worker inherits its parent's modes, but not the trial
+os.register_at_fork(after_in_child=lambda: _keep(lambda each: not isinstance(each, TrialMode)))
 
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -74,9 +73,7 @@ def places_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors, on whatever devices, are the same, the signs of zeros included; of sparse ones, as far as
-    their shapes tell."""
-    if a.is_nested and b.is_nested:
-        return len(a.unbind()) == len(b.unbind()) and all(map(same_bits, a.unbind(), b.unbind()))
+    their shapes tell; of nested ones nobody knows."""
     if a.is_nested or b.is_nested or a.shape != b.shape or a.dtype != b.dtype or a.is_quantized:
         return False
     return a.layout is not torch.strided or torch.equal(_bits_of(a), _bits_of(b.to(a.device)))
@@ -112,28 +109,24 @@ class HostWeights:
     """
 
     def __init__(self, blocks: Sequence[Block], device: Device) -> None:
-        self.parameters = list(dict.fromkeys(p for block in blocks for p in block.slot_parameters))
-        num_bytes = max(1, sum(map(storage_bytes, self.parameters)))
+        parameters = list(dict.fromkeys(p for block in blocks for p in block.slot_parameters))
+        num_bytes = max(1, sum(map(storage_bytes, parameters)))
         access = mmap.ACCESS_COPY if device.is_virtual else mmap.ACCESS_WRITE
         self._mapping = mmap.mmap(-1, num_bytes, access=access)
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._place: dict[int, tuple[int, torch.Tensor]] = {}
         offset = 0
-        for parameter in self.parameters:
-            parameter.data = view = self._copy(parameter.detach(), offset)
-            self._place[id(parameter)] = offset, view
-            offset += storage_bytes(view)
+        for parameter in parameters:
+            data = parameter.detach()
+            if data.numel():
+                flat = torch.frombuffer(self._mapping, dtype=data.dtype, count=data.numel(), offset=offset)
+                parameter.data = data = flat.as_strided(data.size(), data.stride()).copy_(data)
+            self._place[id(parameter)] = offset, data
+            offset += storage_bytes(data)
         device.pin(self.bytes)
-        self.close = partial(device.unpin, self.bytes)  # the parameters stay views
-        if not device.is_virtual:  # also if the model is collected
-            weakref.finalize(self, self.close).atexit = False
-
-    def _copy(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-        """With the tensor's shape, strides and dtype."""
-        if tensor.numel() == 0:
-            return tensor
-        flat = torch.frombuffer(self._mapping, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-        return flat.as_strided(tensor.size(), tensor.stride()).copy_(tensor)
+        # the parameters stay views; also if the model is collected
+        self.close = weakref.finalize(self, device.unpin, self.bytes)
+        self.close.atexit = False
 
     def has(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._place

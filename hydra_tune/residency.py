@@ -94,8 +94,8 @@ class Residency:
             self.drop(copy)
 
     def drop(self, copy: DeviceCopy) -> None:
-        """Whoever has it still, as an exception's frames: its slot counts no more."""
-        copy.retire()
+        """Whoever has it still, as an exception's frames: its slot counts no more, and its memory is another copy's."""
+        copy.device.retire(copy.slot, copy.used)
         if copy.counted:
             copy.device.of_slots.disown(copy.slot)
 

@@ -780,7 +780,7 @@ class Trial:
             if copy is not self._open_copy:  # which is gone: a checkpoint has called other blocks meanwhile
                 self._close_backward()
         elif self.plan is not None and self.plan.resident:
-            copy = DeviceCopy.of_none(self.device)
+            copy = DeviceCopy(self.device, self.device.slot(None, 0), [], None)
         else:
             copy = self._go_to(self.planner.shard_of(block), direction)
         self.residency.refresh(copy, block)

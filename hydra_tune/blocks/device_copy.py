@@ -20,7 +20,7 @@ from hydra_tune.host_buffer import HostWeights, places_of, storage_bytes, tensor
 
 
 class DeviceCopy:
-    """`fill` copies the values that the host has then."""
+    """`fill` copies the values that the host has then. One of no blocks is where all weights live on the device."""
 
     def __init__(self, device: Device, slot: torch.Tensor, blocks: Sequence[Block], host: HostWeights | None) -> None:
         self.device = device
@@ -43,7 +43,8 @@ class DeviceCopy:
         runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
         for p, data in zip(self._parameters, self._data, strict=True):
             place = host.offset(p, data) if host is not None and host.has(p) else None
-            view = self._view(data)
+            first = self.num_bytes // data.element_size()
+            view = slot.view(data.dtype).as_strided(data.size(), data.stride(), first).data  # with a version of its own
             if place is None:
                 self._copies.append((view, data))
             elif runs and runs[-1][0] + runs[-1][2] == place and runs[-1][1] + runs[-1][2] == self.num_bytes:
@@ -57,20 +58,9 @@ class DeviceCopy:
             self._copies += [(slot[to : to + size], host.bytes[place : place + size]) for place, to, size in runs]
         self._layouts = _layouts_of(self._data)
         self._places = places_of(self._data)  # where `_copies` copies from
-        self._sources = [*self._places]  # where its values are from
         places = [self.start + place for place in self._starts]
         self.weight_starting_at = dict(zip(places, self._parameters, strict=True))
         self.copied_bytes = sum(tensor_bytes(to) for to, _ in self._copies)
-
-    @classmethod
-    def of_none(cls, device: Device) -> DeviceCopy:
-        """Where all weights live on the device."""
-        return cls(device, torch.empty(0, dtype=torch.uint8, device=device.torch_device), [], None)
-
-    def _view(self, like: torch.Tensor) -> torch.Tensor:
-        """The slot's end with the dtype, shape and strides of `like`, and a version counter of its own."""
-        typed = self.slot.view(like.dtype)
-        return typed.as_strided(like.size(), like.stride(), self.num_bytes // like.element_size()).data
 
     # ---- host to device ----
 
@@ -85,24 +75,20 @@ class DeviceCopy:
         if numbers is None:
             parameters = [p for p in parameters if id(p) in self._numbers]  # others live on the device
             numbers = [self._numbers[id(p)] for p in parameters]
-        versions, sources = versions_of(parameters), places_of(parameters)
-        if versions == [self._versions[i] for i in numbers] and sources == [self._sources[i] for i in numbers]:
+        versions, places = versions_of(parameters), places_of(parameters)
+        if versions == [self._versions[i] for i in numbers] and places == [self._places[i] for i in numbers]:
             return []
         pairs = []
-        for i, p, version, source in zip(numbers, parameters, versions, sources, strict=True):
-            if (version, source) != (self._versions[i], self._sources[i]):
+        for i, p, version, place in zip(numbers, parameters, versions, places, strict=True):
+            if (version, place) != (self._versions[i], self._places[i]):
                 pairs.append((self._views[i], p.data))
-            self._versions[i], self._sources[i] = version, source
+                self._versions[i] = version if place == self._places[i] else -1  # stale again, should it be put back
         return pairs
 
     @property
     def fits(self) -> bool:
         """Whether it may be filled again: the weights are where and what they were."""
         return places_of(self._parameters) == self._places and _layouts_of(self._parameters) == self._layouts
-
-    def retire(self) -> None:
-        """The slot's memory will be another copy's."""
-        self.device.retire(self.slot, self.used)
 
     # ---- for a visit ----
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hydra_tune import partition
-from hydra_tune.blocks.block import Block, gradient_bytes
+from hydra_tune.blocks.block import Block
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BudgetError, PrepareError
 from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
@@ -252,7 +252,7 @@ class Planner:
         total = sum(map(storage_bytes, parameters))
         if not trains:
             return total
-        total += sum(gradient_bytes(p) for p in parameters if p.requires_grad)
+        total += sum(storage_bytes(p) for p in parameters if p.requires_grad)
         foreach, left = not self._trial.device.is_virtual, {id(p): p for p in parameters}
         taken = []
         for optimizer in self._trial.optimizers:

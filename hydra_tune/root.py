@@ -118,9 +118,10 @@ def refuse_unsupported(model: nn.Module) -> None:
     for name, tensor in tensors.values():
         if what := _odd(tensor):
             raise PrepareError(
-                f"weights and buffers are dense, plain torch tensors that fill their memory, but {name} is {what}. "
-                "Materialise it (a lazy one, by a call of the model), make it dense (.to_dense()), have it fill its "
-                "memory (.contiguous()), or make a module of what its class does, first."
+                "weights and buffers are dense, plain torch tensors that fill their memory, and gradients have their "
+                f"dtype, but {name} is {what}. Materialise it (a lazy one, by a call of the model), make it dense "
+                "(.to_dense()), have it fill its memory (.contiguous()), leave its grad_dtype as it was, or make a "
+                "module of what its class does, first."
             )
     for name in [name for name, buffer in model.named_buffers() if buffer.requires_grad and buffer.is_leaf]:
         raise PrepareError(f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one.")
@@ -151,6 +152,8 @@ def _odd(tensor: torch.Tensor) -> str:
         return "lazy" if is_lazy(tensor) else "on meta"
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"
+    if tensor.is_leaf and getattr(tensor, "grad_dtype", tensor.dtype) is not tensor.dtype:  # torch 2.10 and later
+        return f"to have one in {tensor.grad_dtype}"
     return "" if is_dense(tensor) or not tensor.numel() else f"not ({tensor.layout})"
 
 

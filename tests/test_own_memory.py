@@ -58,11 +58,18 @@ def expanded(model):
     model.register_buffer("wide", torch.ones(4).expand(4, 4))
 
 
+def gradient_in_another_dtype(model):
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("torch 2.10 is the first that has it")
+    model.layers[0].up.weight.grad_dtype = torch.float64
+
+
 WRONG = {
     shared: "share theirs", attribute: "share theirs", kept_in_a_list: "layers.0.up.weight and aliases share theirs",
     kept_in_an_object: "layers.0.up.weight and alias share theirs",
     rows_of_one: r"layers\.\d\.\w+ and layers\.\d\.\w+ share theirs without being one tensor",
     subclass: "is a Marked", lazy: "is lazy",
+    gradient_in_another_dtype: r"gradients have their dtype, but \S+ is to have one in torch\.float64",
     scripted: r"was made by torch\.jit", sparse: r"buffers are dense.*to_dense", expanded: r"\.contiguous",
 }  # fmt: skip
 

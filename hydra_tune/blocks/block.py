@@ -17,23 +17,11 @@ from hydra_tune.interrupts import interruptible
 from hydra_tune.own_forward import own_forward_of
 from hydra_tune.process_state import ModuleStates
 
-_HAVE_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Of its `.grad`. Before torch 2.10 always its own."""
-    return (parameter.grad_dtype if _HAVE_GRAD_DTYPE and parameter.is_leaf else None) or parameter.dtype
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def gradient_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of its `.grad`, if it gets one. Before torch 2.10 a gradient always has its parameter's dtype."""
-    dtype = gradient_dtype(parameter)
-    return storage_bytes(parameter) * dtype.itemsize // parameter.dtype.itemsize
 
 
 def are_trained(parameters: Sequence[torch.Tensor]) -> list[bool]:
@@ -139,10 +127,8 @@ class Block:
 
     def buffers_now(self) -> list[torch.Tensor | None]:
         """What a forward finds: copies, where it may write them, by operators that raise no version too."""
-        if not self._buffers:
-            return []
         now = [d.get(name) for d, name in self._buffers]
-        if not self._copies_buffers:
+        if not (now and (self.writes_buffers or self._has_norms)):
             return now
         with torch.no_grad():
             return [None if b is None else b.clone() for b in now]
@@ -150,13 +136,9 @@ class Block:
     def buffers_themselves(self) -> list[torch.Tensor]:
         return [b for d, name in self._buffers if (b := d.get(name)) is not None]
 
-    @property
-    def _copies_buffers(self) -> bool:
-        return self.writes_buffers or self._has_norms
-
     def put_back_buffers(self, then: Sequence[torch.Tensor | None]) -> None:
         """The forward has not run after all."""
-        for (d, name), value in zip(self._buffers if then else [], then, strict=True):
+        for (d, name), value in zip(self._buffers, then, strict=False):  # none, where it had no room for their copies
             now = d.get(name)
             if now is None or value is None or (now.shape, now.dtype) != (value.shape, value.dtype):
                 d[name] = value
@@ -165,11 +147,10 @@ class Block:
 
     def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Its modules have what `buffers_now` has told, or copies of it; those of before, for `take_back_buffers`."""
-        if not then:
-            return []
         now = [d.get(name) for d, name in self._buffers]
+        copies = self.writes_buffers or self._has_norms
         for (d, name), value in zip(self._buffers, then, strict=True):
-            d[name] = value.clone() if value is not None and self._copies_buffers else value
+            d[name] = value.clone() if copies and value is not None else value
         return now
 
     def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:

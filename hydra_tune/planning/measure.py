@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hydra_tune.blocks.block import Block, gradient_bytes, gradient_dtype, has_hooks
+from hydra_tune.blocks.block import Block, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.device import Device
@@ -100,7 +100,7 @@ class Measurement:
         made, used = tensors_in(outputs), self._used
         boundary = sum(map(storage_bytes, made))
         keeps = self._changes(outputs)
-        own_bytes = sum(gradient_bytes(p) for p in block.parameters if p.requires_grad)
+        own_bytes = sum(storage_bytes(p) for p in block.parameters if p.requires_grad)
         profile = BlockProfile(
             block.name,
             block.weight_bytes,
@@ -294,10 +294,9 @@ class Measurement:
         most = 0 if remembers_casts() else 1  # other casts: one that lasts as long as the context has other calls, too
         for i, to_each in uses.items():
             others = [x for x in to_each if x is None or x is not dtype]
-            odd = gradient_dtype(block.slot_parameters[i]) is not weights[i].dtype
             if not others:
                 casts.add(i)
-            elif len(others) < len(to_each) or len(others) - others.count(None) > most or (len(others) > 1 and odd):
+            elif len(others) < len(to_each) or len(others) - others.count(None) > most:
                 held.add(i)
         hooked = [i for i in numbers if has_hooks(block.slot_parameters[i])]
         if not uses.keys() >= set(hooked):  # not every call uses all such weights

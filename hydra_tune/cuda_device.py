@@ -62,14 +62,15 @@ class CudaDevice(Device):
             del self._slots[offset]
 
     def mark(self) -> torch.cuda.Event:
-        return _marked(self._compute())
+        return _marked(torch.cuda.current_stream(self.torch_device))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
     def promote(self, copies: Copies, *, in_use: bool = False) -> None:
         if in_use:
-            self._h2d.wait_stream(self._compute())  # tasks before this one may still read what was there
+            # tasks before this one may still read what was there
+            self._h2d.wait_stream(torch.cuda.current_stream(self.torch_device))
         if any(host.is_cuda for _, host in copies):
             self.synchronize()  # a model may have made that buffer just now, and who copies ahead knows no stream of it
         with torch.cuda.stream(self._h2d):
@@ -80,7 +81,7 @@ class CudaDevice(Device):
     def spill(
         self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Arrival]:
-        self._d2h.wait_stream(self._compute())
+        self._d2h.wait_stream(torch.cuda.current_stream(self.torch_device))
         start = _marked(self._d2h)
         with torch.cuda.stream(self._d2h):
             hosts, _ = super().spill(tensors, like)
@@ -103,10 +104,6 @@ class CudaDevice(Device):
             self._pinned.remove(buffer.data_ptr())
             self.synchronize()
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-
-    def _compute(self) -> torch.cuda.Stream:
-        """The stream that the calling thread computes on."""
-        return torch.cuda.current_stream(self.torch_device)
 
 
 def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -23,7 +23,6 @@ _VERSION = attrgetter("_version")
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
 }
 
 
@@ -64,11 +63,6 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return list(map(_VERSION, tensors))
     except RuntimeError:
         return list(map(version_of, tensors))
-
-
-def places_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where their data begins."""
-    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -33,7 +33,6 @@ _LAYERS = (_aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attent
 _CASTS_WITHIN = (*_LAYERS, _aten._sparse_addmm, _aten.affine_grid_generator, _aten.linalg_pinv, _aten.mv)
 _IMPLICIT = DispatchKey.CompositeImplicitAutograd  # autograd, where it is on, tells apart what it is composed of
 _EXPLICIT = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
-_OWN = (DispatchKey.CPU, DispatchKey.CUDA)
 _NOTES_VIEWS = DispatchKey.ADInplaceOrView
 _RESOLVE = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
 _AUTOCASTS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
@@ -134,7 +133,7 @@ def _calls_others(func: Any) -> bool:
     if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func.name()):
         return False  # of TorchScript alone, as a subclass is asked for its layout by
     is_view = any(made.alias_info and not made.alias_info.is_write for made in func._schema.returns)
-    is_explicit = _has(func, *_EXPLICIT) and not _has(func, *_OWN) and not is_view
+    is_explicit = _has(func, *_EXPLICIT) and not _has(func, DispatchKey.CPU, DispatchKey.CUDA) and not is_view
     return func.overloadpacket in _LAYERS or _has(func, _IMPLICIT) or is_explicit
 
 

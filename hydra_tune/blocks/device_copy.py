@@ -16,7 +16,7 @@ from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.device import Device
-from hydra_tune.host_buffer import HostWeights, places_of, storage_bytes, tensor_bytes, versions_of
+from hydra_tune.host_buffer import HostWeights, storage_bytes, tensor_bytes, versions_of
 
 
 class DeviceCopy:
@@ -36,7 +36,7 @@ class DeviceCopy:
         self._numbers_of = {id(b.slot_parameters): [self._numbers[id(p)] for p in b.slot_parameters] for b in blocks}
         self._data = [p.data for p in self._parameters]  # asked once: a forward may lend modules others meanwhile
         self._views: list[torch.Tensor] = []
-        self._starts: list[int] = []  # of each weight in the slot, in bytes
+        self._starts: list[int] = []  # addresses of the weights in the slot
         self._leaves: dict[int, nn.Parameter] = {}
         self._versions: list[int] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
@@ -51,15 +51,14 @@ class DeviceCopy:
                 runs[-1] = (*runs[-1][:2], runs[-1][2] + storage_bytes(data))
             else:
                 runs.append((place, self.num_bytes, storage_bytes(data)))
-            self._starts.append(self.num_bytes)
+            self._starts.append(self.start + self.num_bytes)
             self._views.append(view)
             self.num_bytes += storage_bytes(data)
         if host is not None:
             self._copies += [(slot[to : to + size], host.bytes[place : place + size]) for place, to, size in runs]
-        self._layouts = _layouts_of(self._data)
-        self._places = places_of(self._data)  # where `_copies` copies from
-        places = [self.start + place for place in self._starts]
-        self.weight_starting_at = dict(zip(places, self._parameters, strict=True))
+        self._where = _where(self._data)
+        self._places = self._where[0]  # where `_copies` copies from
+        self.weight_starting_at = dict(zip(self._starts, self._parameters, strict=True))
         self.copied_bytes = sum(tensor_bytes(to) for to, _ in self._copies)
 
     # ---- host to device ----
@@ -75,7 +74,7 @@ class DeviceCopy:
         if numbers is None:
             parameters = [p for p in parameters if id(p) in self._numbers]  # others live on the device
             numbers = [self._numbers[id(p)] for p in parameters]
-        versions, places = versions_of(parameters), places_of(parameters)
+        versions, places = versions_of(parameters), list(map(torch.Tensor.data_ptr, parameters))
         if versions == [self._versions[i] for i in numbers] and places == [self._places[i] for i in numbers]:
             return []
         pairs = []
@@ -88,7 +87,7 @@ class DeviceCopy:
     @property
     def fits(self) -> bool:
         """Whether it may be filled again: the weights are where and what they were."""
-        return places_of(self._parameters) == self._places and _layouts_of(self._parameters) == self._layouts
+        return _where(self._parameters) == self._where
 
     # ---- for a visit ----
 
@@ -128,10 +127,10 @@ class DeviceCopy:
 
     def parameter_at(self, place: int) -> tuple[nn.Parameter, int]:
         """Whose values are at an address in the slot, and where these begin."""
-        i = bisect_right(self._starts, place - self.start) - 1
-        return self._parameters[i], self.start + self._starts[i]
+        i = bisect_right(self._starts, place) - 1
+        return self._parameters[i], self._starts[i]
 
 
-def _layouts_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-    """Whole lists at once, in PyTorch's own functions, for it is asked at each promotion."""
-    return list(map(torch.Tensor.size, tensors)), list(map(torch.Tensor.stride, tensors))
+def _where(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Their places and layouts. Whole lists at once, in PyTorch's own functions, for it is asked at each promotion."""
+    return [list(map(ask, tensors)) for ask in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)]

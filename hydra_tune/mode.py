@@ -35,7 +35,6 @@ _IMPLICIT = DispatchKey.CompositeImplicitAutograd  # autograd, where it is on, t
 _EXPLICIT = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
 _NOTES_VIEWS = DispatchKey.ADInplaceOrView
 _RESOLVE = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
-_AUTOCASTS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
 class ThreadMode(TorchDispatchMode):
@@ -65,7 +64,7 @@ class TrialMode(ThreadMode):
     on, until that ends; under checks, until the trial does. Costs about four microseconds an operator."""
 
     def __init__(self, meter: TrialMeter) -> None:
-        self.meter: TrialMeter | None = meter
+        self.meter: TrialMeter | None = meter  # None once its trial is gone: the next `watch` there takes it away
 
     def __torch_dispatch__(
         self,
@@ -114,7 +113,7 @@ def _as_outside(func: Any) -> AbstractContextManager[None]:
         keys = keys | DispatchKeySet(_NOTES_VIEWS)
     if _casts_within(func):
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # within a mode autocast seems off
-            for kind, key in _AUTOCASTS.items():
+            for kind, key in (("cpu", DispatchKey.AutocastCPU), ("cuda", DispatchKey.AutocastCUDA)):
                 if torch.is_autocast_enabled(kind):
                     keys = keys | DispatchKeySet(key)
     without = torch._C._dispatch_tls_local_exclude_set() - keys
@@ -152,11 +151,6 @@ def watch(mode: TrialMode) -> None:
 def unwatch(mode: TrialMode) -> None:
     """No more, in this thread, wherever it is among the modes."""
     _keep(lambda each: each is not mode)
-
-
-def let_go(mode: TrialMode) -> None:
-    """Of a trial that is gone: it counts no more, wherever it is left, and the next `watch` there takes it away."""
-    mode.meter = None
 
 
 def _keep(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode) -> None:

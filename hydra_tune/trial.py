@@ -38,7 +38,7 @@ from hydra_tune.hf_config import use_cache_again, use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import TrialMode, let_go, unwatch, watch
+from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.partition import NO_PLAN, summary_of
 from hydra_tune.planner import Planner
 from hydra_tune.planning.first_step import FirstStep
@@ -518,7 +518,7 @@ class Trial:
         modes that were there when a backward was called."""
         if self._counting is None:
             self._counting = TrialMode(self.meter)
-            weakref.finalize(self, let_go, self._counting).atexit = False
+            weakref.finalize(self, setattr, self._counting, "meter", None).atexit = False
             watch(self._counting)
 
     def unwatch(self) -> None:
@@ -526,7 +526,7 @@ class Trial:
         if self._counting is not None:
             unwatch(self._counting)
             if not self._backwards:
-                let_go(self._counting)  # it may be another thread's, on whose stack it does nothing
+                self._counting.meter = None  # it may be another thread's, on whose stack it does nothing
                 self._counting = None
 
     def have_alone(self) -> int:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import hydra_tune
 from hydra_tune.device import Device
 from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import TrialMode
+from hydra_tune.mode import ThreadMode
 from hydra_tune.optim import load_exactly, stepping_bytes
 
 OPTIMIZERS = {
@@ -46,11 +46,10 @@ def model():
     return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)), nn.Linear(64, 4))
 
 
-class Counting(TrialMode):
+class Counting(ThreadMode):
     """What operators make of tensors in real memory."""
 
     def __init__(self, known):
-        super().__init__()
         self.counter = Device(0, 1 << 30)
         self.trial = TrialMeter(self.counter, 0)
         self.trial.add(known)

@@ -1,24 +1,21 @@
 """Who gets bytes of a device: for life, for a step, for a pilot. Plain data, as the scheduler that asks it.
 
     admissions   trials that want what they hold for life, and pilots that want the device empty
-    entries      steps, pilots, and steps that have outgrown their estimate
+    entries      steps and pilots
 
-Both are served in the order in which they came, but that pilots, whose bytes nobody knows yet, are under way one at a
-time on a device: those that come after one that waits for another do not. Steps come and go while
-a trial awaits its bytes for life; but where it awaits nothing else than that they end, only `STEPS_LET_BY` more.
+Both are served in the order in which they came. A pilot, whose bytes nobody knows yet, has the device to itself. Steps
+come and go while a trial awaits its bytes for life; but where it awaits nothing else than that they end, only
+`STEPS_LET_BY` more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 from hydra_tune.events import (
     Admit,
-    Alone,
     Enter,
     Instruction,
-    Outgrown,
     PilotReady,
     PlanReady,
     StartPilot,
@@ -29,7 +26,6 @@ from hydra_tune.slots import Slots
 from hydra_tune.state import DeviceState, TrialState
 
 STEPS_LET_BY = 16
-Request: TypeAlias = PilotReady | PlanReady | StepReady | Outgrown
 
 
 class Admission:
@@ -53,7 +49,7 @@ class Admission:
 
     def _admit(self, device: DeviceState) -> list[Instruction]:
         admitted: list[Instruction] = []
-        while device.admissions and device.exclusive is None and not self._keeps_empty(device):
+        while device.admissions and device.ledger.pilot is None and not self._keeps_empty(device):
             request = device.admissions[0]
             if isinstance(request, PilotReady):
                 if device.ledger.held_bytes:
@@ -116,55 +112,29 @@ class Admission:
     def _enter(self, device: DeviceState) -> list[Instruction]:
         entered: list[Instruction] = []
         for request in list(device.entries):
-            if device.exclusive is not None:
+            if device.ledger.pilot is not None:
                 break
-            if self.awaits_measuring(device, request):
-                continue  # it awaits the one before it; who is behind it need not
-            overtakes = not isinstance(request, Outgrown) and self._awaits_steps(device)
+            overtakes = self._awaits_steps(device)
             if overtakes and device.steps_let_by >= STEPS_LET_BY:
-                continue
+                break
             if isinstance(request, PilotReady):
                 made = self._start_pilot(device, request)
-            elif isinstance(request, StepReady):
-                made = self._enter_one(device, request)
             else:
-                made = self._give_all(device, request)
+                made = self._enter_one(device, request)
             if not made:
                 break
             entered += made
             device.steps_let_by += overtakes
-            if isinstance(request, PilotReady):
-                device.unmeasured = request.trial
             device.entries.remove(request)
         return entered
 
-    def awaits_measuring(self, device: DeviceState, request: Request) -> bool:
-        """Whether another pilot must be over before."""
-        return isinstance(request, PilotReady) and device.unmeasured is not None
-
     def _start_pilot(self, device: DeviceState, request: PilotReady) -> list[Instruction]:
-        """Beside others with what these can spare, if that is enough; or alone. Nothing, where neither can be now."""
-        spare_bytes, least_bytes = self._spare_bytes(device), request.least_bytes
-        beside = least_bytes is not None and spare_bytes >= least_bytes and not device.is_free
-        if beside:
-            dropped = self._slots.make_room(device, spare_bytes)
-        elif device.is_free:
-            self._take_promise_back(device)
-            dropped = self._slots.drop(device, list(device.ledger.slots))
-            spare_bytes, device.exclusive = device.ledger.free_bytes, request.trial
-        else:
+        """Once no task runs there, no copy is on its way, and no step has bytes."""
+        if device.running is not None or device.in_flight or device.ledger.steps:
             return []
-        device.ledger.start_pilot(request.trial, spare_bytes)
-        return [*dropped, StartPilot(request.trial, spare_bytes, beside)]
-
-    def _spare_bytes(self, device: DeviceState) -> int:
-        """What all steps that have entered, and else any single one, can do without; and is, or can be made, free."""
-        ledger = device.ledger
-        plans = [self._trials[trial].its_plan() for trial in ledger.held]
-        going_on = ledger.step_bytes + self._most_task_bytes(device)
-        any_one = max((plan.step_bytes + plan.task_bytes for plan in plans), default=0)
-        spare_bytes = ledger.budget_bytes - ledger.held_bytes - max(going_on, any_one)
-        return min(spare_bytes, self._slots.room_bytes(device) - self.yet_to_start(device))
+        self._take_promise_back(device)
+        dropped = self._slots.drop(device, list(device.ledger.slots))
+        return [*dropped, StartPilot(request.trial, device.ledger.start_pilot(request.trial))]
 
     def _enter_one(self, device: DeviceState, request: StepReady) -> list[Instruction]:
         plan = self._trials[request.trial].its_plan()
@@ -174,16 +144,6 @@ class Admission:
         dropped = self._slots.make_room(device, plan.step_bytes)
         device.ledger.enter_step(request.trial, plan.step_bytes)
         return [*dropped, Enter(request.trial)]
-
-    def _give_all(self, device: DeviceState, request: Outgrown) -> list[Instruction]:
-        if not device.is_idle or device.ledger.steps.keys() != {request.trial}:
-            return []
-        self._take_promise_back(device)
-        device.exclusive = request.trial
-        dropped = self._slots.drop(device, list(device.ledger.slots))
-        if device.ledger.pilot == request.trial:
-            device.ledger.grow_pilot()
-        return [*dropped, Alone(request.trial)]
 
     def yet_to_start(self, device: DeviceState) -> int:
         """What the work of who has the lease, and awaits its shard, is to take: it may be away from its reservation."""

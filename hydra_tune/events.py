@@ -1,7 +1,7 @@
 """What a trial tells the scheduler, and what the scheduler has it do. Plain data.
 
 trial  TrialAdded -> Place -> [PilotReady -> StartPilot -> PilotDone] -> PlanReady -> Admit -> ... -> TrialEnded
-step   StepReady -> [Move] -> Enter -> task -> [Outgrown -> Alone] -> task -> ... -> StepDone
+step   StepReady -> [Move] -> Enter -> task -> ... -> StepDone
 task   TaskReady -> [Promote -> Promoted] -> Run, perhaps with a promotion -> Done (which may say what comes next)
 turn   Run that lasts, for many steps -> [Worked ...] -> [Expired ...] -> [Recall] -> Done -> [StepDone]
 slot   Promote, perhaps ahead of its task -> Promoted -> Drop
@@ -30,13 +30,11 @@ class TrialAdded:
 
 @dataclass(slots=True)
 class PilotReady:
-    """The trial wants to measure its blocks: beside others, if they can spare at least `least_bytes`; else, and where
-    that is None, with its device to itself; with `empty`, also without what other trials hold for life. It holds
-    nothing itself until it is admitted, anew if it was before."""
+    """The trial wants to measure its blocks, with its device to itself; with `empty`, also without what other trials
+    hold for life. It holds nothing itself until it is admitted, anew if it was before."""
 
     trial: int
     empty: bool = False
-    least_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -61,13 +59,6 @@ class PlanReady:
 
 @dataclass(slots=True)
 class StepReady:
-    trial: int
-
-
-@dataclass(slots=True)
-class Outgrown:
-    """The trial's pilot needs more than is reserved for it, and so its device to itself until it is done."""
-
     trial: int
 
 
@@ -157,8 +148,8 @@ class Reported:
 
 @dataclass(slots=True)
 class Withdrawn:
-    """The trial does not wait any more for what it was not yet granted: a pilot, its admission, a step, a device to
-    itself. What it holds it keeps."""
+    """The trial does not wait any more for what it was not yet granted: a pilot, its admission, a step. What it holds
+    it keeps."""
 
     trial: int
 
@@ -169,7 +160,7 @@ class TrialEnded:
 
 
 Event: TypeAlias = (
-    TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | Outgrown | StepDone | TaskReady | Promoted | Done
+    TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | StepDone | TaskReady | Promoted | Done
     | Worked | Expired | OutOfMemory | Failed | Invalidated | Reported | Withdrawn | TrialEnded
 )  # fmt: skip
 
@@ -184,11 +175,10 @@ class Place:
 
 @dataclass(slots=True)
 class StartPilot:
-    """With these bytes, `beside` others or alone."""
+    """With these bytes, and the device to itself."""
 
     trial: int
     free_bytes: int
-    beside: bool = False
 
 
 @dataclass(slots=True)
@@ -207,13 +197,6 @@ class Move:
 @dataclass(slots=True)
 class Enter:
     """The step begins."""
-
-    trial: int
-
-
-@dataclass(slots=True)
-class Alone:
-    """The step has its device to itself."""
 
     trial: int
 
@@ -260,4 +243,4 @@ class Drop:
     num_bytes: int
 
 
-Instruction: TypeAlias = Place | StartPilot | Admit | Move | Enter | Alone | Promote | Run | Recall | Drop
+Instruction: TypeAlias = Place | StartPilot | Admit | Move | Enter | Promote | Run | Recall | Drop

@@ -27,8 +27,7 @@ class Ledger:
     slot_bytes: int = 0  # of all slots
     work_bytes: int = 0
     peak_bytes: int = 0
-    pilot: int | None = None  # the trial whose step is a pilot: it says afterwards how much it used
-    _beside_pilot_bytes: int = 0  # the most that all else has used meanwhile
+    pilot: int | None = None  # the trial whose step is a pilot: it has all that is free, and says how much it used
 
     @property
     def used_bytes(self) -> int:
@@ -104,28 +103,17 @@ class Ledger:
         self.held_bytes -= self.held.pop(trial, 0)
         self.leave_step(trial)
 
-    def start_pilot(self, trial: int, num_bytes: int) -> None:
-        """Reserve these bytes, of which nobody knows yet how many will be used."""
-        self.steps[trial] = num_bytes
-        self.step_bytes += num_bytes
-        self.pilot, self._beside_pilot_bytes = trial, 0
-        self.note_peak()
-
-    def grow_pilot(self) -> None:
-        """It has all that there is, for it needed more than it had."""
-        assert self.pilot is not None
-        own_bytes = self.steps[self.pilot]
-        self.peak_bytes = max(self.peak_bytes, self._beside_pilot_bytes + own_bytes)
-        self._beside_pilot_bytes = self.used_bytes - own_bytes
-        more_bytes = self.free_bytes
-        self.steps[self.pilot] += more_bytes
-        self.step_bytes += more_bytes
+    def start_pilot(self, trial: int) -> int:
+        """Reserve all that is free, of which nobody knows yet how much will be used; how many bytes that is."""
+        num_bytes, self.pilot = self.free_bytes, trial
+        self.enter_step(trial, num_bytes)
+        return num_bytes
 
     def end_pilot(self, peak_bytes: int) -> None:
         """It has used so many; one that failed says what it lacked."""
         assert self.pilot is not None
-        used_bytes = min(peak_bytes, self.steps[self.pilot])
-        self.peak_bytes = max(self.peak_bytes, self._beside_pilot_bytes + used_bytes)
+        unused_bytes = max(0, self.steps[self.pilot] - peak_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.budget_bytes - unused_bytes)
         self.leave_step(self.pilot)
 
     @property
@@ -134,11 +122,8 @@ class Ledger:
         return sum(self.held.values()), sum(self.steps.values()), sum(size for _, size in self.slots.values())
 
     def note_peak(self) -> None:
-        used_bytes = self.used_bytes
-        if self.pilot is not None:
-            used_bytes -= self.steps[self.pilot]
-            self._beside_pilot_bytes = max(self._beside_pilot_bytes, used_bytes)
-        self.peak_bytes = max(self.peak_bytes, used_bytes)
+        if self.pilot is None:  # which says itself how much it has used
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def validate(self) -> None:
         counted = self.held_bytes, self.step_bytes, self.slot_bytes

@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager
-from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,10 +52,9 @@ class TrialMeter:
         self.counting = always
         self.trial_bytes = 0
         self.window_peak = 0  # the highest since somebody has set it
-        self._limit: float = inf
         self._outside_start = self._outside_peak = 0
         self._is_outside = False  # no block runs
-        # Under way: is told what is written, and makes room. Weak, for a mode on the thread's stack keeps this meter.
+        # Under way: is told what is written. Weak, for a mode on the thread's stack keeps this meter.
         self.first: Callable[[], FirstStep | None] = lambda: None
         self.within_checkpoint = False  # one that is not reentrant, since this was said to be False
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
@@ -90,7 +88,7 @@ class TrialMeter:
     def _take(self, num_bytes: int) -> None:
         device = self.device
         too_many = device.is_virtual and device.live_bytes + num_bytes > device.budget_bytes
-        if too_many or self.trial_bytes + num_bytes > self._limit:
+        if too_many:
             raise torch.OutOfMemoryError(
                 f"{device.name} holds {format_bytes(device.live_bytes)} and was asked for {format_bytes(num_bytes)} "
                 f"more, but its budget is {format_bytes(device.budget_bytes)}. Lower the batch size, keep fewer "
@@ -116,10 +114,6 @@ class TrialMeter:
             to.live_bytes += self.trial_bytes
             to.most_live_bytes = max(to.most_live_bytes, to.live_bytes)
 
-    def limit(self, num_bytes: int | None) -> None:
-        """Raise where the trial would have more than these bytes at home, for others need the rest."""
-        self._limit = inf if num_bytes is None else num_bytes
-
     # ---- for each operator ----
 
     def makes_there(self, inputs: list[torch.Tensor]) -> bool:
@@ -138,6 +132,10 @@ class TrialMeter:
         if first is None or self.inside:
             return error
         first.failed, self.counting = True, self.always
+        return self.no_room(error)
+
+    def no_room(self, error: torch.OutOfMemoryError) -> BudgetError:
+        """What ends a first step."""
         return BudgetError(f"a first step has no room on {self.device.name}: {error}")
 
     def watch_outside(self) -> None:

@@ -77,27 +77,21 @@ class TrialMode(ThreadMode):
         if meter is None or not meter.counting:
             with _as_outside(func):
                 return func(*args, **kwargs)
-        writes, first = isinstance(func, OpOverload) and func._schema.is_mutable, meter.first()
-        if writes and first is not None:
+        first, inputs = meter.first(), _tensors((args, *kwargs.values()))
+        if first is not None and isinstance(func, OpOverload) and func._schema.is_mutable:
             first.before_writing(_written_by(func, args, kwargs))
         try:
-            return self._count(meter, func, args, kwargs)
-        except torch.OutOfMemoryError as error:  # of a GPU's allocator, which nobody can ask before
-            if writes or not isinstance(func, OpOverload) or first is None or not first.outgrow():
-                raise meter.refusal_of(error) from None
-        return self._count(meter, func, args, kwargs)
-
-    def _count(self, meter: TrialMeter, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        inputs = _tensors((args, *kwargs.values()))
-        if (first := meter.first()) is not None:
-            first.before_using(func, inputs)
-        makes_there = meter.makes_there(inputs)
-        with _as_outside(func):
-            out = func(*args, **kwargs)
-        if makes_there:  # or gives back, unless that is of an input in host memory
-            elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
-            made = _tensors((out,))
-            meter.add([t for t in made if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))])
+            if first is not None:
+                first.before_using(func, inputs)
+            makes_there = meter.makes_there(inputs)
+            with _as_outside(func):
+                out = func(*args, **kwargs)
+            if makes_there:  # or gives back, unless that is of an input in host memory
+                elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
+                made = _tensors((out,))
+                meter.add([t for t in made if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))])
+        except torch.OutOfMemoryError as error:
+            raise meter.refusal_of(error) from None
         return out
 
 

@@ -126,16 +126,14 @@ class Planner:
     # ---- a first step ----
 
     def begin(self, kind: Kind) -> None:
-        """Wait for room to measure a forward of this kind; blocks run in visits from here on."""
-        trial, pool = self._trial, self._trial.pool
+        """Wait until the device is the trial's own, to measure a forward of this kind; blocks run in visits from here
+        on."""
+        trial = self._trial
         if kind.of_any in self._known.refusals:
             raise copy.copy(self._known.refusals[kind.of_any])  # without its frames
         self.leave_plan()
-        least = 2 * max((block.weight_bytes for block in self.blocks), default=0)
-        least += sum(map(storage_bytes, (*self._loose, *trial.model.buffers())))
-        beside = trial.of_runner and not trial.alone
-        room = pool.ask(trial, PilotReady(trial.id, trial.alone, least if beside else None), StartPilot)
-        self.first = FirstStep(trial, kind, room.free_bytes, beside=room.beside)
+        room = trial.pool.ask(trial, PilotReady(trial.id, trial.alone), StartPilot)
+        self.first = FirstStep(trial, kind, room.free_bytes)
         self._adopt_cut(self._cut)
 
     def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:

@@ -15,10 +15,9 @@ A trial has a home device, whose bytes its step reserves. If it travels, its tas
 at the time, and the next step may begin on another one.
 
 No deadlock: a trial is admitted only if, beside everything held for life, each admitted trial's largest
-task still fits; a step enters only if, beside all entered steps, the largest task of any of them fits; a pilot leaves
-room for that, too; and a device has one step at a time that may outgrow what is reserved for it, for which all others
-then make way. Every slot can be dropped while its device is idle, as soon as its copy is made. So whoever
-holds bytes can always run its next task at home.
+task still fits; a step enters only if, beside all entered steps, the largest task of any of them fits; a pilot waits
+until no step has bytes of its device, and has all that is free there until it ends. Every slot can be dropped while its
+device is idle, as soon as its copy is made. So whoever holds bytes can always run its next task at home.
 No starvation: admissions, steps and pilots are each served in the order in which they asked, an admission that awaits
 only that steps end after `STEPS_LET_BY` more of them; a task goes first, whatever the policy, once its home has given
 `PATIENCE` tasks a trial to others since it was ready.
@@ -43,7 +42,6 @@ from hydra_tune.events import (
     Instruction,
     Invalidated,
     Move,
-    Outgrown,
     OutOfMemory,
     PilotDone,
     PilotReady,
@@ -131,7 +129,7 @@ class Machine:
         home = self._home(trial)
         for request in (*home.admissions, *home.entries):
             if request.trial == trial:
-                return home.index, home.unmeasured if self.admission.awaits_measuring(home, request) else None
+                return home.index, home.ledger.pilot
         return None
 
     def task_state(self, trial: int) -> TaskState | None:
@@ -205,7 +203,6 @@ class Machine:
         assert device.ledger.pilot == event.trial, self._impossible(event)
         device.ledger.end_pilot(event.peak_bytes)
         self.trials[event.trial].progress.steps_done += event.trained
-        device.end_measuring(event.trial)
         return self._advance(device)
 
     def _on_PlanReady(self, event: PlanReady) -> list[Instruction]:
@@ -258,7 +255,6 @@ class Machine:
         self.ready.remove(number)
         freed = {trial.home, *(index for index, _ in trial.slots), *([] if trial.on is None else [trial.on])}
         self._stop(number)
-        home.end_measuring(number)
         home.ledger.forget(number)
         trial.lacks_room = False
         return self.slots.drop_all_of(number), freed
@@ -302,7 +298,7 @@ class Machine:
         if plan.resident or len(self.devices) == 1:
             return home
         other = self._least_loaded()
-        if home is other or home.load() <= other.load(1) or other.unmeasured is not None:
+        if home is other or home.load() <= other.load(1) or other.ledger.pilot is not None:
             return home
         if other.entries or other.admissions:
             return home
@@ -326,12 +322,6 @@ class Machine:
         self._stop(event.trial)
         if not event.keeps_bytes:
             device.ledger.leave_step(event.trial)
-        return self._advance(device)
-
-    def _on_Outgrown(self, event: Outgrown) -> list[Instruction]:
-        device = self._home(event.trial)
-        assert device.unmeasured == event.trial, self._impossible(event)
-        device.entries.insert(0, event)
         return self._advance(device)
 
     # ---- tasks ----
@@ -497,9 +487,6 @@ class Machine:
         ready, home = self.ready, device.index
         if not ready.of:
             return None
-        if device.exclusive is not None:
-            waiting = ready.of.get(device.exclusive)
-            return waiting if waiting is not None and waiting.home == home else None
         oldest = self._waited_too_long(device)
         if oldest is not None:
             return oldest
@@ -517,7 +504,7 @@ class Machine:
 
     def _may_last(self, device: DeviceState) -> bool:
         """Whether nobody needs turns of a task: all trials admitted here are resident, and none waits for bytes."""
-        if device.entries or device.admissions or device.exclusive is not None:
+        if device.entries or device.admissions:
             return False
         return all(self._plan(trial).resident for trial in device.ledger.held)
 
@@ -526,7 +513,7 @@ class Machine:
         trial = self.trials[task.trial]
         if trial.home == device.index:
             return True
-        if not trial.travels or device.exclusive is not None or self._plan(task.trial).resident:
+        if not trial.travels or device.ledger.pilot is not None or self._plan(task.trial).resident:
             return False
         ledger, shard = device.ledger, self._shard(task)
         if trial.at_home:
@@ -685,8 +672,7 @@ class Machine:
             assert self.trials[trial].travels or self._home(trial) is device, f"trial {trial} has a slot away from home"
         assert device.in_flight <= ledger.slots.keys(), "a copy is on its way to no slot"
         assert self.admission.steps_fit(device, 0, None), "an entered step's largest task no longer fits"
-        assert device.exclusive in (None, device.unmeasured), "a step is alone whose bytes are known"
-        assert device.unmeasured is None or device.unmeasured in ledger.steps, "who is measured has no step"
+        assert ledger.pilot is None or (running is None and ledger.steps.keys() == {ledger.pilot}), "no pilot is alone"
         if running is not None:
             assert running.trial in self._home(running.trial).ledger.steps, f"{running} runs outside a step"
             assert self.trials[running.trial].on == device.index
@@ -696,7 +682,7 @@ class Machine:
         if device.waiting is not None:
             assert device.waiting.task == device.promised, "what waits here was promised another device"
         at_home = self.ready.first(device.index)
-        if running is None and not device.in_flight and device.exclusive is None:
+        if running is None and not device.in_flight:
             assert at_home is None and device.waiting is None, "the device idles beside a ready task"
 
 

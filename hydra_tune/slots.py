@@ -103,11 +103,7 @@ class Slots:
 
     def has_room(self, device: DeviceState, num_bytes: int) -> bool:
         """Whether enough is free, or would be if all that can go went."""
-        return num_bytes <= self.room_bytes(device)
-
-    def room_bytes(self, device: DeviceState) -> int:
-        """What is free, or would be if all that can go went."""
-        return device.ledger.free_bytes + device.ledger.slot_bytes - self._staying_bytes(device)
+        return num_bytes <= device.ledger.free_bytes + device.ledger.slot_bytes - self._staying_bytes(device)
 
     def _staying_bytes(self, device: DeviceState) -> int:
         """Of slots that may not be dropped."""

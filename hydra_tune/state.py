@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
-from hydra_tune.events import Outgrown, PilotReady, PlanReady, StepReady
+from hydra_tune.events import PilotReady, PlanReady, StepReady
 from hydra_tune.ledger import Ledger, SlotKey
 from hydra_tune.progress import Progress, Visits
 from hydra_tune.ready import Waiting
@@ -60,7 +60,7 @@ class DeviceState:
     link_bytes_per_s: float = inf
     speed: float = 1.0
     admissions: list[PilotReady | PlanReady] = field(default_factory=list)
-    entries: list[PilotReady | StepReady | Outgrown] = field(default_factory=list)
+    entries: list[PilotReady | StepReady] = field(default_factory=list)
     running: Task | None = None
     started: bool = False  # else the running task awaits its shard, or room for its work
     lasts: bool = False  # the turn of the running task, for many steps; until it is recalled
@@ -69,28 +69,11 @@ class DeviceState:
     waiting: Waiting | None = None  # the promised task, once it is ready
     in_flight: set[SlotKey] = field(default_factory=set)
     steps_let_by: int = 0  # since the first of the admissions awaits nothing but that steps end
-    unmeasured: int | None = None  # the trial whose pilot or first step is under way; one at a time
-    exclusive: int | None = None  # that trial, where it has the device to itself
     trials: set[int] = field(default_factory=set)  # at home here
 
     def load(self, more_trials: int = 0) -> float:
         """Trials at home here, and so many more, over its speed."""
         return (len(self.trials) + more_trials) / self.speed
-
-    @property
-    def is_idle(self) -> bool:
-        """No task runs on it, no copy is on its way to it."""
-        return self.running is None and not self.in_flight
-
-    @property
-    def is_free(self) -> bool:
-        """No step has bytes of it either."""
-        return self.is_idle and not self.ledger.steps
-
-    def end_measuring(self, trial: int) -> None:
-        """Its step has ended, if that was the one to be measured."""
-        if self.unmeasured == trial:
-            self.unmeasured = self.exclusive = None
 
     @property
     def busy(self) -> SlotKey | None:

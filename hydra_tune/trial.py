@@ -31,7 +31,7 @@ from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
 from hydra_tune.engine import Backward, ForwardPass, here, install
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
-from hydra_tune.events import Alone, Invalidated, Outgrown, OutOfMemory
+from hydra_tune.events import Invalidated, OutOfMemory
 from hydra_tune.fork import gate
 from hydra_tune.garbage import collect_until
 from hydra_tune.hf_config import use_cache_again, use_no_cache
@@ -41,7 +41,6 @@ from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.partition import NO_PLAN, summary_of
 from hydra_tune.planner import Planner
-from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.kind import Kind
 from hydra_tune.planning.reached import weights_in
 from hydra_tune.pool import ShardPool
@@ -485,20 +484,14 @@ class Trial:
             self.steps.begin()
             self.meter.adopt(tensors_in((args, kwargs)), are_a_batch=True)
         except torch.OutOfMemoryError as error:
-            refusal = self._refusal_of_first(error, args, kwargs)
+            clear_frames(error)
+            refusal = self.planner.refusal_of(self.meter.no_room(error), args, kwargs)
             self._leave_after_error()
             raise refusal from None
         except BaseException:
             self._leave_after_error()
             raise
         self.meter.watch_outside()
-
-    def _refusal_of_first(
-        self, error: torch.OutOfMemoryError, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> BudgetError:
-        clear_frames(error)
-        refusal = BudgetError(f"a first step has no room on {self.device.name}: {error}")
-        return self.planner.refusal_of(refusal, args, kwargs)
 
     def _end_first_step(self) -> None:
         step_bytes = self.meter.outside_peak()
@@ -529,12 +522,6 @@ class Trial:
                 self._counting.meter = None  # it may be another thread's, on whose stack it does nothing
                 self._counting = None
 
-    def have_alone(self) -> int:
-        with gate.stepped_out():
-            self.pool.ask(self, Outgrown(self.id), Alone)
-            self.residency.device.free_cache()
-        return self.device.ledger.budget_bytes - self.device.ledger.held_bytes
-
     def _run_step(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         first, plan = self.planner.first, self.plan
         self.told["steps"] = self.steps.number = self.steps.number + 1
@@ -560,7 +547,8 @@ class Trial:
         except BaseException as error:
             refusal, forward_pass.done = error, True
             if isinstance(error, torch.OutOfMemoryError) and first is not None:
-                refusal = self._refusal_of_first(error, args, kwargs)
+                clear_frames(error)
+                refusal = self.planner.refusal_of(self.meter.no_room(error), args, kwargs)
             elif isinstance(error, BudgetError):
                 refusal = self.planner.refusal_of(error, args, kwargs)
             self._leave_after_error()
@@ -954,15 +942,19 @@ class Trial:
         Raises:
             BudgetError: it has run out of memory again.
         """
-        if self.planner.first is not None:
-            return self._with_more_room(self.planner.first, run, rewound)
-        if self.plan is None or self.plan.resident:
+        is_first = self.planner.first is not None
+        if not is_first and (self.plan is None or self.plan.resident):
             return run()
         try:
             return run()
         except torch.OutOfMemoryError as error:
             clear_frames(error)  # which keep what it has computed
-            if not rewound():
+            can_repeat = rewound()
+            if is_first and self._backwards:
+                raise self.meter.no_room(error) from None
+            if is_first:  # which has nothing to drop
+                raise
+            if not can_repeat:
                 self._leave_after_error()
                 raise
         self._drop_others(block)
@@ -975,18 +967,6 @@ class Trial:
                 f"{self.device.name} had gone: {error} Its first batch needed less. Raise the pool's memory=, or "
                 "lower the batch size."
             ) from None
-
-    def _with_more_room(self, first: FirstStep, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
-        """Where others have a part of the device, with all of it."""
-        while True:
-            try:
-                return run()
-            except torch.OutOfMemoryError as error:
-                clear_frames(error)
-                if not (rewound() and first.outgrow()):
-                    if self._backwards:
-                        raise BudgetError(f"a first step has no room on {self.device.name}: {error}") from None
-                    raise
 
     def _drop_others(self, block: Block) -> None:
         logger.warning("%s: block %s ran out of memory; all other shards are dropped", self.name, block.name)
@@ -1053,7 +1033,7 @@ class Trial:
         try:
             block = self.planner.hold_weight(block, weight, reason)
         except torch.OutOfMemoryError as error:
-            raise BudgetError(f"a first step has no room on {self.device.name}: {error}") from None
+            raise self.meter.no_room(error) from None
         if self.casts.has(weight):
             raise PrepareError(
                 "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "

@@ -190,16 +190,3 @@ def test_what_is_outside_of_visits_is_counted_apart():
         meter.outside_starts()
         meter.add(kept[-1:])
     assert meter.outside_peak() == 208
-
-
-def test_a_limit_is_one_trials():
-    device = Device(0, 1_000)
-    first, second = (TrialMeter(device, number, always=False) for number in range(2))
-    first.limit(100)
-    kept = [torch.zeros(30), torch.zeros(25)]
-    second.add(kept[:1])
-    first.add(kept[1:])
-    with pytest.raises(torch.OutOfMemoryError):
-        first.add([torch.zeros(1)])
-    first.limit(None)
-    first.add([torch.zeros(1)])

@@ -13,7 +13,6 @@ from hydra_tune.admission import STEPS_LET_BY
 from hydra_tune.errors import ConfigError
 from hydra_tune.events import (
     Admit,
-    Alone,
     Done,
     Drop,
     Enter,
@@ -21,7 +20,6 @@ from hydra_tune.events import (
     Failed,
     Invalidated,
     Move,
-    Outgrown,
     OutOfMemory,
     PilotDone,
     PilotReady,
@@ -236,7 +234,7 @@ def test_who_comes_after_a_pilot_that_needs_all_is_not_admitted_before_it(machin
     admitted(machine, 0, held=20)
     for trial in (1, 2, 3):
         machine.handle(TrialAdded(trial))
-    assert machine.handle(PilotReady(3, least_bytes=10)) != []
+    assert machine.handle(PilotReady(3)) == [StartPilot(3, 80)]
     assert machine.handle(PilotReady(1, empty=True)) == []
     assert machine.handle(PlanReady(2, plan(held=20))) == []
     assert machine.handle(TrialEnded(0)) == [], "another pilot is under way"
@@ -245,88 +243,39 @@ def test_who_comes_after_a_pilot_that_needs_all_is_not_admitted_before_it(machin
     machine.validate()
 
 
-def test_a_pilot_goes_beside_those_who_can_spare_enough(machine):
-    admitted(machine, 0, held=20)
-    machine.handle(StepReady(0))
-    machine.handle(TaskReady(task(0, 0)))
-    machine.handle(Promoted(task(0, 0), 0))
-    for trial in (1, 2):
-        machine.handle(TrialAdded(trial))
-    assert machine.handle(PilotReady(1, least_bytes=31)) == [], "20 + 10 + 30 + 10 of 100 are the others'"
-    machine.handle(TrialEnded(1))
-    assert machine.handle(PilotReady(2, least_bytes=30)) == [StartPilot(2, 30, beside=True)]
-    machine.handle(Done(task(0, 0)))
-    machine.handle(TaskReady(task(0, 1)))
-    assert machine.handle(Promoted(task(0, 1), 0)) == [Run(task(0, 1), 0)], "it goes on meanwhile"
-    machine.handle(Done(task(0, 1)))
-    machine.handle(StepDone(0))
-    assert machine.handle(StepReady(0)) == [Enter(0)], "and so do its steps"
-    machine.handle(StepDone(0))
-    machine.handle(PilotDone(2, 25))
-    assert machine.devices[0].ledger.peak_bytes == 70 + 25
-    machine.validate()
-
-
-def test_all_steps_under_way_go_on_beside_a_pilot(machine):
-    admitted(machine, 0, 1, slots=(20,))
-    for trial in (0, 1):
-        machine.handle(StepReady(trial))
-    machine.handle(TrialAdded(2))
-    assert machine.handle(PilotReady(2, least_bytes=10)) == [StartPilot(2, 50, beside=True)], "100 - 2 * 10 - 20 - 10"
-    machine.validate()
-
-
-def test_any_step_may_begin_beside_a_pilot(machine):
-    """One that needs more than that which is under way."""
-    admitted(machine, 0, slots=(10,))
-    admitted(machine, 1, slots=(30,))
-    machine.handle(StepReady(0))
-    machine.handle(TrialAdded(2))
-    assert machine.handle(PilotReady(2, least_bytes=10)) == [StartPilot(2, 50, beside=True)], "100 - 10 - 30 - 10"
-    machine.handle(StepDone(0))
-    assert machine.handle(StepReady(1)) == [Enter(1)]
-    machine.validate()
-
-
-def test_a_pilot_leaves_room_for_the_work_of_a_traveller_whose_shard_is_on_its_way():
-    machine = Machine([100, 100], Fifo(), least_ahead_bytes=None)
-    for trial in (0, 1, 2):
-        machine.handle(TrialAdded(trial, travels=trial != 1))
-        machine.handle(PlanReady(trial, plan((30,), step=20) if trial == 1 else plan((50,), work=30, step=5)))
-    a, c = task(0, 0), task(2, 0)
-    for now in (a, c):
-        machine.handle(StepReady(now.trial))
-        machine.handle(TaskReady(now))
-    assert machine.handle(TrialAdded(3)) == [Place(3, 1)]
-    assert machine.handle(PilotReady(3, least_bytes=5)) == [StartPilot(3, 20, beside=True)], "not 40: 100 - 50 - 30"
-    assert machine.handle(Promoted(c, 1)) == [Run(c, 1)]
-    machine.validate()
-
-
-def test_one_pilot_at_a_time_and_who_is_behind_it_does_not_wait(machine):
-    admitted(machine, 0)
-    machine.handle(StepReady(0))
-    for trial in (1, 2):
-        machine.handle(TrialAdded(trial))
-    assert machine.handle(PilotReady(1, least_bytes=10))
-    assert machine.handle(PilotReady(2, least_bytes=10)) == []
-    machine.handle(StepDone(0))
+def test_a_pilot_has_the_device_to_itself_and_who_is_behind_it_waits(machine):
+    admitted(machine, 0, 1, held=5)
     assert machine.handle(StepReady(0)) == [Enter(0)]
-    (started,) = machine.handle(PilotDone(1, 5))
-    assert started.trial == 2 and started.beside
-
-
-def test_a_pilot_that_outgrows_what_it_has_waits_for_the_others_to_be_done(machine):
-    admitted(machine, 0, 1, held=0)
-    assert machine.handle(StepReady(0)) == [Enter(0)]
-    machine.handle(TrialAdded(2))
-    assert machine.handle(PilotReady(2, least_bytes=10)) == [StartPilot(2, 50, beside=True)]
-    assert machine.handle(Outgrown(2)) == []
-    assert machine.handle(StepReady(1)) == [], "it is behind"
-    assert machine.handle(StepDone(0)) == [Alone(2)]
-    assert machine.devices[0].ledger.steps == {2: 100}
+    for trial in (2, 3):
+        machine.handle(TrialAdded(trial))
+    assert machine.handle(PilotReady(2)) == []
+    assert machine.handle(PilotReady(3)) == []
+    assert machine.handle(StepReady(1)) == [], "else a pilot might wait for ever"
+    assert machine.handle(StepDone(0)) == [StartPilot(2, 90)]
+    assert machine.devices[0].ledger.steps == {2: 90}
     assert machine.handle(StepReady(0)) == []
-    assert machine.handle(PilotDone(2, 60)) == [Enter(1), Enter(0)]
+    assert [machine.awaits(trial) for trial in (0, 1, 3)] == [(0, 2)] * 3
+    machine.validate()
+    assert machine.handle(PilotDone(2, 60)) == [StartPilot(3, 90)]
+    assert machine.devices[0].ledger.peak_bytes == 10 + 60
+    assert machine.handle(PilotDone(3, 40)) == [Enter(1), Enter(0)]
+    machine.validate()
+
+
+def test_nobody_travels_to_where_a_pilot_is_under_way():
+    machine = Machine([100, 100], Fifo(), least_ahead_bytes=None)
+    for trial in (0, 1):
+        machine.handle(TrialAdded(trial, travels=True))
+        machine.handle(PlanReady(trial, plan((10,), work=5, step=5)))
+    assert machine.handle(TrialAdded(2)) == [Place(2, 0)]
+    assert machine.handle(TrialAdded(3)) == [Place(3, 1)]
+    machine.handle(PlanReady(2, plan((10,), work=5, step=5)))
+    assert machine.handle(PilotReady(3)) == [StartPilot(3, 100)]
+    for trial in (0, 2):
+        assert machine.handle(StepReady(trial)) == [Enter(trial)]
+        machine.handle(TaskReady(task(trial, 0)))
+    assert machine.task_state(2) is TaskState.WAITING
+    machine.validate()
 
 
 def test_a_step_of_which_the_script_keeps_activations_goes_on_as_the_next(machine):
@@ -788,11 +737,7 @@ class Player:
         final, grows = self.plans[trial], trial % 2 == 0
         total_steps = self.steps if trial % 3 else None
         yield TrialAdded(trial, total_steps, host_bytes=10, travels=self.travels[trial]), Place
-        least_bytes = None if trial % 3 == 1 else self.rng.randrange(100)
-        yield PilotReady(trial, least_bytes=least_bytes), StartPilot
-        if self.machine._home(trial).exclusive is None and self.rng.random() < 0.5:
-            yield Outgrown(trial), Alone
-            self.check_alone(trial)
+        yield PilotReady(trial, empty=self.rng.random() < 0.1), StartPilot
         yield PilotDone(trial, self.rng.randrange(100)), None
         yield PlanReady(trial, replace(final, step_bytes=final.step_bytes // 2) if grows else final), Admit
         kept = False
@@ -821,10 +766,6 @@ class Player:
             kept = step < self.steps and self.rng.random() < 0.1
             yield StepDone(trial, keeps_bytes=kept), None
         yield TrialEnded(trial), None
-
-    def check_alone(self, trial):
-        device = self.machine._home(trial)
-        assert device.exclusive == trial and device.ledger.steps.keys() == {trial} and device.is_idle
 
     def ready(self, visit):
         return TaskReady(visit, at_home=self.rng.random() < 0.2)
@@ -877,7 +818,7 @@ class Player:
         live = {t: self.script(t) for t in self.granted}
         waiting = self.waiting
         while live:
-            asking = [t for t in waiting if not self.granted[t] and waiting[t] in (StartPilot, Admit, Enter, Alone)]
+            asking = [t for t in waiting if not self.granted[t] and waiting[t] in (StartPilot, Admit, Enter)]
             if asking and self.rng.random() < self.withdrawn:
                 self.withdraw(self.rng.choice(asking))
             movable = [t for t in live if t not in waiting or self.granted[t]]
@@ -1097,7 +1038,7 @@ def test_at_the_end_of_a_quantum_the_policy_decides_but_nobody_starves():
 @pytest.mark.parametrize(
     "comes",
     [
-        lambda machine: machine.handle(PilotReady(1, least_bytes=100)),
+        lambda machine: machine.handle(PilotReady(1)),
         lambda machine: machine.handle(PlanReady(1, resident(held=70))),
         lambda machine: machine.handle(PlanReady(1, plan())),
     ],

@@ -1,7 +1,6 @@
 """The first step of a kind: a real one, in which the first run of each block is measured.
 
-    room     what other trials can spare, or the whole device; where the first is too little, the step waits for the
-             second and goes on
+    room     the device to itself, but for what other trials hold for life
     blocks   one at a time on the device; equal ones with equal inputs are measured once
     weights  that a block changes in its forward, or returns, are held on the device from then on
 
@@ -47,7 +46,7 @@ _CAST = torch.ops.aten._to_copy.default
 class FirstStep:
     """`profiles` by the names of blocks, in the order in which they ran."""
 
-    def __init__(self, trial: Trial, kind: Kind, free_bytes: int, *, beside: bool) -> None:
+    def __init__(self, trial: Trial, kind: Kind, free_bytes: int) -> None:
         self.kinds = [kind]
         self.free_bytes = free_bytes
         self.profiles: dict[str, BlockProfile] = {}
@@ -55,7 +54,6 @@ class FirstStep:
         self.peak_bytes = 0
         self.failed = False  # an exception has ended its forward or backward: it tells nothing
         self._trial = trial
-        self._beside = beside
         self._copy: tuple[Block, DeviceCopy] | None = None
         self._known: dict[Any, BlockProfile | FoundError] = {}
         self._start_bytes = trial.meter.trial_bytes
@@ -68,7 +66,6 @@ class FirstStep:
         )  # weights, by memory, in these blocks
         self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = weakref.ref(self)
-        self._limit()
 
     @property
     def trains(self) -> bool:
@@ -81,31 +78,14 @@ class FirstStep:
 
     # ---- room ----
 
-    def _limit(self) -> None:
-        """What it needs more of, others may have."""
-        if self._beside:
-            slot_bytes = self._copy[0].weight_bytes if self._copy else 0
-            self._trial.meter.limit(self._start_bytes + self.free_bytes - slot_bytes)
-
-    def outgrow(self) -> bool:
-        """It needs more than others can spare, and waits until it has the device to itself; False if it has."""
-        if not self._beside:
-            return False
-        self._trial.meter.limit(None)
-        self.free_bytes = self._trial.have_alone()
-        self._beside = False
-        return True
-
     def copy_of(self, block: Block) -> DeviceCopy:
         """The block alone on the device."""
         if self._copy is None or self._copy[0] is not block:
             self._drop_copy()
-            while block.weight_bytes > self.free_bytes:
-                if not self.outgrow():
-                    raise torch.OutOfMemoryError(f"it has {format_bytes(block.weight_bytes)} of weights")
+            if block.weight_bytes > self.free_bytes:
+                raise torch.OutOfMemoryError(f"it has {format_bytes(block.weight_bytes)} of weights")
             copy = self._trial.residency.promote(block)
             self._copy = block, copy
-            self._limit()
         return self._copy[1]
 
     def _drop_copy(self) -> None:
@@ -115,7 +95,6 @@ class FirstStep:
             copy.used = copy.device.mark()
             self._trial.residency.drop(copy)
             self._trial.residency.device.free_slot(None, block.weight_bytes)
-            self._limit()
 
     def profiles_beside(self, step_bytes: int) -> dict[str, BlockProfile]:
         """Those of an evaluation need what is beyond the step's highest, which may come at another time."""
@@ -130,7 +109,6 @@ class FirstStep:
     def end(self) -> None:
         self._trial.meter.first = lambda: None
         self._drop_copy()
-        self._trial.meter.limit(None)
 
     # ---- blocks ----
 

@@ -94,6 +94,24 @@ class InPlaceLayer(Layer):
         return super().forward(x)
 
 
+class Scaled(Layer):
+    """Saves nothing of its input for the backward."""
+
+    def forward(self, x):
+        return super().forward(x * 2)
+
+
+class Overwriting(Model):
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            y = layer(x)
+            with torch.no_grad():
+                x.zero_()
+            x = y
+        return self.head(x)
+
+
 def train(build, pool=None, autocast=False):
     """Two batches a step, clipped together, under loss scaling; two groups of weights, a schedule."""
     torch.manual_seed(0)
@@ -217,6 +235,10 @@ PITFALLS = {
     ),
     "4 inputs changed in place": (
         lambda: Model(Layer(), InPlaceLayer(), InPlaceLayer(), Layer()),
+        [(measure.Measurement, "_changes", always(lambda *_: ""))],
+    ),
+    "4 inputs changed in place afterwards": (
+        lambda: Overwriting(*(Scaled() for _ in range(4))),
         [(FirstStep, "before_writing", always(nothing))],
     ),
     "5 caches": (

@@ -31,10 +31,10 @@ from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import storages_of
 from hydra_tune.partition import UNMEASURED, has_children, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import FoundError, Measurement, WritesInputError, measured, tells_others
+from hydra_tune.planning.measure import FoundError, Measurement, measured
 from hydra_tune.process_state import Surroundings, casts_to, remembers_casts
 from hydra_tune.shard import TOO_LARGE, BlockProfile
-from hydra_tune.tree import flatten_call, unflatten
+from hydra_tune.tree import flatten_call
 
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
@@ -64,7 +64,6 @@ class FirstStep:
             None,
             {},
         )  # weights, by memory, in these blocks
-        self._guarded = set[int]()  # the memory of the inputs of what is being measured
         trial.meter.first = weakref.ref(self)
 
     @property
@@ -156,7 +155,7 @@ class FirstStep:
     def measuring(self, block: Block) -> Iterator[None]:
         """Around a visit without gradients."""
         meter = self._trial.meter
-        with measured(meter, self._trial.residency.device) as used:
+        with measured(meter) as used:
             yield
         profile = BlockProfile("", 0, used.num_bytes, boundary_bytes=used.left_bytes, forward_s=used.seconds, visits=1)
         self._note(block, profile)
@@ -170,10 +169,7 @@ class FirstStep:
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator is about to change these in place."""
-        written = _memory_of(tensors)
-        if not written.isdisjoint(self._guarded):
-            raise WritesInputError
-        for storage in written:
+        for storage in _memory_of(tensors):
             for reference in self._watched.pop(storage, ()):
                 call = reference()
                 if call is not None and not call.block.clones:
@@ -226,59 +222,52 @@ class FirstStep:
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], forward_pass: ForwardPass
     ) -> tuple[BlockProfile | FoundError, Any]:
         """What the call's first run shows, and its outputs, unless it was taken back: where the block is to be run
-        otherwise, or on clones, without its hooks, or within a checkpoint, which counts what is saved."""
-        trial, declared = self._trial, bool(block.keeps)
+        otherwise, or without its hooks, or within a checkpoint, which counts what is saved."""
+        trial, surroundings = self._trial, Surroundings(block.module_states)
         leaves, structure = flatten_call(args, kwargs)
-        in_checkpoint, quiet = hooks_of_checkpoint() is not None, tells_others(block)
-        while True:
-            surroundings, on_clones = Surroundings(block.module_states), block.clones and not declared
-            stays = declared or trial.keeps_call(surroundings)
-            given = {id(x): x.clone() if on_clones else x for x in leaves if isinstance(x, torch.Tensor)}
-            own = [given.get(id(x), x) for x in leaves]
-            call = RepeatedCall(block, trial, forward_pass, own, structure, surroundings)
-            measurement = Measurement(call, own, trial.device, trial.meter, on_clones=on_clones, quiet=quiet)
-            self._guarded = set() if stays or on_clones else _memory_of(given.values())
-            found: BlockProfile | FoundError
-            outputs: Any = None
-            trial.is_measuring = True
-            try:
-                arguments = unflatten(own, structure) if on_clones else (args, kwargs)  # which it may hand on
-                run = partial(measurement.run, *arguments, repeats=not stays)
-                found, outputs = trial.with_room(block, run, measurement.take_back)
-            except WritesInputError:
-                block.clones = True
-                if measurement.take_back():
-                    continue
-                found = FoundError("changes an input in place")
-            except FoundError as error:
-                found = FoundError(error.why, holds=error.holds)  # without its frames
-            except torch.OutOfMemoryError as error:
-                clear_frames(error)
-                found = FoundError(f"{TOO_LARGE}: {error}")
-            finally:
-                self._guarded, trial.is_measuring, call.measurement = set(), False, None
-                trial.meter.outside_starts()
-            why = found.why if isinstance(found, FoundError) else "is in a checkpoint" if in_checkpoint else found.keeps
-            profile = found if isinstance(found, BlockProfile) else None
-            must = profile is None or on_clones or quiet or in_checkpoint or (profile.keeps != "" and call.has_dropped)
-            if profile is None or must or profile.casts or block.casts:
-                if measurement.take_back():
-                    return found, _NOT_RUN
-                if why.startswith(TOO_LARGE):
-                    raise BudgetError(f"the first run of {block.name} has no room: {why}")
-                if must:
-                    raise PrepareError(
-                        f"the first run of a block is taken back where it is to be run otherwise, as where it {why}, "
-                        f"but the forward of {block.name} has changed {measurement.changed} by then, which can't be. "
-                        "Let it return what it changes."
-                    )
-            assert profile is not None
-            if casts := profile.casts | block.casts:  # its weights were used without them
-                trial.casts.bar(block.slot_parameters[i] for i, _ in casts)
-            call.settle(outputs, keeps=stays or profile.keeps != "")
-            if not (stays or profile.keeps):
-                self.watch(call, given.values())
-            return profile, outputs
+        stays = bool(block.keeps) or trial.keeps_call(surroundings)
+        call = RepeatedCall(block, trial, forward_pass, leaves, structure, surroundings)
+        measurement = Measurement(call, leaves)
+        run = partial(measurement.run, args, kwargs, repeats=not stays)
+        found: BlockProfile | FoundError
+        outputs: Any = None
+        trial.is_measuring = True
+        try:
+            found, outputs = trial.with_room(block, run, measurement.take_back)
+        except FoundError as error:
+            found = FoundError(error.why, holds=error.holds)  # without its frames
+        except torch.OutOfMemoryError as error:
+            clear_frames(error)
+            found = FoundError(f"{TOO_LARGE}: {error}")
+        finally:
+            trial.is_measuring, call.measurement = False, None
+            trial.meter.outside_starts()
+        if isinstance(found, FoundError):
+            why = found.why
+        elif hooks_of_checkpoint() is not None:
+            why = "is in a checkpoint"
+        elif measurement.is_quiet:
+            why = "has a hook within"
+        else:
+            why = found.keeps if call.has_dropped else ""
+        casts = block.casts if isinstance(found, FoundError) else block.casts | found.casts
+        if (why or casts) and measurement.take_back():
+            return found, _NOT_RUN
+        if why.startswith(TOO_LARGE):
+            raise BudgetError(f"the first run of {block.name} has no room: {why}")
+        if isinstance(found, FoundError) or why:
+            raise PrepareError(
+                f"the first run of a block is taken back where it is to be run otherwise, as where it {why}, "
+                f"but the forward of {block.name} has changed {measurement.changed} by then, which can't be. "
+                "Let it return what it changes."
+            )
+        if casts:  # its weights were used without them
+            trial.casts.bar(block.slot_parameters[i] for i, _ in casts)
+        stays = stays or found.keeps != ""
+        call.settle(outputs, keeps=stays)
+        if not stays:
+            self.watch(call, call.tensors)
+        return found, outputs
 
     def _note(self, block: Block, profile: BlockProfile) -> None:
         """Of this block, or of one like it."""

@@ -23,7 +23,6 @@ import torch
 from hydra_tune.blocks.block import Block, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
-from hydra_tune.device import Device
 from hydra_tune.fingerprint import HOOKS_OF_MODULES, origin_of
 from hydra_tune.host_buffer import same_bits, storage_bytes, versions_of
 from hydra_tune.meter import TrialMeter, storages_of
@@ -34,10 +33,6 @@ from hydra_tune.shared_random import SharedRandom
 from hydra_tune.tree import flatten, tensors_in
 
 _CHECKPOINT = "CheckpointFunctionBackward"  # of a reentrant one, in a graph
-
-
-class WritesInputError(Exception):
-    """The block is about to change an input in place: its repetition needs a clone of that."""
 
 
 class FoundError(Exception):
@@ -52,27 +47,17 @@ class FoundError(Exception):
 class Measurement:
     """Of one call, with the tensors and objects that it is given."""
 
-    def __init__(
-        self,
-        call: RepeatedCall,
-        given: Sequence[Any],
-        device: Device,
-        meter: TrialMeter,
-        *,
-        on_clones: bool,
-        quiet: bool,
-    ) -> None:
-        self._call, self._block, self._device, self._meter = call, call.block, device, meter
+    def __init__(self, call: RepeatedCall, given: Sequence[Any]) -> None:
+        self._call, self._block, self._meter = call, call.block, call.trial.meter
         self._given = [x for x in given if isinstance(x, torch.Tensor)]
         self._objects = [x for x in given if not isinstance(x, torch.Tensor)]
-        self._on_clones = on_clones  # of the tensors, which it may change
-        self._quiet = quiet  # without the hooks that tell others of a call
+        self.is_quiet = tells_others(call.block)  # it runs without the hooks that do
         self.is_running = False
         self.changed = ""  # what can't be taken back
         self.casts: frozenset[tuple[int, torch.dtype]] = frozenset()
         call.measure_by(self)
         block = self._block
-        with meter.paused():
+        with self._meter.paused():
             others = {
                 "an argument": self._objects,
                 "its forward": block.own_forward,
@@ -92,7 +77,6 @@ class Measurement:
 
         Raises:
             torch.OutOfMemoryError: it has no room.
-            WritesInputError: it needs clones.
             FoundError: it is no block, or not with all its weights.
         """
         call, block = self._call, self._block
@@ -124,8 +108,8 @@ class Measurement:
         self._meter.within_checkpoint, self.is_running = False, True
         try:
             with (
-                _silenced(self._block) if self._quiet else nullcontext(),
-                measured(self._meter, self._device) as self._used,
+                _silenced(self._block) if self.is_quiet else nullcontext(),
+                measured(self._meter) as self._used,
             ):
                 return self._block.forward(args, kwargs)
         except RuntimeError as error:
@@ -162,7 +146,7 @@ class Measurement:
 
     def take_back(self) -> bool:
         """As if it had not run; False, and nothing is done, if it has changed what can't be put back."""
-        if self._call.has_changed_inputs and not self._on_clones:
+        if self._call.has_changed_inputs:
             self.changed = "what it is given"
         elif self._random.have_moved():
             self.changed = "Python's or NumPy's random numbers"
@@ -196,6 +180,8 @@ class Measurement:
                 return "changes a weight"
             if gives := self._gives_away(outputs):
                 return gives
+        if self._call.has_changed_inputs:
+            return "changes an input in place"
         changing = next((type(x).__name__ for x in self._objects if not stays_as_it_is(x)), None)
         if changing:
             return f"is given an object, a {changing}, that others may change"
@@ -235,7 +221,7 @@ class Measurement:
 
         def run(args: Sequence[Any], kwargs: dict[str, Any], asked: Sequence[torch.Tensor]) -> None:
             self._lose_activations()
-            with _silenced(self._block), measured(self._meter, self._device) as used:
+            with _silenced(self._block), measured(self._meter) as used:
                 again = tensors_in(self._block.forward(args, kwargs))
                 same = len(first) == len(again) and all(map(same_bits, first, again))
                 found["keeps"] = "" if same else f"{self._block.name} makes other values when it is repeated"
@@ -345,9 +331,9 @@ class Used:
 
 
 @contextmanager
-def measured(meter: TrialMeter, device: Device) -> Iterator[Used]:
+def measured(meter: TrialMeter) -> Iterator[Used]:
     """What is used within; known at the end."""
-    used = Used()
+    used, device = Used(), meter.device
     device.synchronize()
     meter.window_peak = before = meter.trial_bytes
     start_s = time.perf_counter()

@@ -94,12 +94,11 @@ class ProcessState(NamedTuple):
 
 
 class ModuleState(NamedTuple):
-    """What modules are set to: training mode, flags, numbers, objects, tensors that are no buffers; and what they are
-    built of. `found` is by identity and order: an equal number in a new object is put back for nothing."""
+    """What modules are set to: training mode, flags, numbers, objects, tensors that are no buffers. `found` is by
+    identity and order: an equal number in a new object is put back for nothing."""
 
     found: tuple[list[int], list[int], list[type]] | None
     attributes: list[dict[str, Any]]  # of each module by name
-    build: list[tuple[type, list[tuple[str, nn.Module | None]]]]  # of each its class and children
     is_rebuilt: bool  # has other children, or classes, than at first
 
 
@@ -127,8 +126,7 @@ class ModuleStates:
         found = self._found()
         if self.shared is not None and self.shared.found == found:
             return self.shared
-        build = self._build()
-        state = ModuleState(found, list(map(dict, map(vars, self._modules))), build, build != self._first)
+        state = ModuleState(found, list(map(dict, map(vars, self._modules))), self._build() != self._first)
         keeps = any(_keeps(v) for own in state.attributes for k, v in own.items() if k not in _OF_EVERY_MODULE)
         self.shared = None if keeps else state
         return state
@@ -138,17 +136,12 @@ class ModuleStates:
 
     def set(self, state: ModuleState) -> None:
         stays = STRUCTURE | {"forward"}  # the first one is the block, which may be cut otherwise since
-        for module, values, (kind, children) in zip(self._modules, state.attributes, state.build, strict=True):
+        for module, values in zip(self._modules, state.attributes, strict=True):
             own = vars(module)
             for name in [k for k, v in own.items() if not (k in values or k in stays or is_activation(v))]:
                 del own[name]
             own.update((k, v) for k, v in values.items() if k not in stays)
             stays = STRUCTURE
-            if [*module._modules.items()] != children:
-                module._modules.clear()
-                module._modules.update(children)
-            if type(module) is not kind:
-                module.__class__ = kind
 
 
 def _keeps(value: Any) -> bool:
@@ -181,8 +174,8 @@ class Surroundings:
         """Within, all is as it was; afterwards as it is now.
 
         Raises:
-            RuntimeError: a tensor among the attributes of this block has other values now, or the process another
-                choice of kernels.
+            RuntimeError: a tensor among the attributes of this block has other values now, a module of it other
+                children or another class, or the process another choice of kernels.
         """
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
@@ -191,6 +184,9 @@ class Surroundings:
         modules, present, process, now = self._modules, self._state, self._process, ProcessState.now()
         if not modules.are(present):
             present = modules.now()
+            if present.is_rebuilt:
+                which, advice = "a child, or the class of a module,", "Change it after backward."
+                raise changed_in_between("modules", which, block, advice)
             modules.set(self._state)
         try:
             with nullcontext() if process == now else process.entered(now, block):

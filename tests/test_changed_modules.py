@@ -66,26 +66,6 @@ class SwapsForAnEvaluation(SwapsWithBuffers):
             layer.norm = norm
 
 
-class TakesChildrenOutAndIn(Script):
-    """PyTorch keeps the others in a new dict then."""
-
-    class Layer(Layer):
-        def set_up(self):
-            self.more = nn.Sequential(nn.Tanh(), nn.Hardtanh(-0.1, 0.1))
-
-        def forward(self, x):
-            return super().forward(self.more(x))
-
-    def between(self, model):
-        for layer in model.layers:
-            layer.more[1] = nn.Identity()
-
-    def after(self, model, optimizer):
-        for layer in model.layers:
-            layer.more[1] = nn.Hardtanh(-0.1, 0.1)
-            layer.more.append(layer.more.pop(-1))
-
-
 class InsertsChildren(Script):
     class Layer(Layer):
         def set_up(self):
@@ -190,7 +170,6 @@ class WrapsABlockForOneForward(Script):
         layer = model.layers[1]
         with mock.patch.object(layer, "forward", lambda x, forward=layer.forward: 0.5 * forward(x)):
             y = model(x)
-        layer.up.__class__ = nn.Linear if type(layer.up) is Halving else Halving  # its block is made anew
         return y + model(x)
 
 
@@ -209,16 +188,24 @@ class WrapsABlockForLong(Script):
 
 
 SCRIPTS = [
-    SwapsAChild, SwapsBetweenForwards, SwapsWithBuffers, SwapsForAnEvaluation,
-    TakesChildrenOutAndIn, InsertsChildren, ExchangesChildren, GrowsAStack, MovesIntoAStack,
-    ChangesClasses,
+    SwapsAChild, SwapsForAnEvaluation, GrowsAStack, MovesIntoAStack,
     PatchesWithin, PatchesForOneForward, WrapsABlockForOneForward, WrapsABlockForLong,
 ]  # fmt: skip
+REFUSED = [SwapsBetweenForwards, SwapsWithBuffers, InsertsChildren, ExchangesChildren, ChangesClasses]
 
 
 @at_each_budget(SCRIPTS)
 def test_it_trains_as_in_plain_pytorch(script, budget):
     assert_trains_as_in_plain_pytorch(script, budget)
+
+
+@pytest.mark.parametrize("script", REFUSED)
+def test_what_a_block_is_built_of_stays_from_its_forward_to_its_backward(script):
+    with (
+        hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool,
+        pytest.raises(RuntimeError, match=r"modules stay as they are .* but a child, or the class of a module"),
+    ):
+        script().run(pool)
 
 
 def test_a_child_that_is_made_anew_in_each_step_asks_for_no_plan():

@@ -182,6 +182,8 @@ class Measurement:
                 return gives
         if self._call.has_changed_inputs:
             return "changes an input in place"
+        if block.module_states.now().is_rebuilt:
+            return "makes, or exchanges, a child of a module"
         changing = next((type(x).__name__ for x in self._objects if not stays_as_it_is(x)), None)
         if changing:
             return f"is given an object, a {changing}, that others may change"

@@ -153,21 +153,18 @@ def _digest(parts: object) -> bytes:
 class Glance(NamedTuple):
     """Modules in the order of `nn.Module.modules`; parameters and buffers by the place of their module there.
 
-    `switches` is what is on or off in modules and in their configs: truth values, names, what is absent, what requires
-    a gradient. These decide what a forward computes more often than numbers do.
+    `switches` is what is on or off in modules and in their configs: training mode and other truth values, names, what
+    is absent, what requires a gradient. These decide what a forward computes more often than numbers do.
     """
 
     parameters: tuple[tuple[int, str, bool, int], ...]  # whether it requires a gradient; its id
     buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
-    training: tuple[bool, ...]
-    hooked: tuple[int, ...]  # ids of modules with a user's hook
     switches: Hashable
 
 
 def glance_at(model: nn.Module) -> Glance:
     modules = modules_of(model)
     parameters, buffers = [], []
-    owners: dict[int, Any] = {}
     for place, module in enumerate(modules):
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -175,21 +172,13 @@ def glance_at(model: nn.Module) -> Glance:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.append((place, name, tuple(buffer.shape), buffer.dtype))
-        owners[id(module)] = module
-        if "config" in vars(module) or hasattr(type(module), "config"):  # `getattr` is slow where it fails
-            config = getattr(module, "config", None)
-            if hasattr(config, "__dict__"):
-                owners[id(config)] = config
-    return Glance(
-        tuple(parameters),
-        tuple(buffers),
-        tuple([module.training for module in modules]),
-        tuple([id(module) for module in modules if _has_users_hook(module)]),
-        tuple([_switches_of(owner) for owner in owners.values()]),
-    )
+    having = [m for m in modules if "config" in vars(m) or hasattr(type(m), "config")]  # `getattr` is slow if it fails
+    configs = {id(config): config for m in having if hasattr(config := getattr(m, "config", None), "__dict__")}
+    switches = tuple([_switches_of(owner) for owner in (*modules, *configs.values())])
+    return Glance(tuple(parameters), tuple(buffers), switches)
 
 
-def _has_users_hook(module: nn.Module) -> bool:
+def has_users_hook(module: nn.Module) -> bool:
     own = vars(module)
     for kind in HOOKS_OF_MODULES:
         hooks = own.get(kind)
@@ -219,4 +208,4 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 def _switches_of(owner: Any) -> Hashable:
     own = vars(owner)
     found = compress(own.items(), map(_SWITCHES.__contains__, map(type, own.values())))
-    return tuple([(k, _SWITCHES[type(v)](v)) for k, v in found if k != "training"])
+    return tuple([(k, _SWITCHES[type(v)](v)) for k, v in found])

@@ -21,7 +21,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import BudgetError, PrepareError
 from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
-from hydra_tune.fingerprint import glance_at, plan_key
+from hydra_tune.fingerprint import glance_at, has_users_hook, plan_key
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.optim import stepping_bytes
 from hydra_tune.own_forward import BlockForward
@@ -75,16 +75,14 @@ class Planner:
     def kind_of(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:
         """Of a forward of the model with this number."""
         glance, inputs = glance_at(self._trial.model), (args, kwargs)
-        hooked = set(glance.hooked)
-        for block in self.blocks if hooked else ():  # it would fire again when its block is repeated
-            if not block.keeps and any(m is not block.module and id(m) in hooked for m in block.modules):
+        for block in self.blocks:  # it would fire again when its block is repeated
+            if not block.keeps and any(map(has_users_hook, block.modules[1:])):
                 block.keeps = "it has a hook within"
-        now = glance.training, glance.switches
         if len(self._settings) < _MOST_SETTINGS:
-            self._settings.add(now)
+            self._settings.add(glance.switches)
         setting = (
             glance.buffers, partition.flags_of(inputs),
-            autocast_mode(), now if now in self._settings else None, number,
+            autocast_mode(), glance.switches if glance.switches in self._settings else None, number,
         )  # fmt: skip
         return Kind(torch.is_grad_enabled(), setting, partition.input_signature(inputs), glance.parameters)
 

@@ -87,8 +87,7 @@ class TrialMeter:
 
     def _take(self, num_bytes: int) -> None:
         device = self.device
-        too_many = device.is_virtual and device.live_bytes + num_bytes > device.budget_bytes
-        if too_many:
+        if device.is_virtual and device.live_bytes + num_bytes > device.budget_bytes:
             raise torch.OutOfMemoryError(
                 f"{device.name} holds {format_bytes(device.live_bytes)} and was asked for {format_bytes(num_bytes)} "
                 f"more, but its budget is {format_bytes(device.budget_bytes)}. Lower the batch size, keep fewer "

@@ -110,6 +110,7 @@ class ModuleStates:
         self._modules = modules
         self._first = self._build()
         self.shared: ModuleState | None = None  # the latest, if it keeps nothing large alive: not to be changed
+        self.surroundings: Surroundings | None = None  # the latest with that
 
     def _build(self) -> list[tuple[type, list[tuple[str, nn.Module | None]]]]:
         return [(type(module), [*module._modules.items()]) for module in self._modules]
@@ -154,10 +155,19 @@ def is_activation(value: Any) -> bool:
 
 
 class Surroundings:
-    """As they are now: autocast, the default device, the choice of kernels, and the modules of a block."""
+    """Autocast, the default device, the choice of kernels, and the modules of a block."""
 
-    def __init__(self, modules: ModuleStates) -> None:
-        self._modules, self._process, self._state = modules, ProcessState.now(), modules.now()
+    @classmethod
+    def now(cls, modules: ModuleStates) -> Surroundings:
+        """As they are now; calls that find the same share them."""
+        process, state, latest = ProcessState.now(), modules.now(), modules.surroundings
+        if latest is None or latest._process is not process or latest._state is not state:
+            latest = cls(modules, process, state)
+            modules.surroundings = latest if state is modules.shared else None
+        return latest
+
+    def __init__(self, modules: ModuleStates, process: ProcessState, state: ModuleState) -> None:
+        self._modules, self._process, self._state = modules, process, state
         self.choices = self._process.choices  # of kernels
         self.are_rebuilt = self._state.is_rebuilt  # nobody has noted what children are set to that were none at first
         self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()

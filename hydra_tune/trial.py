@@ -665,7 +665,7 @@ class Trial:
     ) -> Any:
         """With gradients."""
         hooks = hooks_of_checkpoint()
-        if hooks is not None or block.keeps or self.keeps_call(surroundings := Surroundings(block.module_states)):
+        if hooks is not None or block.keeps or self.keeps_call(surroundings := Surroundings.now(block.module_states)):
             kept = KeptCall(block, self, forward_pass, hooks)
             return self.with_room(block, lambda: kept.run(args, kwargs), lambda: False)
         call = RepeatedCall(block, self, forward_pass, leaves, structure, surroundings)

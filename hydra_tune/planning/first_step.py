@@ -60,10 +60,8 @@ class FirstStep:
         self._trained = set[str]()  # names of blocks that were measured with gradients
         self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
-        self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]]] = (
-            None,
-            {},
-        )  # weights, by memory, in these blocks
+        # weights, by memory, in these blocks
+        self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]]] = (None, {})
         trial.meter.first = weakref.ref(self)
 
     @property
@@ -223,7 +221,7 @@ class FirstStep:
     ) -> tuple[BlockProfile | FoundError, Any]:
         """What the call's first run shows, and its outputs, unless it was taken back: where the block is to be run
         otherwise, or without its hooks, or within a checkpoint, which counts what is saved."""
-        trial, surroundings = self._trial, Surroundings(block.module_states)
+        trial, surroundings = self._trial, Surroundings.now(block.module_states)
         leaves, structure = flatten_call(args, kwargs)
         stays = bool(block.keeps) or trial.keeps_call(surroundings)
         call = RepeatedCall(block, trial, forward_pass, leaves, structure, surroundings)

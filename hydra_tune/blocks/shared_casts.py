@@ -48,11 +48,11 @@ class SharedCasts:
     def bar(self, weights: Iterable[torch.Tensor]) -> None:
         """They are used without it from here on."""
         self._barred.update(map(id, weights))
-        _here.casts.add(self)
+        _here.casts[id(self)] = weakref.ref(self)
 
     def put(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         if not self._of:
-            _here.casts.add(self)
+            _here.casts[id(self)] = weakref.ref(self)
         self._of[id(weight)] = cast, weight._version
 
     def free(self, weight: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class _Here(threading.local):
     """What is to be cleared with the thread's autocast context."""
 
     def __init__(self) -> None:
-        self.casts = weakref.WeakSet[SharedCasts]()
+        self.casts: dict[int, weakref.ref[SharedCasts]] = {}  # by id
 
 
 _here = _Here()
@@ -87,9 +87,10 @@ _clear = torch.clear_autocast_cache
 
 @wraps(_clear)
 def _clear_all() -> None:
-    for casts in [*_here.casts]:
-        casts.clear()
-    _here.casts.clear()
+    while _here.casts:
+        _, reference = _here.casts.popitem()
+        if (casts := reference()) is not None:
+            casts.clear()
     _clear()
 
 

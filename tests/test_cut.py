@@ -223,20 +223,21 @@ class Resizes(Layer):
         return super().forward(x) * self.scale
 
 
+KEPT = {"keeps": "layers.1"}
 # how a case is said in the report: as what, of which name, why
 CASES = {
     "calls the parts": (CallsTheParts, 200_000, {}, ""),
-    "in place": (lambda: Model(InPlace), 58_000, {}, ""),
-    "in place, in a child": (lambda: Model(InPlaceInAChild), 58_000, {}, ""),
-    "in place, without children": (lambda: Model(InPlaceLeaf), 58_000, {}, ""),
+    "in place": (lambda: Model(InPlace), 58_000, KEPT, "changes an input in place"),
+    "in place, in a child": (lambda: Model(InPlaceInAChild), 58_000, KEPT, "changes an input in place"),
+    "in place, without children": (lambda: Model(InPlaceLeaf), 58_000, KEPT, "changes an input in place"),
     "counts": (lambda: Model(Counts), 58_000, {}, ""),
     "keeps a penalty": (lambda: Penalised(KeepsPenalty), 58_000, {}, ""),
     "fills a list": (lambda: Collects(FillsList), 58_000, {}, ""),
-    "uses a cache": (lambda: Caching(UsesCache), 58_000, {"keeps": "layers.1"}, "layers.1 changes an argument"),
+    "uses a cache": (lambda: Caching(UsesCache), 58_000, KEPT, "layers.1 changes an argument"),
     "uses what another made": (
         lambda: HandsAround(UsesMade),
         58_000,
-        {"keeps": "layers.1"},
+        KEPT,
         "has an activation in an attribute",
     ),
     "borrows": (borrowing, 70_000, {}, ""),
@@ -248,7 +249,7 @@ CASES = {
         {"held": "layers.1.table.weight", "keeps": "layers.1"},
         "layers.1 changes",
     ),
-    "hook inside": (hooked, 58_000, {"keeps": "layers.1"}, "hook"),
+    "hook inside": (hooked, 58_000, KEPT, "hook"),
     "tied outside": (tied_outside, 58_000, {}, ""),
 }
 

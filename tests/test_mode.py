@@ -269,7 +269,12 @@ def test_what_autocast_casts_within_an_operator_does_not_depend_on_it(kind, with
         return [y, *(torch.autograd.grad(y.float().square().sum(), w) if y.requires_grad else ())]
 
     with without():
-        alone = made()
+        try:
+            alone = made()
+        except RuntimeError as error:
+            if "primitive descriptor" not in str(error):
+                raise
+            pytest.skip("oneDNN has no such kernel for this processor")
         with counting():
             within = made()
     for a, b in zip(alone, within, strict=True):

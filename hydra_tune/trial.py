@@ -64,7 +64,7 @@ class _Root:
 
     model: weakref.ref[nn.Module]
     optimizer: torch.optim.Optimizer | None
-    use_cache_again: Callable[[], object]
+    configs: list[Any]  # of its own, in which `use_cache` is off
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
     def unhook(self) -> None:
@@ -74,7 +74,7 @@ class _Root:
 
     def let_go(self) -> None:
         self.unhook()
-        self.use_cache_again()
+        use_cache_again(self.configs)
 
 
 class _Sent(NamedTuple):
@@ -182,15 +182,13 @@ class Trial:
         the first forward."""
         self.boundary()
         self._roots = [root for root in self._roots if root.model() is not None]
-        finalizer = weakref.finalize(model, use_cache_again, use_no_cache(model))
-        finalizer.atexit = False
-        root = _Root(weakref.ref(model), optimizer, finalizer)
+        root = _Root(weakref.ref(model), optimizer, use_no_cache(model))
         self._roots.append(root)
         try:
             self.planner.start()
         except BaseException:
             self._roots.remove(root)
-            finalizer()
+            root.let_go()
             raise
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]

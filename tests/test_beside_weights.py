@@ -512,16 +512,16 @@ def test_trials_of_one_pool_share_a_plan_only_if_they_behave_alike():
         assert not any(t["resident"] for t in pool.report()["trials"])
 
 
-def test_a_config_that_models_share_says_no_cache_until_the_last_is_released():
+def test_models_that_share_a_config_are_switched_off_and_on_apart():
     script = Configured(0.0)
     first, second = script.model(), script.model()
     with hydra_tune.ShardPool(["cpu"], "8MiB") as pool, hydra_tune.ShardPool(["cpu"], "8MiB") as other:
         hydra_tune.prepare(first, pool=pool)
         hydra_tune.prepare(second, pool=other)
         hydra_tune.release(first)
-        assert not script.setting.use_cache
+        assert first.layers[0].config.use_cache and not second.layers[0].config.use_cache
         hydra_tune.release(second)
-        assert script.setting.use_cache
+        assert second.layers[0].config.use_cache and script.setting.use_cache
 
 
 def test_activations_that_hooks_keep_do_not_keep_the_model():

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType
 
@@ -262,6 +263,6 @@ def test_a_refused_prepare_changes_nothing(spoil):
         hydra_tune.release(pool.other)
 
 
+@dataclass
 class Config:
-    def __init__(self):
-        self.use_cache = True
+    use_cache: bool = True

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
-from hydra_tune import hf_config
 from models import bytes_batch, gpt, hf_gpt2, loss_of
 
 
@@ -179,10 +178,9 @@ def test_hugging_face_caches_are_off_while_prepared(pool):
     assert model.config.use_cache
 
 
-def test_a_config_that_outlives_its_models_gets_its_cache_back(pool):
-    """It stayed off where a model was collected, and in what was made of the config next."""
+def test_a_config_that_models_were_made_of_says_what_it_did(pool):
+    """Its cache stayed off where a model was collected, and in what was made of the config next."""
     config, others = hf_gpt2().config, []
-    model = nn.Linear(4, 4)
     for end in ("collected", "refused"):
         model = nn.Sequential(nn.Linear(4, 4))
         model.config = config
@@ -191,24 +189,26 @@ def test_a_config_that_outlives_its_models_gets_its_cache_back(pool):
             optimizer.register_step_post_hook = None  # which `prepare` calls last
             with pytest.raises(TypeError):
                 hydra_tune.prepare(model, optimizer, pool=pool)
+            assert model.config.use_cache
         else:
             hydra_tune.prepare(model, optimizer, pool=pool)
-            assert not config.use_cache
+            assert config.use_cache and not model.config.use_cache
             others.append(optimizer)  # has hooks of the trial's
         del model, optimizer
         gc.collect()
-        assert config.use_cache and not hf_config._is_off(config)
+        assert config.use_cache
 
 
-def test_a_config_of_two_models_gets_its_cache_back_with_the_last():
-    config = SimpleNamespace(use_cache=True)
-    model = nn.Linear(4, 4)
-    model.config = config
-    first, second = hf_config.use_no_cache(model), hf_config.use_no_cache(model)
-    hf_config.use_cache_again(first)
-    assert not config.use_cache
-    hf_config.use_cache_again(second)
-    assert config.use_cache and not hf_config._is_off(config)
+def test_parts_of_a_model_that_have_one_config_have_one_still(pool):
+    inner = SimpleNamespace(use_cache=True)
+    outer = SimpleNamespace(use_cache=True, inner=inner)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.config, model[0].config, model[1].config = outer, inner, inner
+    hydra_tune.prepare(model, pool=pool)
+    assert model.config.inner is model[0].config is model[1].config is not inner
+    assert not model.config.use_cache and not model[0].config.use_cache
+    hydra_tune.release(model)
+    assert model.config == outer and outer.use_cache and inner.use_cache
 
 
 # ---- what a first user's tests found ----

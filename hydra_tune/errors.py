@@ -37,11 +37,6 @@ class ReturnsWeightsError(PrepareError):
         self.weights = weights
 
 
-class UntraceableError(PrepareError, AttributeError):
-    """The source of a prepared model's forward, which stands for the model's own, was asked for. Who asks whether
-    there is one hears that there is not."""
-
-
 class BudgetError(HydraTuneError, ValueError):
     """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered: a `block`, if
     it is one alone. `lack` is how much more: what it needs, or a guess at it, over what there is, less 1; 1.0 where

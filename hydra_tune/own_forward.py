@@ -8,6 +8,7 @@ accelerate and trl set a forward on a module itself, before its class's, as does
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import update_wrapper
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ class StandIn:
         self.trial = trial
         self.own = own_forward_of(module, self.attribute)
         self._before: Any = before._before if isinstance(before, StandIn) else before
+        update_wrapper(self, self.original, updated=())
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -62,7 +64,6 @@ class BlockForward(StandIn):
     def __init__(self, block: Block, trial: Trial) -> None:
         super().__init__(block.module, trial)
         self.block = block
-        self.__wrapped__ = self.original  # inspect.signature follows it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block, trial = self.block, self.trial

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import update_wrapper
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hydra_tune.errors import PrepareError, UntraceableError
+from hydra_tune.errors import PrepareError
 from hydra_tune.fingerprint import HOOKS_OF_MODULES, PLAIN, Fingerprint
 from hydra_tune.host_buffer import is_dense
 from hydra_tune.interrupts import interrupts
@@ -37,17 +36,11 @@ class SeveralModels(nn.Module):
 class RootForward(StandIn):
     """Stands in the prepared model's `forward`."""
 
-    def __init__(self, model: nn.Module, trial: Trial) -> None:
-        super().__init__(model, trial)
-        update_wrapper(self, self.original, updated=())
-
     def __getattr__(self, name: str) -> Any:
-        if name in ("__code__", "__globals__"):
-            raise UntraceableError(
-                "a prepared model runs operator by operator, but something reads its forward's code, as torch.export "
-                "and torch.jit.script do. Call hydra_tune.release(model) first."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"the forward of a prepared model has no {name}. For torch.export and torch.jit.script, which read its "
+            "code, call hydra_tune.release(model) first."
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:  # bound to the model, as `Accelerator.unwrap_model` leaves it
@@ -86,19 +79,17 @@ class RootApply(StandIn):
 def trial_of(model: nn.Module) -> Trial | None:
     """The one that has prepared it and has not let go of it since, if there is one: also where somebody has put a
     forward around ours."""
-    return next((stand_in.trial for stand_in in _stand_ins(model) if not stand_in.trial.is_plain), None)
+    stand_in = vars(model).get("_apply")
+    return stand_in.trial if isinstance(stand_in, RootApply) and not stand_in.trial.is_plain else None
 
 
 def give_back(model: nn.Module, trial: Trial) -> None:
     """What the model had on itself before this trial has prepared it."""
-    for stand_in in _stand_ins(model):
-        if stand_in.trial is trial:
+    for attribute in ("forward", "_apply"):
+        present: Any = vars(model).get(attribute)
+        stand_in = getattr(present, "__func__", present)
+        if isinstance(stand_in, StandIn) and stand_in.trial is trial:
             stand_in.give_back()
-
-
-def _stand_ins(model: nn.Module) -> list[RootForward | RootApply]:
-    present: list[Any] = [vars(model).get(name) for name in ("forward", "_apply")]
-    return [x for x in (getattr(x, "__func__", x) for x in present) if isinstance(x, (RootForward, RootApply))]
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -193,21 +184,19 @@ def refuse_global_hooks() -> None:
 def refuse_transforms(tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
     """What changes the meaning of operators here, and reaches neither a block's weights nor its repetition. Other
     threads may be in forward mode, too; `tensors` are asked for tangents then."""
-    transform = ""
-    if torch.compiler.is_dynamo_compiling():
-        transform = "torch.compile or torch.export"
-    elif torch._C._get_tracing_state() is not None:
-        transform = "torch.jit.trace"
-    elif torch._C._functorch.peek_interpreter_stack() is not None:
-        transform = "a transform of torch.func (grad, vmap, jvp)"
-    elif torch.autograd.forward_ad._current_level >= 0 and any(
-        torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors()
+    dynamo = sys.modules.get("torch._C._dynamo.eval_frame")
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or (dynamo is not None and dynamo.get_eval_frame_callback())
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (
+            torch.autograd.forward_ad._current_level >= 0
+            and any(torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors())
+        )
     ):
-        transform = "forward-mode automatic differentiation"
-    elif (compiler := sys.modules.get("torch._C._dynamo.eval_frame")) and compiler.get_eval_frame_callback():
-        transform = "torch.compile"
-    if transform:
         raise PrepareError(
-            f"a prepared model runs operator by operator, but it was called within {transform}. Call "
+            "a prepared model runs operator by operator, but it was called within torch.compile, torch.export, "
+            "torch.jit.trace, torch.func (grad, vmap, jvp) or forward-mode automatic differentiation. Call "
             "hydra_tune.release(model) first, or use that inside of a module's forward."
         )

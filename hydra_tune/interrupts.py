@@ -3,24 +3,21 @@
 PyTorch goes on after a KeyboardInterrupt, and so does a prepared model. But raised between the pool's answer and the
 line that notes it, it would leave the two in disagreement. So a handler of ours looks where the main thread is: in
 the script, a loader or a model's own forward it raises at once, as ever; in the library's own frames at the next
-boundary (the end of a visit or a forward, an optimizer's step, a wait), or as soon as they are left. A second Ctrl-C
-is raised at once. It stands in for Python's own handler alone: with one of the user's, which may raise anywhere,
-nothing is promised.
+boundary (the end of a forward, a backward or an optimizer's step, a wait). A second Ctrl-C is raised at once. It
+stands in for Python's own handler alone: with one of the user's, which may raise anywhere, nothing is promised.
 """
 
 from __future__ import annotations
 
-import _thread
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TypeVar
 
 from hydra_tune.errors import TrialStopped
 
-_LOOK_AGAIN_S, _LOOK_AROUND_S = 0.1, 0.5
+_LOOK_AROUND_S = 0.5
 _OUR_MODULES = "context engine event_loop fork lease meter mode planner pool residency root steps trial"
 _OURS = frozenset(f"hydra_tune.{name}" for name in _OUR_MODULES.split())
 _FOLDERS_OF_OURS = ("hydra_tune.blocks.", "hydra_tune.planning.", "hydra_tune.randomness.")
@@ -39,7 +36,6 @@ class Interrupts:
     """Of the process."""
 
     pending = False  # a Ctrl-C, until it is raised
-    _looks_again = False
 
     def install(self) -> None:
         """In place of Python's handler, if this is the main thread: no other may."""
@@ -49,18 +45,9 @@ class Interrupts:
 
     def _handle(self, _: int, frame: FrameType | None) -> None:
         """Called in the main thread."""
-        is_second = self.pending and not self._looks_again
-        self._looks_again = False
-        self.pending = not is_second and _is_ours(frame)
+        self.pending = not self.pending and _is_ours(frame)
         if not self.pending:
             raise KeyboardInterrupt
-        _thread.start_new_thread(self._look_again, ())  # threading's own takes locks that this frame may have
-
-    def _look_again(self) -> None:
-        time.sleep(_LOOK_AGAIN_S)
-        if self.pending:
-            self._looks_again = True
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def check(self) -> None:
         """A boundary: raises what is pending, in the main thread."""

@@ -447,7 +447,7 @@ class Trial:
             planner.leave_plan()
             planner.start()
         kind = planner.kind_of(self.models.index(root.module), args, kwargs)
-        if planner.first is not None and self.steps.outlasts_first:
+        if planner.first is not None and self.steps.is_endless:
             self.steps.leave()
             self._end_first_step()
             kind = planner.kind_of(self.models.index(root.module), args, kwargs)

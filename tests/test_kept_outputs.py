@@ -15,7 +15,7 @@ from hydra_tune.context import current_context
 from scripts import BUDGETS, WIDTH, Net
 from waiting import wait_until
 
-STEPS = 12
+STEPS = 20
 
 
 class Keeps:

@@ -48,12 +48,11 @@ class Context:
     def live_trial(self, pool: ShardPool) -> Trial | None:
         """The one of this thread in this pool, beside whose models another one is prepared: they reserve jointly, for
         two trials of one thread could wait for each other for ever."""
-        last = self._last
-        its_pool = getattr(last(), "pool", pool)  # may be garbage with its trial, whose blocks may refer to their model
-        is_dropped = collect_until(lambda: (trial := last()) is None or trial.ended or not trial.has_model)
+        its_pool = getattr(self._last(), "pool", pool)  # may be garbage with its trial
+        collect_until(lambda: (trial := self._last()) is None or trial.ended or not trial.has_model)
         its_pool.end_abandoned()  # what it has counted lives on: a table that a library keeps for all models
-        live = last()
-        if live is not None and not live.ended and is_dropped:
+        live = self._last()
+        if live is not None and not live.ended and not live.has_model:
             live.end()  # its owner has dropped it; a loss or an optimizer that nobody has rebound yet keeps the trial
         return None if live is None or live.ended or live.pool is not pool else live
 

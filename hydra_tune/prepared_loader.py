@@ -34,9 +34,6 @@ class PreparedLoader:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._prepared[0], name, value)
 
-    def __delattr__(self, name: str) -> None:
-        delattr(self._prepared[0], name)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._prepared[0].__reduce_ex__(protocol)
 

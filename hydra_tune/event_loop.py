@@ -13,15 +13,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydra_tune import events as e
-from hydra_tune.config import format_bytes
 from hydra_tune.copier import Copier
 from hydra_tune.device import Device
 from hydra_tune.errors import PoolClosedError, TrialStopped
 from hydra_tune.fork import gate
-from hydra_tune.garbage import Wait, collect_beside
+from hydra_tune.garbage import collect_beside
 from hydra_tune.interrupts import interrupts
 from hydra_tune.lease import Lease
 from hydra_tune.meter import end_trial
@@ -37,6 +37,9 @@ logger = logging.getLogger("hydra_tune")
 InstructionT = TypeVar("InstructionT", bound=e.Instruction)
 LOOK_S = 0.02  # how often one that waits looks at who has a turn that lasts
 _LOOK_AROUND_S = 1.0  # nobody says that a model was collected
+# more than once: autograd's nodes hide what they refer to until they are gone; each time later
+_COLLECT_S, _SELDOM_COLLECT_S = 1.0, 60.0
+_WARN_S = 60.0  # in which nobody was seen to compute
 
 
 class EventLoop:
@@ -295,38 +298,40 @@ class EventLoop:
     def _await(self, number: int, answer: type[InstructionT], check: Callable[[], None]) -> InstructionT:
         """The next instruction to this trial; `check` ends the waiting. A plain script's trial, which nobody ends, ends
         as garbage."""
-        lease = self.leases[number]
-        if not lease.granted:
-            wait = Wait()
-            while not lease.granted:
-                interrupts.check()
-                check()
-                for copier in self._copiers:
-                    copier.keep_going()
-                wait_s = self._look_at_turn(number)
-                if not lease.granted:
-                    lease.wake.wait(wait_s)
-                if wait.shall_collect() and any(not t.of_runner and t.id != number for t in self._trials.values()):
+        lease, collect_s, waited_s, idle_s = self.leases[number], _COLLECT_S, 0.0, 0.0
+        while not lease.granted:
+            interrupts.check()
+            check()
+            for copier in self._copiers:
+                copier.keep_going()
+            wait_s = self._look_at_turn(number)
+            if not lease.granted:
+                lease.wake.wait(wait_s)
+            waited_s += wait_s  # at most
+            if waited_s >= collect_s:
+                collect_s += min(collect_s, _SELDOM_COLLECT_S)
+                if any(not t.of_runner and t.id != number for t in self._trials.values()):
                     collect_beside()
-                self.end_abandoned()
-                begun = self._machine.tasks_begun + sum(turn.begun for turn in self._turns if turn is not None)
-                if wait.shall_warn(begun) and not lease.granted:
-                    self._warn_of_wait(number)
+            self.end_abandoned()
+            idle_s = 0.0 if self._is_busy() else idle_s + wait_s
+            if idle_s >= _WARN_S and not lease.granted:
+                idle_s = -inf  # once, until somebody computes
+                self._warn_of_wait(number)
         instruction = lease.granted.popleft()
         assert isinstance(instruction, answer), (instruction, answer)
         return instruction
 
+    def _is_busy(self) -> bool:
+        """Whether anybody computes now, or measures a first step."""
+        devices = zip(self._machine.devices, self._turns, strict=True)
+        return any(d.ledger.pilot is not None or (d.running and (turn is None or turn.busy)) for d, turn in devices)
+
     def _warn_of_wait(self, number: int) -> None:
-        machine, turns = self._machine, zip(self._machine.devices, self._turns, strict=True)
-        if any(d.ledger.pilot is not None or (d.running and (turn is None or turn.busy)) for d, turn in turns):
-            return
-        bytes_of = machine.reserved_bytes if number in machine.trials else lambda i: machine.trials[i].host_bytes
-        has = {self._summaries[i]["name"]: bytes_of(i) for i in machine.trials if i != number}
-        others = [f"{name} has {format_bytes(num_bytes)}" for name, num_bytes in has.items() if num_bytes]
+        others = [trial.name for trial in self._trials.values() if trial.id != number]
         if others:
             logger.warning(
-                "%s %s, and no task has begun for a while: %s. What is not busy elsewhere (loading, validation, a "
-                "pause) is kept for nothing: by its optimizer, a loss, or an exception that came through its frame. "
+                "%s %s, and no task has begun for a while, beside %s. What is not busy elsewhere (loading, validation, "
+                "a pause) is kept for nothing: by its optimizer, a loss, or an exception that came through its frame. "
                 "Drop that, or call hydra_tune.release(model).",
                 self._summaries[number]["name"],
                 self._state(number),

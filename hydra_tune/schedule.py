@@ -142,11 +142,6 @@ class Machine:
         running = self.devices[on].running
         return TaskState.RUNNING if running is not None and running.trial == trial else TaskState.PROMISED
 
-    @property
-    def tasks_begun(self) -> int:
-        """On all devices so far."""
-        return sum(queue.given for queue in self.ready.queues)
-
     def idle_cause(self, device: int) -> str:
         """Why this device runs no task; empty where it does."""
         state = self.devices[device]

@@ -2,13 +2,14 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import event_loop, garbage
+from hydra_tune import event_loop
 from waiting import WAIT_S, wait_until
 
 
@@ -24,20 +25,26 @@ def train(shared, width=96):
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ({"memory": "900KiB"}, "trial 1 waits for memory of cpu:0 (virtual), and no task has begun for a while: trial"),
-        ({"memory": "8MiB", "host_memory": "900KiB"}, " of host memory, and no task has begun for a while: trial"),
+        (
+            {"memory": "900KiB"},
+            "trial 1 waits for memory of cpu:0 (virtual), and no task has begun for a while, beside trial",
+        ),
+        (
+            {"memory": "8MiB", "host_memory": "900KiB"},
+            " of host memory, and no task has begun for a while, beside trial",
+        ),
     ],
     ids=["device", "host memory"],
 )
 def test_who_waits_for_what_is_kept_says_for_whom(limits, words, monkeypatch, caplog):
-    monkeypatch.setattr(garbage, "WARN_S", 0.05)
+    monkeypatch.setattr(event_loop, "_WARN_S", 0.05)
     monkeypatch.setattr(event_loop, "_LOOK_AROUND_S", 0.02)
     with hydra_tune.ShardPool(["cpu"], **limits) as shared:
         kept = train(shared)
         thread = threading.Thread(target=train, args=(shared,))
         thread.start()
         wait_until(lambda: words in caplog.text, "it says so")
-        assert "trial 0 has " in caplog.text and "hydra_tune.release(model)" in caplog.text
+        assert "beside trial 0." in caplog.text and "hydra_tune.release(model)" in caplog.text
         hydra_tune.release(kept)
         thread.join(WAIT_S)
         assert not thread.is_alive()
@@ -50,7 +57,7 @@ class Slow(nn.Linear):
 
 
 def test_whoever_waits_for_a_pilot_is_left_in_peace(monkeypatch, caplog):
-    monkeypatch.setattr(garbage, "WARN_S", 0.05)
+    monkeypatch.setattr(event_loop, "_WARN_S", 0.05)
     monkeypatch.setattr(event_loop, "_LOOK_AROUND_S", 0.02)
 
     def pilot(shared):
@@ -68,22 +75,41 @@ def test_whoever_waits_for_a_pilot_is_left_in_peace(monkeypatch, caplog):
     assert "no task has begun" not in caplog.text
 
 
-def seconds(monkeypatch, until, asks):
-    """At which it says yes."""
-    now_s = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    wait, found = garbage.Wait(), []
-    for second in range(1, until):
-        now_s[0] = float(second)
-        if asks(wait, second):
-            found.append(second)
-    return found
+class Looks:
+    """The wakes of a trial that waits for so many seconds, without a wait; and when it does what it does so seldom."""
+
+    def __init__(self, seconds):
+        self.seconds, self.now_s, self.found = seconds, 0.0, []
+
+    def wait(self, seconds):
+        self.now_s += seconds
+
+    def check(self):
+        if self.now_s >= self.seconds:
+            raise TimeoutError
+
+    def note(self, *_):
+        self.found.append(self.now_s)
 
 
-def test_whoever_waits_while_tasks_begin_is_left_in_peace(monkeypatch):
-    warned = seconds(monkeypatch, 600, lambda wait, second: wait.shall_warn(min(second, 300)))
-    assert warned == [360, 420, 540], "after a minute without a task, then after two, and after four"
+def looks_of_a_wait(monkeypatch, seconds, name, busy=lambda now_s: False):
+    with hydra_tune.ShardPool(["cpu"], "8MiB") as shared:
+        kept, looks = train(shared), Looks(seconds)
+        monkeypatch.setattr(event_loop, "collect_beside", looks.note if name == "collect" else lambda: None)
+        monkeypatch.setattr(shared, "_warn_of_wait", looks.note if name == "warn" else lambda _: None)
+        monkeypatch.setattr(shared, "_is_busy", lambda: busy(looks.now_s))
+        shared.leases[7] = SimpleNamespace(granted=[], wake=looks)
+        with shared._lock, pytest.raises(TimeoutError):
+            shared._await(7, object, looks.check)
+        del shared.leases[7]
+        hydra_tune.release(kept)
+    return looks.found
+
+
+def test_whoever_waits_while_others_compute_is_left_in_peace(monkeypatch):
+    warned = looks_of_a_wait(monkeypatch, 900, "warn", lambda now_s: now_s <= 300 or now_s == 500)
+    assert warned == [360, 560], "after a minute in which nobody was seen to compute, once each time"
 
 
 def test_garbage_is_looked_for_ever_more_seldom(monkeypatch):
-    assert seconds(monkeypatch, 200, lambda wait, _: wait.shall_collect()) == [1, 2, 4, 8, 16, 32, 64, 124, 184]
+    assert looks_of_a_wait(monkeypatch, 200, "collect") == [1, 2, 4, 8, 16, 32, 64, 124, 184]

@@ -8,6 +8,7 @@ itself, without the lock, and says in sums what it has done (`lease`); whatever 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -57,6 +58,7 @@ class EventLoop:
         self._turns: list[Lease | None] = [None] * len(devices)  # those that last
         self._copiers = [Copier(device.name, num_threads) for device in devices]
         self._copying: dict[int, list[e.Promote]] = {}  # ahead of their tasks, by trial
+        os.register_at_fork(after_in_child=self._copying.clear)  # the thread stays behind
         self._trace = Trace()
         self._clocks = [TaskClock(self._trace, device) for device in devices]
         self._closed = False
@@ -268,17 +270,11 @@ class EventLoop:
         Who has the lock keeps others from beginning one meanwhile."""
         if trial.id in self._copying:  # seldom
             with self._lock:
-                while trial.id in self._copying:
-                    for copier in self._copiers:
-                        copier.keep_going()
-                    self.leases[trial.id].wake.wait(_LOOK_AROUND_S)
+                self.leases[trial.id].wake.wait_for(lambda: trial.id not in self._copying)
 
     def _copy_ahead(self, promote: e.Promote) -> None:
-        """In a device's copy thread. It may have been submitted twice; one that failed is made again when the task
-        runs."""
+        """In a device's copy thread. One that failed is made again when the task runs."""
         task, trace = promote.task, self._trace
-        if promote not in self._copying.get(task.trial, ()):
-            return
         start_s, trial, copied_bytes = trace.now_s(), self._trials.get(task.trial), 0
         try:
             if trial is not None and not trial.ended:
@@ -302,8 +298,6 @@ class EventLoop:
         while not lease.granted:
             interrupts.check()
             check()
-            for copier in self._copiers:
-                copier.keep_going()
             wait_s = self._look_at_turn(number)
             if not lease.granted:
                 lease.wake.wait(wait_s)

@@ -21,7 +21,7 @@ from hydra_tune.device import Device
 from hydra_tune.devices import host_bytes_for, open_devices
 from hydra_tune.errors import BudgetError, ConfigError
 from hydra_tune.event_loop import EventLoop
-from hydra_tune.fork import new_in_child
+from hydra_tune.fork import gate, new_in_child
 from hydra_tune.interrupts import Stop
 from hydra_tune.lease import Lease
 from hydra_tune.planning.kind import Known
@@ -72,6 +72,7 @@ class ShardPool(EventLoop):
         opened = open_devices(devices, memory)
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
+        self.process = gate.process
         self._known: dict[bytes, Known] = {}  # by `fingerprint.plan_key`, the latest last
         self.host_memory_bytes = host_bytes_for(host_memory, opened)  # for all live trials together
         self.budget_bytes = min(device.budget_bytes for device in opened)  # plans are made for any home
@@ -195,6 +196,7 @@ class ShardPool(EventLoop):
 
         Raises:
             BudgetError: it needs more than all trials together may have.
+            RuntimeError: the system has no thread left for copies.
         """
 
         def check() -> None:
@@ -204,6 +206,8 @@ class ShardPool(EventLoop):
         with self._lock:
             self.check_usable()
             self.end_abandoned()
+            for copier in self._copiers:
+                copier.start()
             number = next(self._ids)
             name = name or f"trial {number}"
             self._check_host_bytes(name, host_bytes)
@@ -268,11 +272,6 @@ class ShardPool(EventLoop):
         """The latest of each architecture."""
         return {key: known.plan for key, known in self._known.items() if known.plan is not None}
 
-    @property
-    def is_shared(self) -> bool:
-        """By several trials, now."""
-        return len(self._trials) > 1
-
     def note_moved(self, trial: int, what: str, device: Device, num_bytes: int) -> None:
         """Of what a trial has moved (``"promoted_bytes"``)."""
         with self._lock:
@@ -292,9 +291,9 @@ _default_lock = new_in_child(threading.Lock())
 
 
 def default_pool() -> ShardPool:
-    """The pool of scripts that make none: every GPU, else the CPU, with what is free."""
+    """The process's pool, for scripts that make none: every GPU, else the CPU, with what is free."""
     global _default_pool
     with _default_lock:
-        if _default_pool is None or _default_pool._closed:
+        if _default_pool is None or _default_pool._closed or _default_pool.process != gate.process:
             _default_pool = ShardPool()
         return _default_pool

@@ -70,7 +70,7 @@ def prepare(
         PoolClosedError: the pool is closed.
         BudgetError: the pool's host memory does not hold the model, its gradients and optimizer state.
         ConfigError: `total_steps` or `epochs` is no positive whole number, `extra_state` has no state, or `pool` is
-            another than the runner's.
+            another than the runner's, or another process's.
     """
     context = current_context()
     if pool is not None and context.pool is not None and pool is not context.pool:
@@ -85,6 +85,8 @@ def prepare(
     _refuse(model, optimizer)
     end_orphans(model)
     chosen = pool or context.pool or default_pool()
+    if chosen.process != gate.process:
+        raise ConfigError("a pool works in the process that has made it. Make a new ShardPool in a forked one.")
     chosen.check_usable()
     beside, called = context.live_trial(chosen), name or context.name
     host_bytes = training_bytes(model, optimizer)

@@ -110,7 +110,6 @@ class Trial:
         self.is_plain = False  # it has let go of its model
         self.busy = threading.RLock()  # held by the thread that is in a forward or a backward of it
         self._thread = 0  # that has held it last
-        self._process = gate.process
         self.random_state: RandomState | None = None  # the runner's, where there is one
         self._counting: TrialMode | None = None  # from a first step's begin to its end; under checks, to the trial's
         # the task that has the lease
@@ -301,11 +300,10 @@ class Trial:
         Raises:
             PrepareError: another thread is in its forward or backward; or this is another process.
         """
-        if gate.process != self._process and self.pool.is_shared:  # nobody here goes on with the others' tasks
+        if gate.process != self.pool.process:  # nobody here goes on with other trials' tasks, or copies ahead
             raise PrepareError(
-                f"a prepared model is called in the process that has prepared it, where its pool's other trials are, "
-                f"but that of {self.name} was called in a forked one, perhaps a loader's worker. Give that one a "
-                "copy.deepcopy(model), which is a plain model."
+                f"a prepared model is called in the process that has prepared it, but that of {self.name} was called "
+                "in a forked one, perhaps a loader's worker. Give that one a copy.deepcopy(model), a plain model."
             )
         if not self.busy.acquire(blocking=False):
             names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -1,5 +1,6 @@
 """A trial's loader workers are forked while no trial visits a block, and inherit no trial."""
 
+import copy
 import os
 import signal
 import threading
@@ -228,55 +229,56 @@ def test_a_fork_that_is_interrupted_while_it_waits_for_a_pools_lock_leaves_none_
     assert taken == [True] * 3 and gate._open.is_set()
 
 
-def test_a_forked_child_may_call_a_spilled_model():
-    """Also where its shards are copied ahead, by a thread that stays behind."""
+def answer_of_a_child(function):
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        try:
+            function()
+            os.write(writes, b"went")
+        except hydra_tune.HydraTuneError as error:
+            os.write(writes, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writes)
+    with os.fdopen(reads) as told:
+        return told.read()
+
+
+def test_a_forked_child_may_copy_a_spilled_model_and_let_go_of_it_but_not_call_it():
+    """Its pool is the parent's, whose copy thread and other trials' threads stay behind."""
     torch.manual_seed(0)
     model, x = scripts.Net(), torch.randn(4, scripts.WIDTH)
     expected = model(x).detach()
+
+    def copies():
+        assert torch.equal(copy.deepcopy(model)(x), expected)
+
+    def lets_go():
+        hydra_tune.release(model)
+        assert torch.equal(model(x), expected)
+
     with hydra_tune.ShardPool(["cpu"], scripts.BUDGETS["few blocks"]) as pool:
         scripts.step(model, pool).sum().backward()
         model(x).sum().backward()
-        child = os.fork()
-        if child == 0:
-            signal.alarm(30)
-            try:
-                with torch.no_grad():
-                    os._exit(int(not torch.equal(model(x), expected)))
-            finally:
-                os._exit(2)
-        _, status = os.waitpid(child, 0)
+        assert "was called in a forked one" in answer_of_a_child(lambda: model(x))
+        assert answer_of_a_child(copies) == answer_of_a_child(lets_go) == "went"
+        assert torch.equal(model(x), expected)
         hydra_tune.release(model)
-    assert status == 0
 
 
-def test_a_forked_child_may_call_a_model_only_where_no_other_trial_waits_for_it():
-    """It would wait for a task of another trial, whose thread it has not."""
+def test_a_forked_child_makes_a_pool_of_its_own():
+    """As scripts without one do, of themselves."""
 
-    def answer(model):
-        reads, writes = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                with torch.no_grad():
-                    model(torch.randn(4, 8))
-                os.write(writes, b"went")
-            except hydra_tune.PrepareError as error:
-                os.write(writes, str(error).encode())
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        os.close(writes)
-        with os.fdopen(reads) as told:
-            return told.read()
+    def trains(pool=None):
+        hydra_tune.prepare(torch.nn.Linear(4, 4), pool=pool)(torch.ones(2, 4)).sum().backward()
 
+    trains()
+    assert answer_of_a_child(trains) == "went"
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
-        models = [torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(2)]
-        with trial_context(pool, 0):
-            hydra_tune.prepare(models[0])(torch.randn(4, 8)).sum().backward()
-            assert answer(models[0]) == "went"
-            with trial_context(pool, 1):
-                hydra_tune.prepare(models[1])(torch.randn(4, 8)).sum().backward()
-                assert "was called in a forked one" in answer(models[0])
+        assert "Make a new ShardPool in a forked one" in answer_of_a_child(lambda: trains(pool))
 
 
 class Pinning(Device):

@@ -1,8 +1,6 @@
 """Shards are promoted ahead of their tasks, in a thread of the device's, and nothing but time changes."""
 
 import gc
-import os
-import signal
 import threading
 import time
 
@@ -323,58 +321,22 @@ def test_a_copy_that_ends_its_thread_neither_loses_the_others_nor_keeps_its_tria
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-def test_a_copy_thread_that_cannot_be_started_is_started_again(monkeypatch, caplog):
+def test_a_copy_thread_that_cannot_be_started_is_told_in_prepare(monkeypatch):
     """Where a process may have no more threads: the pool was left in the middle of an event."""
-    refused, start = [], threading.Thread.start
+    start = threading.Thread.start
 
     def none_left(thread):
-        if thread.name.startswith("copies of") and len(refused) < 2:
-            refused.append(thread)
-            raise RuntimeError("can't start new thread")
-        start(thread)
+        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", none_left)
-    ended = threading.Event()
-
-    def train():
-        with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
-            model = Net()
-            settle(model, pool)
-            model(torch.randn(4, WIDTH)).sum().backward()
-            hydra_tune.release(model)
-            ended.set()
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    assert ended.is_set() and len(refused) == 2 and "could not be started" in caplog.text
-
-
-def test_jobs_that_a_copy_thread_has_left_are_done_by_the_next():
-    """A forked child has none of its parent's threads."""
-    copier, begun, go_on, done = Copier("cpu:0", 1), [], [], []  # no events: a child may inherit a lock that is taken
-
-    def waits():
-        begun.append(True)
-        wait_until(lambda: go_on)
-        done.append("first")
-
-    copier.submit(waits)
-    copier.submit(lambda: done.append("second"))
-    wait_until(lambda: begun)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        try:
-            go_on.append(True)
-            copier.keep_going()
-            wait_until(lambda: len(done) == 2, "both are done")
-            os._exit(int(done != ["first", "second"]))
-        finally:
-            os._exit(2)
-    go_on.append(True)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    wait_until(lambda: done == ["first", "second"], "also here")
+    with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+        model = Net()
+        monkeypatch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            hydra_tune.prepare(model, pool=pool)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        settle(model, pool)
+        model(torch.randn(4, WIDTH)).sum().backward()
+        hydra_tune.release(model)
 
 
 def test_the_scheduler_knows_how_many_mini_batches_remain():
@@ -426,6 +388,7 @@ def test_a_job_that_ends_a_copy_threads_work_leaves_nobody_waiting(caplog):
     """Its thread died with the jobs behind it, whose trials waited for ever."""
     caplog.set_level("DEBUG", "hydra_tune")
     copier, done = Copier("cpu:0", 1), []
+    copier.start()
 
     def ends():
         raise SystemExit

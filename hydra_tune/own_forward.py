@@ -28,12 +28,10 @@ class StandIn:
     attribute = "forward"
 
     def __init__(self, module: nn.Module, trial: Trial) -> None:
-        before = vars(module).get(self.attribute)
         self.module = module
         self.trial = trial
         self.own = own_forward_of(module, self.attribute)
-        self._before: Any = before._before if isinstance(before, StandIn) else before
-        update_wrapper(self, self.original, updated=())
+        update_wrapper(self, self.original, updated=())  # type: ignore[arg-type]  # those below are callable
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -49,15 +47,11 @@ class StandIn:
         return (getattr, (self.module, self.attribute)) if self.own is None else (itemgetter(0), ((self.own,),))
 
     def give_back(self) -> None:
-        """The module is as it was. Who has put something around this one since keeps that; it leads here still."""
-        own = vars(self.module)
-        present: Any = own.get(self.attribute)
-        if present is not self and getattr(present, "__func__", None) is not self:
-            return
-        if self._before is not None:
-            own[self.attribute] = self._before  # in its place among the attributes
+        """Where this one is in the module's attribute, what was its own is again, if anything was."""
+        if self.own is not None:
+            vars(self.module)[self.attribute] = self.own  # in its place among the attributes
         else:
-            del own[self.attribute]
+            del vars(self.module)[self.attribute]
 
 
 class BlockForward(StandIn):

@@ -21,7 +21,6 @@ from hydra_tune.own_forward import StandIn
 if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
-_MOST_ITEMS = 100_000  # of a container that may have an alias of a weight
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
 
 
@@ -84,7 +83,8 @@ def trial_of(model: nn.Module) -> Trial | None:
 
 
 def give_back(model: nn.Module, trial: Trial) -> None:
-    """What the model had on itself before this trial has prepared it."""
+    """What the model had on itself before this trial has prepared it. Who has put something around a stand-in since
+    keeps that; it leads there still."""
     for attribute in ("forward", "_apply"):
         present: Any = vars(model).get(attribute)
         stand_in = getattr(present, "__func__", present)
@@ -119,7 +119,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     places = sorted((*_place_of(t), name) for name, t in tensors.values() if t.numel())
     shared = [(name, other) for (_, end, name), (start, _, other) in pairwise(places) if start < end]
     reached, met = Fingerprint(), set(tensors)
-    reached.most_items = _MOST_ITEMS
+    reached.most_items = 100_000  # of a container that may have an alias of a weight
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             # what torch.nn.utils.spectral_norm sets is computed anew in each forward

@@ -243,7 +243,6 @@ def test_a_refused_prepare_changes_nothing(spoil):
     """It took the model's own forward away, so that who went on in plain PyTorch trained another model."""
     model, pool = Net(Layer), hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"])
     bound(model), bound(model.layers[0]), bound(model.layers[1].up)
-    model.layers[2].forward = model.layers[2].forward  # its class's
     model.config = Config()
     optimizer = torch.optim.Adam(model.parameters())
     options = spoil(model, optimizer, pool) or {}

@@ -128,9 +128,8 @@ def release(model: nn.Module) -> None:
         PrepareError: the model is not prepared.
     """
     gate.leave()  # where an interruption has left it inside
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    found = bool(modules) and end_orphans(model)
-    for module in modules:
+    found = end_orphans(model)
+    for module in model.modules():
         if (trial := trial_of(module)) is not None:
             trial.release(module)
             found = True

@@ -12,7 +12,7 @@ import torch
 
 from hydra_tune.engine import forget_interrupted_backward
 from hydra_tune.errors import clear_frames
-from hydra_tune.garbage import collect_until
+from hydra_tune.garbage import collect
 from hydra_tune.interrupts import Stop
 from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import thread_settings_kept
@@ -49,7 +49,9 @@ class Context:
         """The one of this thread in this pool, beside whose models another one is prepared: they reserve jointly, for
         two trials of one thread could wait for each other for ever."""
         its_pool = getattr(self._last(), "pool", pool)  # may be garbage with its trial
-        collect_until(lambda: (trial := self._last()) is None or trial.ended or not trial.has_model)
+        if (live := self._last()) is not None and not live.ended and live.has_model:
+            del live
+            collect()
         its_pool.end_abandoned()  # what it has counted lives on: a table that a library keeps for all models
         live = self._last()
         if live is not None and not live.ended and not live.has_model:

@@ -22,7 +22,7 @@ from hydra_tune.copier import Copier
 from hydra_tune.device import Device
 from hydra_tune.errors import PoolClosedError, TrialStopped
 from hydra_tune.fork import gate
-from hydra_tune.garbage import collect_beside
+from hydra_tune.garbage import collect
 from hydra_tune.interrupts import interrupts
 from hydra_tune.lease import Lease
 from hydra_tune.meter import end_trial
@@ -38,8 +38,7 @@ logger = logging.getLogger("hydra_tune")
 InstructionT = TypeVar("InstructionT", bound=e.Instruction)
 LOOK_S = 0.02  # how often one that waits looks at who has a turn that lasts
 _LOOK_AROUND_S = 1.0  # nobody says that a model was collected
-# more than once: autograd's nodes hide what they refer to until they are gone; each time later
-_COLLECT_S, _SELDOM_COLLECT_S = 1.0, 60.0
+_COLLECT_S = 1.0  # and twice, four times ..: autograd's nodes hide what they refer to until they are gone
 _WARN_S = 60.0  # in which nobody was seen to compute
 
 
@@ -303,9 +302,10 @@ class EventLoop:
                 lease.wake.wait(wait_s)
             waited_s += wait_s  # at most
             if waited_s >= collect_s:
-                collect_s += min(collect_s, _SELDOM_COLLECT_S)
+                collect_s *= 2
                 if any(not t.of_runner and t.id != number for t in self._trials.values()):
-                    collect_beside()
+                    # what ends with the garbage may want the locks that this thread holds
+                    threading.Thread(target=collect, name="hydra_tune garbage").start()
             self.end_abandoned()
             idle_s = 0.0 if self._is_busy() else idle_s + wait_s
             if idle_s >= _WARN_S and not lease.granted:

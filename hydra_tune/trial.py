@@ -33,8 +33,8 @@ from hydra_tune.engine import Backward, ForwardPass, here, install
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.events import Invalidated, OutOfMemory
 from hydra_tune.fork import gate
-from hydra_tune.garbage import collect_until
-from hydra_tune.hf_config import use_cache_again, use_no_cache
+from hydra_tune.garbage import collect
+from hydra_tune.hf_config import use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.meter import TrialMeter
@@ -74,7 +74,8 @@ class _Root:
 
     def let_go(self) -> None:
         self.unhook()
-        use_cache_again(self.configs)
+        for config in self.configs:
+            config.use_cache = True
 
 
 class _Sent(NamedTuple):
@@ -974,7 +975,7 @@ class Trial:
     def _free_all_idle(self) -> None:
         self.pool.tell(OutOfMemory(self.id))
         self.residency.await_gradients()  # which are on the device until then
-        collect_until(lambda: False)
+        collect()
         self.device.free_cache()
 
     # ---- the lease ----

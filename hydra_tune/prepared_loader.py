@@ -40,6 +40,9 @@ class PreparedLoader:
     def __len__(self) -> int:
         return len(self._prepared[0])
 
+    def __bool__(self) -> bool:
+        return bool(self._prepared[0])
+
     def __getitem__(self, key: Any) -> Any:
         return _arrived(self._prepared[0][key], _living(self))
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
+_MOST_FIRST_BACKWARDS = 3
 _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
 
 
@@ -36,7 +37,7 @@ class Steps:
     def open(self) -> None:
         """Wait until the step fits. One that is under way goes on, but not for ever."""
         if self.under_way:
-            if self.is_endless:
+            if self.num_backwards >= _MOST_BACKWARDS:
                 self._leave_endless()
             return
         if not self._trial.lease.enter_step():
@@ -48,9 +49,9 @@ class Steps:
         self.trains, self.num_forwards, self.num_backwards, self.under_way = False, 0, 0, True
 
     @property
-    def is_endless(self) -> bool:
-        """The script keeps an output of it, as of a backward that failed."""
-        return self.num_backwards >= _MOST_BACKWARDS
+    def outlasts_first(self) -> bool:
+        """A first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
+        return self.num_backwards >= _MOST_FIRST_BACKWARDS
 
     def leave(self) -> None:
         trial = self._trial

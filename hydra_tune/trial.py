@@ -111,6 +111,7 @@ class Trial:
         self.is_plain = False  # it has let go of its model
         self.busy = threading.RLock()  # held by the thread that is in a forward or a backward of it
         self._thread = 0  # that has held it last
+        self._process = gate.process
         self.random_state: RandomState | None = None  # the runner's, where there is one
         self._counting: TrialMode | None = None  # from a first step's begin to its end; under checks, to the trial's
         # the task that has the lease
@@ -301,7 +302,7 @@ class Trial:
         Raises:
             PrepareError: another thread is in its forward or backward; or this is another process.
         """
-        if gate.process != self.pool.process:  # nobody here goes on with other trials' tasks, or copies ahead
+        if gate.process != self._process:  # nobody here goes on with other trials' tasks, or copies ahead
             raise PrepareError(
                 f"a prepared model is called in the process that has prepared it, but that of {self.name} was called "
                 "in a forked one, perhaps a loader's worker. Give that one a copy.deepcopy(model), a plain model."
@@ -446,7 +447,7 @@ class Trial:
             planner.leave_plan()
             planner.start()
         kind = planner.kind_of(self.models.index(root.module), args, kwargs)
-        if planner.first is not None and self.steps.is_endless:
+        if planner.first is not None and self.steps.outlasts_first:
             self.steps.leave()
             self._end_first_step()
             kind = planner.kind_of(self.models.index(root.module), args, kwargs)

@@ -15,7 +15,7 @@ from hydra_tune.context import current_context
 from scripts import BUDGETS, WIDTH, Net
 from waiting import wait_until
 
-STEPS = 20
+STEPS = 12
 
 
 class Keeps:

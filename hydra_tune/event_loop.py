@@ -321,16 +321,14 @@ class EventLoop:
         return any(d.ledger.pilot is not None or (d.running and (turn is None or turn.busy)) for d, turn in devices)
 
     def _warn_of_wait(self, number: int) -> None:
-        others = [trial.name for trial in self._trials.values() if trial.id != number]
-        if others:
-            logger.warning(
-                "%s %s, and no task has begun for a while, beside %s. What is not busy elsewhere (loading, validation, "
-                "a pause) is kept for nothing: by its optimizer, a loss, or an exception that came through its frame. "
-                "Drop that, or call hydra_tune.release(model).",
-                self._summaries[number]["name"],
-                self._state(number),
-                ", ".join(others),
-            )
+        logger.warning(
+            "%s %s, and no task has begun for a while, beside %s. What is not busy elsewhere (loading, validation, a "
+            "pause) is kept for nothing: by its optimizer, a loss, or an exception that came through its frame. Drop "
+            "that, or call hydra_tune.release(model).",
+            self._summaries[number]["name"],
+            self._state(number),
+            ", ".join(trial.name for trial in self._trials.values() if trial.id != number),
+        )
 
     def _state(self, number: int) -> str:
         """What the trial says itself; if it is live, what it waits for."""

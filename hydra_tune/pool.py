@@ -72,7 +72,6 @@ class ShardPool(EventLoop):
         opened = open_devices(devices, memory)
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
-        self.process = gate.process
         self._known: dict[bytes, Known] = {}  # by `fingerprint.plan_key`, the latest last
         self.host_memory_bytes = host_bytes_for(host_memory, opened)  # for all live trials together
         self.budget_bytes = min(device.budget_bytes for device in opened)  # plans are made for any home
@@ -294,6 +293,6 @@ def default_pool() -> ShardPool:
     """The process's pool, for scripts that make none: every GPU, else the CPU, with what is free."""
     global _default_pool
     with _default_lock:
-        if _default_pool is None or _default_pool._closed or _default_pool.process != gate.process:
+        if _default_pool is None or _default_pool._closed or _default_pool.devices[0].process != gate.process:
             _default_pool = ShardPool()
         return _default_pool

@@ -85,7 +85,7 @@ def prepare(
     _refuse(model, optimizer)
     end_orphans(model)
     chosen = pool or context.pool or default_pool()
-    if chosen.process != gate.process:
+    if chosen.devices[0].process != gate.process:
         raise ConfigError("a pool works in the process that has made it. Make a new ShardPool in a forked one.")
     chosen.check_usable()
     beside, called = context.live_trial(chosen), name or context.name

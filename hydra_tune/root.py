@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import PrepareError
@@ -190,10 +191,7 @@ def refuse_transforms(tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         or (dynamo is not None and dynamo.get_eval_frame_callback())
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or (
-            torch.autograd.forward_ad._current_level >= 0
-            and any(torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors())
-        )
+        or (forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors()))
     ):
         raise PrepareError(
             "a prepared model runs operator by operator, but it was called within torch.compile, torch.export, "

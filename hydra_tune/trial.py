@@ -64,7 +64,7 @@ class _Root:
 
     model: weakref.ref[nn.Module]
     optimizer: torch.optim.Optimizer | None
-    configs: list[Any]  # of its own, in which `use_cache` is off
+    configs: list[Any] = field(default_factory=list)  # of its own, in which `use_cache` is off
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
     def unhook(self) -> None:
@@ -183,14 +183,14 @@ class Trial:
         the first forward."""
         self.boundary()
         self._roots = [root for root in self._roots if root.model() is not None]
-        root = _Root(weakref.ref(model), optimizer, use_no_cache(model))
+        root = _Root(weakref.ref(model), optimizer)
         self._roots.append(root)
         try:
             self.planner.start()
         except BaseException:
             self._roots.remove(root)
-            root.let_go()
             raise
+        root.configs = use_no_cache(model)
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         self._hook(root)

@@ -22,7 +22,7 @@ from hydra_tune.device import Device
 from hydra_tune.events import Instruction
 from hydra_tune.shard import Direction, Task
 
-_TELL_AFTER = 512  # tasks
+TELL_AFTER = 512  # tasks
 Moment: TypeAlias = float | tuple[float, Any]  # in seconds; of a GPU's task, with the device's mark
 # plain tuples, made twice a step: a task's step and direction, when it began, and when it ended
 _Running: TypeAlias = tuple[int, Direction, Moment]
@@ -45,7 +45,7 @@ class Lease:
         self.num_steps = 0  # trained
         self.told_steps = 0  # of these
         self.thread = 0  # that was given the turn
-        self._ran: deque[Ran] = deque()
+        self.ran: deque[Ran] = deque()  # what the holder, which goes on meanwhile, has left word of
         self.since_s = 0.0  # of the quantum
         self.told_s = 0.0  # until when what it did was told
         self._seen = -1  # tasks begun, by who has looked at the holder; -1 if it was in one
@@ -83,10 +83,6 @@ class Lease:
         seen, self._seen = self._seen, -1 if self.busy else self.begun
         return not self.busy and (seen == self.begun or self.thread == threading.get_ident())
 
-    def take_ran(self) -> list[Ran]:
-        """What the holder, which goes on meanwhile, has left word of."""
-        return [self._ran.popleft() for _ in range(len(self._ran))]
-
     # ---- in the trial's thread ----
 
     def start(self, task: Task, start_s: float) -> None:
@@ -97,7 +93,8 @@ class Lease:
         self._running = task.step, task.direction, start_s if self._now is self._now_s else (start_s, None)
 
     def begin(self, step: int, direction: Direction) -> bool:
-        """A task, unless it is under way; False if the pool is to be asked, for no turn lasts, or it is to end."""
+        """A task, unless it is under way, and its step with it; False if the pool is to be asked, for no turn lasts, or
+        it is to end: nothing has happened then."""
         self.busy = True
         running = self._running
         if self.revoked:
@@ -107,6 +104,7 @@ class Lease:
             if running[1] is direction and running[0] == step:
                 return True
             self._note_end(running)  # a backward within a forward
+        self.in_step = True
         self.begun += 1
         self._running = step, direction, self._now()
         return True
@@ -119,24 +117,10 @@ class Lease:
         self._note_end(running)
         self._running = None
         self.busy = False
-        return not self.revoked and len(self._ran) < _TELL_AFTER
-
-    def begin_step(self, step: int) -> bool:
-        """`enter_step` and `begin` its forward at once, where nothing is under way; False if the pool is to be asked:
-        nothing has happened then."""
-        if self._running is not None or len(self._ran) >= _TELL_AFTER:
-            return False
-        self.busy = True
-        if self.revoked:
-            self.busy = False
-            return False
-        self.in_step = True
-        self.begun += 1
-        self._running = step, Direction.FORWARD, self._now()
-        return True
+        return not self.revoked and len(self.ran) < TELL_AFTER
 
     def _note_end(self, running: _Running) -> None:
-        self._ran.append((*running, self._now()))
+        self.ran.append((*running, self._now()))
 
     def enter_step(self) -> bool:
         """With what the one before has reserved; False if the pool is to be asked."""

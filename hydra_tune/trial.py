@@ -37,6 +37,7 @@ from hydra_tune.garbage import collect
 from hydra_tune.hf_config import use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.interrupts import Stop, interrupts
+from hydra_tune.lease import TELL_AFTER
 from hydra_tune.meter import TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.partition import NO_PLAN, summary_of
@@ -362,7 +363,8 @@ class Trial:
             or self._backwards
             or self.awaits_backward
             or not (torch.is_grad_enabled() and self.stop.is_quiet)
-            or not self.lease.begin_step(steps.number + 1)
+            or len(self.lease.ran) >= TELL_AFTER
+            or not self.lease.begin(steps.number + 1, Direction.FORWARD)
         ):
             return False
         self.told["steps"] = steps.number = steps.number + 1

@@ -164,7 +164,7 @@ def test_tasks_of_a_turn_that_lasts_have_marks_of_their_own(gpu):
     lease.open(F0, gpu)
     lease.start(F0, 10.0)
     assert lease.end() and lease.begin(1, Direction.BACKWARD) and lease.end()
-    assert clock.ran(0, lease.take_ran(), 10.0) == 1.5
+    assert clock.ran(0, lease.ran, 10.0) == 1.5
     assert spans(trace) == [
         ("run", 0, 0, 10.0, 11.0, ""),
         ("stall", -1, -1, 11.0, 13.0, BETWEEN),

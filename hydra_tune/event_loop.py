@@ -173,6 +173,12 @@ class EventLoop:
                 self._note_ran(lease)
             return ends
 
+    def _recall(self, lease: Lease) -> None:
+        """End its turn, if one lasts: now, if the holder is between two tasks, else that does, at the end of its task."""
+        lease.revoked = True  # first
+        if not lease.busy and lease.is_open:
+            self._end_turn(lease)
+
     def _end_turn(self, lease: Lease) -> None:
         """Its holder is between two tasks, in whatever thread this is."""
         assert lease.device is not None
@@ -188,7 +194,7 @@ class EventLoop:
         """If one lasts; of its end the machine is told nothing."""
         if lease.device is not None:
             self._turns[lease.device.number] = None
-            lease.revoke()  # first
+            lease.revoked = True  # first
             self._note_ran(lease)
             lease.close()
 
@@ -218,8 +224,7 @@ class EventLoop:
             return _LOOK_AROUND_S
         now_s, quantum_s = self._trace.now_s(), self._machine.policy.quantum_s
         if lease.is_idle():
-            if lease.revoke():
-                self._end_turn(lease)
+            self._recall(lease)
         elif now_s - lease.since_s >= quantum_s:
             self._note_ran(lease)
             lease.since_s = now_s
@@ -261,8 +266,7 @@ class EventLoop:
             if cause not in ("", clock.cause):
                 clock.idles(self._trace.now_s() if at_s is None else at_s, cause)
         for lease in recalled:
-            if lease.revoke() and lease.is_open:
-                self._end_turn(lease)
+            self._recall(lease)
 
     def await_copies(self, trial: Trial) -> None:
         """Those of this trial that are under way: host memory may not change, nor the slot go, before they are made.

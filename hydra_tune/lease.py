@@ -69,14 +69,8 @@ class Lease:
         self.busy, self.revoked = True, False  # last
 
     def close(self) -> None:
-        """It has no turn any more."""
-        self.revoked = True  # first
+        """It has no turn any more, having been revoked before."""
         self.device, self.busy, self._running = None, False, None
-
-    def revoke(self) -> bool:
-        """Let the turn end; whether the holder is between two tasks, and who asks is to end it now."""
-        self.revoked = True
-        return not self.busy
 
     def is_idle(self) -> bool:
         """It has been between the same two tasks when this was asked last; or it is the asking thread's own."""

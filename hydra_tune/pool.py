@@ -174,8 +174,8 @@ class ShardPool(EventLoop):
         with self._lock:
             self._closed = True
             for turn in self._turns:
-                if turn is not None and turn.revoke():
-                    self._end_turn(turn)
+                if turn is not None:
+                    self._recall(turn)
             for lease in self.leases.values():
                 lease.wake.notify_all()
 

@@ -81,7 +81,7 @@ def losing_its_turn(model, x):
 def losing_its_turn_meanwhile(model, x):
     loss = model(x).square().sum()
     if (trial := getattr(model.forward, "trial", None)) is not None:
-        handle = model[2].weight.register_hook(lambda _: print(trial.lease.revoke()))
+        handle = model[2].weight.register_hook(lambda _: setattr(trial.lease, "revoked", True))
         loss.backward()
         handle.remove()
     else:

@@ -174,7 +174,7 @@ class EventLoop:
             return ends
 
     def _recall(self, lease: Lease) -> None:
-        """End its turn, if one lasts: now, if the holder is between two tasks, else that does, at the end of its task."""
+        """End its turn, if one lasts: now, if its holder is between two tasks, else at the end of the holder's task."""
         lease.revoked = True  # first
         if not lease.busy and lease.is_open:
             self._end_turn(lease)

@@ -813,7 +813,7 @@ class Trial:
             return sent
         if not (self.residency.spilled or self.planner.first is not None):
             sent = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
-        elif call.has_casts:  # converted there: exactly, and the device has no room for both
+        elif call.casts:  # converted there: exactly, and the device has no room for both
             sent = self.residency.spill_gradients(parameters, gradients, late=False)
             with self.meter.paused():
                 sent = [None if g is None else g.to(p.dtype) for g, p in zip(sent, parameters, strict=True)]

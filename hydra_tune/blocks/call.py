@@ -126,7 +126,7 @@ class Call:
     promoted: Sequence[nn.Parameter] = ()
     _versions: Sequence[int] = ()  # of the weights in host memory
     _attributes: Mapping[int, dict[str, Any]] = MappingProxyType({})  # of weights, as they were
-    _casts: Mapping[int, torch.dtype] = MappingProxyType({})  # of weights, which all calls of an autocast context share
+    casts: Mapping[int, torch.dtype] = MappingProxyType({})  # of weights, which all calls of an autocast context share
     _cast_places: Sequence[tuple[int, int, nn.Parameter]] = ()
     _shares_casts = False  # with an earlier call
 
@@ -136,12 +136,7 @@ class Call:
         self.forward_pass = forward_pass
         if block.casts and remembers_casts():
             dtype = casts_to()
-            self._casts = {i: of for i, of in sorted(block.casts, key=itemgetter(0)) if of is dtype}
-
-    @property
-    def has_casts(self) -> bool:
-        """Whether some gradients are those of autocast's copies."""
-        return bool(self._casts)
+            self.casts = {i: of for i, of in sorted(block.casts, key=itemgetter(0)) if of is dtype}
 
     # ---- forward ----
 
@@ -161,12 +156,14 @@ class Call:
             finally:
                 _pop_hooks()
                 block.take_back(weights)
-                if self._casts:
-                    self._free_casts()
+                if self.casts:
+                    del self._cast_memory
+                    for i in self.casts:
+                        trial.casts.free(block.slot_parameters[i])
             if measured is not None:
                 measured.look(outputs, weights, copy)
             refuse_hooks(block, weights)
-            if self._casts and self.num_saved not in block.saved_counts:
+            if self.casts and self.num_saved not in block.saved_counts:
                 raise OtherBranchError(
                     f"{block.name} saves {self.num_saved} tensors for its backward, where "
                     f"{sorted(block.saved_counts)} were measured, and an earlier call has this context's cast"
@@ -190,7 +187,7 @@ class Call:
         parameters, casts = self.block.slot_parameters, self.trial.casts
         weights = copy.aliases(parameters)
         trained = are_trained(parameters)
-        for i, dtype in self._casts.items():  # seldom any
+        for i, dtype in self.casts.items():  # seldom any
             known = casts.get(parameters[i], weights[i], dtype) if trained[i] else None
             self._shares_casts |= known is not None
             weights[i] = weights[i].to(dtype) if known is None else known
@@ -202,23 +199,18 @@ class Call:
             self.promoted = list(compress(parameters, trained))
             given = iter(_promote(self, list(compress(weights, trained)), *self.promoted))
             weights = [next(given) if flag else weight for flag, weight in zip(trained, weights, strict=True)]
-        if self._casts:
-            for i in [i for i in self._casts if trained[i]]:
+        if self.casts:
+            for i in [i for i in self.casts if trained[i]]:
                 casts.put(parameters[i], weights[i])
-            self._cast_places = [(*memory_of(weights[i]), parameters[i]) for i in self._casts]
+            self._cast_places = [(*memory_of(weights[i]), parameters[i]) for i in self.casts]
             # no activation may come to lie there, where a forward sets the weight's `data`
-            self._cast_memory = [weights[i].untyped_storage() for i in self._casts]
+            self._cast_memory = [weights[i].untyped_storage() for i in self.casts]
         self._trained = are_trained(weights)
         for i, (weight, p) in enumerate(zip(weights, parameters, strict=True)):
             weight.__dict__ = own = p.__dict__  # what the forward notes on it, it notes on the parameter
             if own:
                 self._attributes = {**self._attributes, i: dict(own)}
         return weights
-
-    def _free_casts(self) -> None:
-        del self._cast_memory
-        for i in self._casts:
-            self.trial.casts.free(self.block.slot_parameters[i])
 
     def _weight_view(self, tensor: torch.Tensor, place: int) -> WeightView | None:
         """None of what is no weight."""
@@ -256,10 +248,10 @@ class Call:
 
     def used_up(self) -> Call | None:
         """What is left of it where its graph was used up: others of its autocast context have its casts in theirs."""
-        if not self._casts:
+        if not self.casts:
             return None
         left = Call(self.block, self.trial, self.forward_pass)
-        left.promoted, left._casts = self.promoted, self._casts
+        left.promoted, left.casts = self.promoted, self.casts
         return left
 
     def forget(self) -> None:

@@ -25,7 +25,6 @@ from hydra_tune.shard import Direction
 from hydra_tune.tree import Structure, tensors_in, unflatten
 
 if TYPE_CHECKING:
-    from hydra_tune.planning.measure import Measurement
     from hydra_tune.trial import Trial
 
 _DEPENDS = (
@@ -118,7 +117,7 @@ class RepeatedCall(Call):
         self._saved, self._looks, self.num_saved, self._drops = [], (), 0, False
         self._draws.rewind()
         self.block.put_back_buffers(self._buffers)
-        cast = {id(self.block.slot_parameters[i]) for i in self._casts}
+        cast = {id(self.block.slot_parameters[i]) for i in self.casts}
         self.trial.casts.forget(p for p in self.promoted if id(p) in cast)
         return not self.has_changed_inputs
 
@@ -127,10 +126,6 @@ class RepeatedCall(Call):
         return self._given_versions != versions_of(self._given)
 
     # ---- of a first run, in which all that is saved is kept ----
-
-    def measure_by(self, measurement: Measurement) -> None:
-        """It is run with its weights as they are, so that each use of them is seen."""
-        self.measurement, self._casts = measurement, {}
 
     @property
     def promotes_again(self) -> bool:
@@ -175,8 +170,8 @@ class RepeatedCall(Call):
         """After another branch: autocast casts within the call, as often as that uses a weight. Not where an earlier
         call of the context has had the same casts, or what the call was given has changed."""
         may = not self._shares_casts and self.rewind()
-        self.trial.casts.bar(self.block.slot_parameters[i] for i in self._casts)
-        self._casts = {}
+        self.trial.casts.bar(self.block.slot_parameters[i] for i in self.casts)
+        self.casts = {}
         return may
 
     @property
@@ -305,7 +300,7 @@ class RepeatedCall(Call):
 
     def _leaves_of(self, copy: DeviceCopy) -> list[torch.Tensor]:
         weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters, self._trained)]
-        for i, dtype in self._casts.items():
+        for i, dtype in self.casts.items():
             weights[i] = weights[i].detach().to(dtype).requires_grad_(weights[i].requires_grad)
         for i, weight in enumerate(weights):
             weight.__dict__ = dict(self._attributes[i]) if i in self._attributes else {}

@@ -3,16 +3,13 @@ first time (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.overrides import TorchFunctionMode
 
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import Call, Kept, Versioned, WeightView, _pop_hooks, _push_hooks, memory_of, place_of
@@ -34,23 +31,15 @@ _DEPENDS = (
 )
 
 
-class _Thread(threading.local):
-    hooks: list[Any] | None = None  # left out of a forward whose graph is nobody's, though it has a backward
+class _WithoutHooks(TorchFunctionMode):
+    """Leaves hooks on tensors out of a forward whose graph is nobody's, though it has a backward."""
 
+    found = False  # any
 
-_here = _Thread()
-_register_hook = torch.Tensor.register_hook
-
-
-@wraps(_register_hook)
-def _register_hook_unless_apart(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-    if _here.hooks is None:
-        return _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
-    _here.hooks.append(hook)
-    return RemovableHandle(OrderedDict())
-
-
-torch.Tensor.register_hook = _register_hook_unless_apart  # type: ignore[method-assign]
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.register_hook:
+            self.found, args = True, (args[0], lambda _: None)
+        return function(*args, **(kwargs or {}))
 
 
 class Saved:
@@ -156,14 +145,12 @@ class RepeatedCall(Call):
         """As in a repetition, but that `run` does it: with arguments without a history, and the tensors that may be
         asked for gradients. Whether it has hooks on its tensors, which are left out."""
         copy = self.trial.begin_visit(self.block, Direction.FORWARD)
-        _here.hooks = []
         try:
-            with self._as_at_first(copy, _as_it_is, _as_it_is) as weights:
+            with self._as_at_first(copy, _as_it_is, _as_it_is) as weights, _WithoutHooks() as hooks:
                 bare = _apart(self._leaves)
                 run(*self._arguments(bare), [x for x in (*bare, *weights) if isinstance(x, torch.Tensor)])
-            return bool(_here.hooks)
+            return bool(hooks.found)
         finally:
-            _here.hooks = None
             self.trial.end_visit(copy, Direction.FORWARD)
 
     def do_without_casts(self) -> bool:
@@ -294,7 +281,7 @@ class RepeatedCall(Call):
         """That the first of a block's repetitions has made what its forward made; later ones end as soon as they may.
         What is saved may be uninitialised memory, and tells nothing."""
         looks, self._looks = self._looks, ()
-        if looks and not _look_alike(looks, list(map(_look_at, tensors_in(outputs)))):
+        if looks and looks != list(map(_look_at, tensors_in(outputs))):
             raise self._made_other("other values")
         self.block.is_checked = True
 
@@ -347,10 +334,5 @@ def _is_never_unpacked(_: Any) -> torch.Tensor:
     raise AssertionError("a repetition's own graph has no backward")
 
 
-def _look_at(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, float | None]:
-    return tensor.shape, tensor.dtype, digest(tensor.detach())
-
-
-def _look_alike(then: Sequence[Any], now: Sequence[Any]) -> bool:
-    pairs = zip(then, now, strict=False)
-    return len(then) == len(now) and all(a[:2] == b[:2] and (a[2] == b[2] or a[2] != a[2]) for a, b in pairs)
+def _look_at(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, str]:
+    return tensor.shape, tensor.dtype, str(digest(tensor.detach()))  # NaN is not NaN, but "nan" is "nan"

@@ -12,7 +12,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
-
 # What is left of a value without its leaves; of a call whose arguments are all leaves, how many are positional, and the
 # keywords of the others.
 Structure: TypeAlias = "TreeSpec | tuple[int, tuple[str, ...]]"

@@ -79,14 +79,13 @@ class RepeatedCall(Call):
         super().__init__(block, trial, forward_pass)
         self._leaves, self._structure, self._surroundings = leaves, structure, surroundings
         self._given = self.tensors
-        self._given_versions = versions_of(self._given)
+        self._input_versions = self._given_versions = versions_of(self._given)
         self._draws = DrawRecord(trial.gpu_generators())
         self._saved: list[weakref.ref[Saved]] = []
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
         self._inputs = list(map(memory_of, self._given))  # where their memory is
-        self._input_versions = self._given_versions
         if block.clones:
             self.keep_clones()
         if block.has_buffers:
@@ -146,7 +145,7 @@ class RepeatedCall(Call):
         asked for gradients. Whether it has hooks on its tensors, which are left out."""
         copy = self.trial.begin_visit(self.block, Direction.FORWARD)
         try:
-            with self._as_at_first(copy, _as_it_is, _as_it_is) as weights, _WithoutHooks() as hooks:
+            with self._as_at_first(copy, _as_it_is) as weights, _WithoutHooks() as hooks:
                 bare = _apart(self._leaves)
                 run(*self._arguments(bare), [x for x in (*bare, *weights) if isinstance(x, torch.Tensor)])
             return bool(hooks.found)
@@ -236,9 +235,14 @@ class RepeatedCall(Call):
         try:
             self._enter(copy)
             self._next = 0
-            with self._as_at_first(copy, self._pack_again, _is_never_unpacked):
+            with self._as_at_first(copy, self._pack_again):
                 args, kwargs = self._arguments(_apart(self._leaves) if block.clones else self._leaves)
-                self._check(block.forward(args, kwargs))
+                outputs = block.forward(args, kwargs)
+                # Later repetitions end as soon as they may. What is saved may be uninitialised memory, and tells nothing.
+                looks, self._looks = self._looks, ()
+                if looks and looks != list(map(_look_at, tensors_in(outputs))):
+                    raise self._made_other("other values")
+                block.is_checked = True
         except _EnoughError:
             pass
         finally:
@@ -248,9 +252,7 @@ class RepeatedCall(Call):
             raise self._made_other("fewer tensors")
 
     @contextmanager
-    def _as_at_first(
-        self, copy: DeviceCopy, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-    ) -> Iterator[list[torch.Tensor]]:
+    def _as_at_first(self, copy: DeviceCopy, pack: Callable[[torch.Tensor], Any]) -> Iterator[list[torch.Tensor]]:
         """Within, all but the arguments is as in the first run; with the weights, as leaves of a graph that is
         nobody's."""
         block, caches, gradients = self.block, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
@@ -260,7 +262,7 @@ class RepeatedCall(Call):
             block.lend(weights)
             torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit
             torch._C._set_grad_enabled(True)
-            _push_hooks(pack, unpack)  # also where all is saved: a checkpoint around would take it for its own
+            _push_hooks(pack, _as_it_is)  # also where all is saved: a checkpoint around would take it for its own
             try:
                 yield weights
             except Exception as error:
@@ -276,14 +278,6 @@ class RepeatedCall(Call):
                 torch.set_autocast_cache_enabled(caches)
                 block.take_back(weights)
                 block.take_back_buffers(buffers)
-
-    def _check(self, outputs: Any) -> None:
-        """That the first of a block's repetitions has made what its forward made; later ones end as soon as they may.
-        What is saved may be uninitialised memory, and tells nothing."""
-        looks, self._looks = self._looks, ()
-        if looks and looks != list(map(_look_at, tensors_in(outputs))):
-            raise self._made_other("other values")
-        self.block.is_checked = True
 
     def _leaves_of(self, copy: DeviceCopy) -> list[torch.Tensor]:
         weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters, self._trained)]
@@ -328,10 +322,6 @@ def _apart(leaves: Sequence[Any], *, clones: bool = False) -> list[Any]:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _is_never_unpacked(_: Any) -> torch.Tensor:
-    raise AssertionError("a repetition's own graph has no backward")
 
 
 def _look_at(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, str]:

@@ -133,7 +133,7 @@ class EventLoop:
             with self._lock:
                 start_s = trace.now_s()
                 if run.num_bytes:
-                    trace.promoted(task, run.device, copied_bytes, promote_s, start_s)
+                    trace.note("promote", task, run.device, promote_s, start_s, copied_bytes)
                 if waits or run.num_bytes:
                     trace.note("wait", task, run.device, asked_s, start_s)
                 clock.begin(start_s)
@@ -288,7 +288,7 @@ class EventLoop:
                 self._copying[task.trial].remove(promote)
                 if not self._copying[task.trial]:
                     del self._copying[task.trial]
-                trace.promoted(task, promote.device, copied_bytes, start_s, trace.now_s())
+                trace.note("promote", task, promote.device, start_s, trace.now_s(), copied_bytes)
                 self.leases[task.trial].wake.notify_all()
                 self._handle(e.Promoted(task, promote.device))
 

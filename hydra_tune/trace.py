@@ -67,19 +67,21 @@ class Trace:
     def now_s(self) -> float:
         return time.perf_counter() - self._start
 
-    def note(self, kind: str, task: Task | None, device: int, start_s: float, end_s: float, cause: str = "") -> None:
-        """A span of this task's; of none's, where the device stalls."""
-        if task is None:
-            self._spans.append((kind, device, -1, -1, "", start_s, end_s, cause, 0))
-            self.devices[device].stalled_s += end_s - start_s
-            return
+    def note(self, kind: str, task: Task, device: int, start_s: float, end_s: float, num_bytes: int = 0) -> None:
+        """A span of this task's, with the bytes that it has promoted."""
         direction = task.direction._value_  # `value` takes half a microsecond
-        self._spans.append((kind, device, task.trial, task.shard, direction, start_s, end_s, cause, task.step))
+        self._spans.append((kind, device, task.trial, task.shard, direction, start_s, end_s, "", task.step))
         if kind == "run":
             self.devices[device].busy_s += end_s - start_s
             self.trials[task.trial].busy_s += end_s - start_s
         elif kind == "wait":
             self.trials[task.trial].stalled_s += end_s - start_s
+        elif kind == "promote":
+            self.count("promoted_bytes", device, task.trial, num_bytes)
+
+    def note_stall(self, device: int, start_s: float, end_s: float, cause: str) -> None:
+        self._spans.append(("stall", device, -1, -1, "", start_s, end_s, cause, 0))
+        self.devices[device].stalled_s += end_s - start_s
 
     def note_turn(self, device: int, trial: int, tasks: Sequence[Ran], since_s: float) -> float:
         """A resident trial's tasks, one after another, and that the device waited before each. Seconds they took."""
@@ -95,11 +97,6 @@ class Trace:
         self.devices[device].busy_s += busy_s
         self.trials[trial].busy_s += busy_s
         return busy_s
-
-    def promoted(self, task: Task, device: int, num_bytes: int, start_s: float, end_s: float) -> None:
-        """So many bytes, for this task."""
-        self.note("promote", task, device, start_s, end_s)
-        self.count("promoted_bytes", device, task.trial, num_bytes)
 
     def count(self, what: str, device: int, trial: int, num_bytes: int) -> None:
         of_device, of_trial = self.devices[device].__dict__, self.trials[trial].__dict__
@@ -134,7 +131,7 @@ class TaskClock:
 
     def _stalled(self, start_s: float, end_s: float, cause: str) -> None:
         if end_s > start_s and cause != NO_TRIAL:
-            self._trace.note("stall", None, self._device.number, start_s, end_s, cause)
+            self._trace.note_stall(self._device.number, start_s, end_s, cause)
 
     def begin(self, now_s: float) -> None:
         self.idles(now_s, "")

@@ -260,6 +260,6 @@ def test_a_trace_forgets_its_oldest_spans_and_keeps_the_totals(monkeypatch):
     monkeypatch.setattr("hydra_tune.trace.MAX_SPANS", 3)
     trace = Trace()
     for start_s in range(5):
-        trace.note("stall", None, 0, start_s, start_s + 1, "memory")
+        trace.note_stall(0, start_s, start_s + 1, "memory")
     assert [span.start_s for span in trace.spans] == [2, 3, 4]
     assert trace.devices[0].stalled_s == 5

@@ -116,7 +116,7 @@ class EventLoop:
         try:
             with self._lock:
                 asked_s = promote_s = trace.now_s()
-                if lease.is_open and self.hear(trial, ends=True):
+                if lease.device is not None and self.hear(trial, ends=True):
                     after = None
                 ready = e.TaskReady(task, True)
                 self._handle(ready if after is None else self._end(after, asked_s, ready), asked_s)
@@ -136,9 +136,9 @@ class EventLoop:
                     trace.note("promote", task, run.device, promote_s, start_s, copied_bytes)
                 if waits or run.num_bytes:
                     trace.note("wait", task, run.device, asked_s, start_s)
-                clock.begin(start_s)
-                if lease.is_open:
-                    lease.start(task, start_s)
+                mark = clock.begin(start_s)
+                if lease.device is not None:
+                    lease.start(task, start_s, mark)
         except BaseException:
             with self._lock:
                 self._drop_turn(lease)
@@ -161,12 +161,12 @@ class EventLoop:
         """In the trial's thread: what it has done in its turn, if one lasts. That `ends` here, or if it is to; whether
         it did."""
         lease = self.leases[trial.id]
-        if not lease.is_open:  # mostly
+        if lease.device is None:  # mostly
             return False
         with self._lock:
             if ends:
                 lease.end()
-            ends = lease.is_open and (ends or lease.revoked)  # still
+            ends = lease.device is not None and (ends or lease.revoked)  # still
             if ends:
                 self._end_turn(lease)
             else:
@@ -176,7 +176,7 @@ class EventLoop:
     def _recall(self, lease: Lease) -> None:
         """End its turn, if one lasts: now, if its holder is between two tasks, else at the end of the holder's task."""
         lease.revoked = True  # first
-        if not lease.busy and lease.is_open:
+        if not lease.busy and lease.device is not None:
             self._end_turn(lease)
 
     def _end_turn(self, lease: Lease) -> None:
@@ -185,7 +185,7 @@ class EventLoop:
         task, in_step, clock = lease.task, lease.in_step, self._clocks[lease.device.number]
         self._drop_turn(lease)
         if not clock.cause:
-            clock.idles(lease.told_s, BETWEEN)
+            clock.idles(clock.since_s, BETWEEN)
         self._handle(e.Done(task))
         if not in_step:
             self._handle(e.StepDone(lease.trial, trained=False))  # those that trained were told
@@ -204,10 +204,7 @@ class EventLoop:
         lease.told_steps += steps
         if lease.device is None or not (tasks or steps):
             return
-        seconds = self._clocks[lease.device.number].ran(lease.trial, tasks, lease.told_s)
-        if tasks:
-            ended = tasks[-1][-1]
-            lease.told_s = ended[0] if isinstance(ended, tuple) else ended
+        seconds = self._clocks[lease.device.number].ran(lease.trial, tasks)
         self._handle(e.Worked(lease.trial, seconds, steps))
 
     def _look_at_turn(self, trial: int) -> float:

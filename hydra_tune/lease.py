@@ -47,23 +47,17 @@ class Lease:
         self.thread = 0  # that was given the turn
         self.ran: deque[Ran] = deque()  # what the holder, which goes on meanwhile, has left word of
         self.since_s = 0.0  # of the quantum
-        self.told_s = 0.0  # until when what it did was told
         self._seen = -1  # tasks begun, by who has looked at the holder; -1 if it was in one
         self._now_s = now_s
         self._now: Callable[[], Moment] = now_s
         self._running: _Running | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """The turn lasts."""
-        return self.device is not None
 
     # ---- in the pool, under its lock ----
 
     def open(self, task: Task, device: Device) -> None:
         """The trial has been given a turn that lasts; with this task, which it has yet to begin."""
         self.task, self.device, self.in_step, self._seen = task, device, True, -1
-        self.since_s = self.told_s = self._now_s()
+        self.since_s = self._now_s()
         self._now = self._now_s if device.is_virtual else lambda: (self._now_s(), device.mark())
         self._running = None
         self.busy, self.revoked = True, False  # last
@@ -79,12 +73,11 @@ class Lease:
 
     # ---- in the trial's thread ----
 
-    def start(self, task: Task, start_s: float) -> None:
+    def start(self, task: Task, start_s: float, mark: Any) -> None:
         """Begin the task that came with the turn."""
         self.begun += 1
         self.thread = threading.get_ident()
-        self.told_s = start_s
-        self._running = task.step, task.direction, start_s if self._now is self._now_s else (start_s, None)
+        self._running = task.step, task.direction, start_s if self._now is self._now_s else (start_s, mark)
 
     def begin(self, step: int, direction: Direction) -> bool:
         """A task, unless it is under way, and its step with it; False if the pool is to be asked, for no turn lasts, or

@@ -151,9 +151,7 @@ def _name(span: Span) -> str:
 
 
 def _hover(span: Span) -> str:
-    line, start_s, end_s = _name(span), span["start_s"], span["end_s"]
-    if span["kind"] != "stall":
-        line += "" if span["kind"] == "run" else f", {span['kind']}"
-        line += f", step {span['step']}" if "step" in span else ""
-        line += f"<br>cause: {span['cause']}" if span.get("cause") else ""
-    return f"{line}<br>{start_s:.6f} to {end_s:.6f} s ({(end_s - start_s) * 1e3:.3f} ms)"
+    start_s, end_s = span["start_s"], span["end_s"]
+    copy = f", {span['kind']}" if span["kind"] in ("promote", "spill") else ""
+    step = f", step {span['step']}" if span.get("step") else ""  # a stall has none
+    return f"{_name(span)}{copy}{step}<br>{start_s:.6f} to {end_s:.6f} s ({(end_s - start_s) * 1e3:.3f} ms)"

@@ -83,8 +83,9 @@ class Trace:
         self._spans.append(("stall", device, -1, -1, "", start_s, end_s, cause, 0))
         self.devices[device].stalled_s += end_s - start_s
 
-    def note_turn(self, device: int, trial: int, tasks: Sequence[Ran], since_s: float) -> float:
-        """A resident trial's tasks, one after another, and that the device waited before each. Seconds they took."""
+    def note_turn(self, device: int, trial: int, tasks: Sequence[Ran], since_s: float) -> tuple[float, float]:
+        """A resident trial's tasks, one after another, and that the device waited before each. Seconds they took, and
+        when the last has ended."""
         busy_s = stalled_s = 0.0
         for step, direction, start_s, end_s in tasks:
             if start_s > since_s:
@@ -96,7 +97,7 @@ class Trace:
         self.devices[device].stalled_s += stalled_s
         self.devices[device].busy_s += busy_s
         self.trials[trial].busy_s += busy_s
-        return busy_s
+        return busy_s, since_s
 
     def count(self, what: str, device: int, trial: int, num_bytes: int) -> None:
         of_device, of_trial = self.devices[device].__dict__, self.trials[trial].__dict__
@@ -113,7 +114,7 @@ class TaskClock:
         self.cause = ""  # why it idles; empty where it does not
         self._idle_s = 0.0  # since when
         self._why = 0.0, ""  # a GPU had nothing to do: the longest of what the host has seen
-        self._begun_s = 0.0  # when its task did; on a GPU, for the host
+        self.since_s = 0.0  # when its task began, or the last one of a turn that lasts ended; on a GPU, for the host
         self._begun: Any = None  # a mark
         # what a GPU may not be done with: kind, task, marks of its start and end, when the host has launched it (it may
         # have begun later), and why the GPU would have computed nothing before
@@ -133,33 +134,34 @@ class TaskClock:
         if end_s > start_s and cause != NO_TRIAL:
             self._trace.note_stall(self._device.number, start_s, end_s, cause)
 
-    def begin(self, now_s: float) -> None:
+    def begin(self, now_s: float) -> Any:
+        """The mark of its task's start."""
         self.idles(now_s, "")
-        self._begun_s, self._begun = now_s, self._device.mark()
+        self.since_s, self._begun = now_s, self._device.mark()
         self._last = self._last or (self._begun, now_s)
+        return self._begun
 
     def end(self, task: Task, end_s: float) -> float:
         """Seconds that the task took; on a GPU, what has become known of its trial's tasks since it was last told."""
         if self._device.is_virtual:
-            self._trace.note("run", task, self._device.number, self._begun_s, end_s)
-            return end_s - self._begun_s
-        self._launch(task, self._begun_s, None, self._device.mark())
+            self._trace.note("run", task, self._device.number, self.since_s, end_s)
+            return end_s - self.since_s
+        self._launch(task, self.since_s, self._begun, self._device.mark(), LATE_HOST)
         return self._told_s(task.trial)
 
-    def ran(self, trial: int, tasks: Sequence[Ran], since_s: float) -> float:
-        """Those of a resident trial, one after another, in a turn that lasts; since then the device has run none. As
-        `end`."""
+    def ran(self, trial: int, tasks: Sequence[Ran]) -> float:
+        """Those of a resident trial, one after another, in a turn that lasts. As `end`."""
         if self._device.is_virtual:
-            return self._trace.note_turn(self._device.number, trial, tasks, since_s)
-        for step, direction, (start_s, start), (_, end) in tasks:
-            self._launch(Task(trial, step, 0, direction), start_s, start, end)
+            seconds, self.since_s = self._trace.note_turn(self._device.number, trial, tasks, self.since_s)
+            return seconds
+        for step, direction, (start_s, start), (end_s, end) in tasks:
+            self._launch(Task(trial, step, 0, direction), start_s, start, end, BETWEEN)
+            self.since_s = end_s
         return self._told_s(trial)
 
-    def _launch(self, task: Task, host_s: float, start: Any, end: Any) -> None:
-        cause = BETWEEN
-        if self._begun is not None:
-            (_, cause), self._why = self._why, (0.0, "")
-            start, self._begun = self._begun, None
+    def _launch(self, task: Task, host_s: float, start: Any, end: Any, otherwise: str) -> None:
+        """`otherwise` is why the GPU had nothing to do, where the host has seen no cause."""
+        cause, self._why = self._why[1] or otherwise, (0.0, "")
         self._given.append(("run", task, start, end, host_s, cause))
 
     def _told_s(self, trial: int) -> float:
@@ -182,7 +184,7 @@ class TaskClock:
             start_s, seconds = max(host_s, last_s + _seconds(last, start)), _seconds(start, end)
             if kind == "run":
                 if start_s > last_s + _LEAST_STALL_S:
-                    self._stalled(last_s, start_s, cause or LATE_HOST)
+                    self._stalled(last_s, start_s, cause)
                 self._untold_s[task.trial] += seconds
                 self._last = end, start_s + seconds
             self._trace.note(kind, task, self._device.number, start_s, start_s + seconds)

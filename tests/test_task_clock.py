@@ -160,11 +160,11 @@ def test_tasks_of_a_turn_that_lasts_have_marks_of_their_own(gpu):
     """Taken by the trial's thread, but for the start of the first, which the pool has given it."""
     clock, lease = TaskClock(trace := Trace(), gpu), Lease(0, iter([9.0, 10.1, 12.0, 12.1]).__next__, None)
     gpu.now, gpu.marks = 200.0, [100.0, 101.0, 103.0, 103.5]
-    clock.begin(10.0)
+    mark = clock.begin(10.0)
     lease.open(F0, gpu)
-    lease.start(F0, 10.0)
+    lease.start(F0, 10.0, mark)
     assert lease.end() and lease.begin(1, Direction.BACKWARD) and lease.end()
-    assert clock.ran(0, lease.ran, 10.0) == 1.5
+    assert clock.ran(0, lease.ran) == 1.5
     assert spans(trace) == [
         ("run", 0, 0, 10.0, 11.0, ""),
         ("stall", -1, -1, 11.0, 13.0, BETWEEN),

@@ -169,8 +169,6 @@ def test_the_pointer_is_told_who_and_why():
     )
     (unknown,) = figure([span("stall", 0.0, 0.1)], NAMES).data
     assert unknown.hovertext[0].startswith("stalled: no cause given<br>")
-    (late,) = figure([span("promote", 0.0, 0.1, cause="evicted before")], NAMES).data
-    assert "cause: evicted before" in late.hovertext[0]
 
 
 def test_many_spans_make_no_more_traces_than_trials():

@@ -238,7 +238,7 @@ class RepeatedCall(Call):
             with self._as_at_first(copy, self._pack_again):
                 args, kwargs = self._arguments(_apart(self._leaves) if block.clones else self._leaves)
                 outputs = block.forward(args, kwargs)
-                # Later repetitions end as soon as they may. What is saved may be uninitialised memory, and tells nothing.
+                # later ones end as soon as they may; what is saved may be uninitialised memory, and tells nothing
                 looks, self._looks = self._looks, ()
                 if looks and looks != list(map(_look_at, tensors_in(outputs))):
                     raise self._made_other("other values")

@@ -132,6 +132,10 @@ class ModuleStates:
         self.shared = None if keeps else state
         return state
 
+    def forget(self) -> None:
+        """What is shared: it refers to the block."""
+        self.shared = self.surroundings = None
+
     def are(self, state: ModuleState) -> bool:
         return self._found() == state.found
 
@@ -162,16 +166,16 @@ class Surroundings:
         """As they are now; calls that find the same share them."""
         process, state, latest = ProcessState.now(), modules.now(), modules.surroundings
         if latest is None or latest._process is not process or latest._state is not state:
-            latest = cls(modules, process, state)
+            latest = cls(process, state, is_shared=state is modules.shared)
             modules.surroundings = latest if state is modules.shared else None
         return latest
 
-    def __init__(self, modules: ModuleStates, process: ProcessState, state: ModuleState) -> None:
-        self._modules, self._process, self._state = modules, process, state
+    def __init__(self, process: ProcessState, state: ModuleState, *, is_shared: bool) -> None:
+        self._process, self._state = process, state
         self.choices = self._process.choices  # of kernels
         self.are_rebuilt = self._state.is_rebuilt  # nobody has noted what children are set to that were none at first
         self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
-        for own in () if self._state is modules.shared else self._state.attributes:
+        for own in () if is_shared else self._state.attributes:
             for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
                 if value.grad_fn is None:
                     self._versions = *self._versions, (name, value, version_of(value))
@@ -180,8 +184,8 @@ class Surroundings:
                     self._state = self._state._replace(found=None)
 
     @contextmanager
-    def restored(self, block: str) -> Iterator[None]:
-        """Within, all is as it was; afterwards as it is now.
+    def restored(self, modules: ModuleStates, block: str) -> Iterator[None]:
+        """Within, all is as it was; afterwards as it is now. Of the modules of this block.
 
         Raises:
             RuntimeError: a tensor among the attributes of this block has other values now, a module of it other
@@ -191,7 +195,7 @@ class Surroundings:
             if version_of(tensor) != version:
                 advice = "Change it after backward, or assign a new tensor."
                 raise changed_in_between("attributes", repr(name), block, advice)
-        modules, present, process, now = self._modules, self._state, self._process, ProcessState.now()
+        present, process, now = self._state, self._process, ProcessState.now()
         if not modules.are(present):
             present = modules.now()
             if present.is_rebuilt:

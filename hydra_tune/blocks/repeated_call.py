@@ -256,7 +256,7 @@ class RepeatedCall(Call):
         """Within, all but the arguments is as in the first run; with the weights, as leaves of a graph that is
         nobody's."""
         block, caches, gradients = self.block, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
-        with self._surroundings.restored(block.name), drawing_again(self._draws):
+        with self._surroundings.restored(block.module_states, block.name), drawing_again(self._draws):
             weights = self._leaves_of(copy)
             buffers = block.lend_buffers(self._buffers)
             block.lend(weights)

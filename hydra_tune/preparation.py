@@ -177,6 +177,13 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
             f"the second argument is the model's optimizer or None; got {type(optimizer).__name__}. "
             "Write prepare(model, None, loader) for a loader without an optimizer."
         )
+    try:
+        optimizer.state_dict()  # by which its state follows its weights
+    except AttributeError as error:
+        raise PrepareError(
+            f"the state of an optimizer moves with its weights, but the state_dict of {type(optimizer).__name__} fails "
+            f"({error}). Where it wraps another optimizer, give prepare that one, and step this one as before."
+        ) from None
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if stepped.isdisjoint(map(id, model.parameters())):
         raise PrepareError(

@@ -92,10 +92,7 @@ def _run(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             torch._C._set_multithreading_enabled(True)
 
 
-def install() -> None:
-    """Once in a process; never undone."""
-    if not isinstance(Variable._execution_engine, Engine):
-        Variable._execution_engine = Engine()
+Variable._execution_engine = Engine()  # for good
 
 
 def forget_interrupted_backward() -> None:

@@ -29,7 +29,7 @@ from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.shared_casts import OtherBranchError, SharedCasts
 from hydra_tune.config import checks_enabled
 from hydra_tune.device import Device
-from hydra_tune.engine import Backward, ForwardPass, here, install
+from hydra_tune.engine import Backward, ForwardPass, here
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.events import Invalidated, OutOfMemory
 from hydra_tune.fork import gate
@@ -93,7 +93,6 @@ class Trial:
     """Executes one prepared model. Used by one thread at a time; the pool's lock guards what is shared."""
 
     def __init__(self, number: int, home: Device, *, pool: ShardPool, name: str | None, stop: Stop) -> None:
-        install()
         self.id = number
         self.pool = pool
         self.stop = stop

@@ -56,7 +56,7 @@ class Device:
         self.budget_bytes = budget_bytes
         self.live_bytes = self.most_live_bytes = 0  # of storages, as far as they are counted
         self.of_slots = TrialMeter(self, -1)  # no trial's: a step's bytes are what it has beside them
-        self.generators = [torch.default_generator]  # that operators there draw from by default
+        self.generators: list[torch.Generator] = []  # of its own, that operators there draw from by default
         self.process = gate.process
         if self.is_virtual:
             self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)

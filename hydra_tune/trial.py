@@ -143,10 +143,6 @@ class Trial:
     def plan(self) -> TrialPlan | None:
         return self.planner.plan
 
-    def gpu_generators(self) -> Sequence[torch.Generator]:
-        """Those of its device, if that has some of its own."""
-        return () if self.device.is_virtual else [g for g in self.device.generators if g.device.type != "cpu"]
-
     @property
     def is_here(self) -> bool:
         """Whether the calling thread is the one that has called the model last."""

@@ -80,7 +80,7 @@ class RepeatedCall(Call):
         self._leaves, self._structure, self._surroundings = leaves, structure, surroundings
         self._given = self.tensors
         self._input_versions = self._given_versions = versions_of(self._given)
-        self._draws = DrawRecord(trial.gpu_generators())
+        self._draws = DrawRecord(trial.device.generators)
         self._saved: list[weakref.ref[Saved]] = []
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

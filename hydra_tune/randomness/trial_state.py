@@ -87,7 +87,7 @@ def hold(generators: Iterable[torch.Generator], state: RandomState | None) -> No
     """
     state = state or _process
     for generator in generators:
-        if generator is not DEFAULT and _holder(generator) is not state:
+        if _holder(generator) is not state:
             with _holding:
                 _holder(generator).stand_in(generator).set_state(generator.get_state())
                 generator.set_state(state.stand_in(generator).get_state())

@@ -101,7 +101,7 @@ def _work_of(device: Device) -> Iterator[dict[str, tuple[float, Callable[[], Any
         yield {
             "flops_per_s": (flops, train),
             "h2d_bytes_per_s": (COPY_BYTES, lambda: device.promote([(slot, host)])),
-            "d2h_bytes_per_s": (COPY_BYTES, lambda: device.to_host(slot)),
+            "d2h_bytes_per_s": (COPY_BYTES, lambda: device.spill([slot], [slot])[1].wait()),
         }
     finally:
         device.unpin(host)

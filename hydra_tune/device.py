@@ -136,12 +136,6 @@ class Device:
                 hosts.append(t.to(CPU, copy=True))
         return hosts, Arrival()
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As `spill`, complete on return."""
-        (host,), arrival = self.spill([tensor], [tensor])
-        arrival.wait()
-        return host
-
     def free_cache(self) -> None:
         """Give back what an allocator keeps for later."""
 

@@ -197,7 +197,9 @@ class Residency:
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self._pool.note_moved(self.meter.trial, "spilled_bytes", self.device, tensor_bytes(tensor))
-        return self.device.to_host(tensor)
+        (host,), arrival = self.device.spill([tensor], [tensor])
+        arrival.wait()
+        return host
 
     def _move_state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """To its parameters, as `load_state_dict` would; groups and tensors stay who they are."""

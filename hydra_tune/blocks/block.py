@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -49,27 +49,19 @@ class Block:
     is_checked: bool = False  # a repetition has made what the forward made
     is_current: bool = True  # of the cut that the model has
 
-    modules: list[nn.Module] = field(init=False)
-    parameters: list[nn.Parameter] = field(init=False)  # each once, in order of registration
-    slot_parameters: list[nn.Parameter] = field(init=False)  # those that are promoted
-    sites: list[tuple[nn.Module, str, int]] = field(init=False)  # where modules have them, by their number
-    module_states: ModuleStates = field(init=False)
-    own_forward: Callable[..., Any] | None = field(init=False)
-
     def __post_init__(self) -> None:
         self.modules = list(self.module.modules())
-        self.parameters = list(self.module.parameters())
+        self.parameters = list(self.module.parameters())  # each once, in order of registration
         held = set(map(id, self.held))
-        self.slot_parameters = [p for p in self.parameters if id(p) not in held]
+        self.slot_parameters = [p for p in self.parameters if id(p) not in held]  # those that are promoted
         numbers = {id(p): i for i, p in enumerate(self.slot_parameters)}
-        self.sites = [
+        self.sites = [  # where modules have them, by their number
             (m, name, numbers[id(p)])
             for m in self.modules
             for name, p in m._parameters.items()
             if p is not None and id(p) in numbers
         ]
-        self._buffers = [(m._buffers, name) for m in self.modules for name in m._buffers]
-        self.has_buffers = bool(self._buffers)
+        self.buffers = [(m._buffers, name) for m in self.modules for name in m._buffers]
         self._has_norms = any(isinstance(m, _NormBase) for m in self.modules)  # which write unseen
         self._recurrent = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.module_states = ModuleStates(self.modules)
@@ -86,12 +78,6 @@ class Block:
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
-
-    @property
-    def has_its_weights(self) -> bool:
-        """Whether its modules have their parameters; `torch.func.functional_call` lends them others."""
-        own = self.slot_parameters
-        return all(module._parameters.get(name) is own[i] for module, name, i in self.sites)
 
     def lend(self, weights: Sequence[torch.Tensor]) -> None:
         """Its modules have these in the places of their parameters, until `take_back`."""
@@ -127,18 +113,18 @@ class Block:
 
     def buffers_now(self) -> list[torch.Tensor | None]:
         """What a forward finds: copies, where it may write them, by operators that raise no version too."""
-        now = [d.get(name) for d, name in self._buffers]
+        now = [d.get(name) for d, name in self.buffers]
         if not (now and (self.writes_buffers or self._has_norms)):
             return now
         with torch.no_grad():
             return [None if b is None else b.clone() for b in now]
 
     def buffers_themselves(self) -> list[torch.Tensor]:
-        return [b for d, name in self._buffers if (b := d.get(name)) is not None]
+        return [b for d, name in self.buffers if (b := d.get(name)) is not None]
 
     def put_back_buffers(self, then: Sequence[torch.Tensor | None]) -> None:
         """The forward has not run after all."""
-        for (d, name), value in zip(self._buffers, then, strict=False):  # none, where it had no room for their copies
+        for (d, name), value in zip(self.buffers, then, strict=False):  # none, where it had no room for their copies
             now = d.get(name)
             if now is None or value is None or (now.shape, now.dtype) != (value.shape, value.dtype):
                 d[name] = value
@@ -147,12 +133,12 @@ class Block:
 
     def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Its modules have what `buffers_now` has told, or copies of it; those of before, for `take_back_buffers`."""
-        now = [d.get(name) for d, name in self._buffers]
+        now = [d.get(name) for d, name in self.buffers]
         copies = self.writes_buffers or self._has_norms
-        for (d, name), value in zip(self._buffers, then, strict=True):
+        for (d, name), value in zip(self.buffers, then, strict=True):
             d[name] = value.clone() if copies and value is not None else value
         return now
 
     def take_back_buffers(self, now: Sequence[torch.Tensor | None]) -> None:
-        for (d, name), value in zip(self._buffers, now, strict=False):
+        for (d, name), value in zip(self.buffers, now, strict=False):
             d[name] = value

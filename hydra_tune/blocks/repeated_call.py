@@ -88,7 +88,7 @@ class RepeatedCall(Call):
         self._inputs = list(map(memory_of, self._given))  # where their memory is
         if block.clones:
             self.keep_clones()
-        if block.has_buffers:
+        if block.buffers:
             self._buffers = block.buffers_now()
             self._inputs += map(memory_of, block.buffers_themselves())
             self._buffer_versions = versions_of([b for b in self._buffers if b is not None])

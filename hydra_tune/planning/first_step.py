@@ -120,7 +120,8 @@ class FirstStep:
     def run(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], forward_pass: ForwardPass) -> Any:
         """A call of the block with gradients; measured, unless its like is known."""
         trial = self._trial
-        if not block.has_its_weights:
+        own = block.slot_parameters
+        if any(m._parameters.get(name) is not own[i] for m, name, i in block.sites):  # by torch.func.functional_call
             trial.planner.open_block(block, f"{block.name} is called with other weights than its own")
             return block.forward(args, kwargs)
         while True:

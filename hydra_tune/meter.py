@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,16 +29,9 @@ if TYPE_CHECKING:
 
 # A finalizer may run within any meter's work: reentrant, and one for all, lest two meters' threads wait for each other.
 _lock = new_in_child(threading.RLock())
-_counted: dict[int, _Counted] = {}  # by storage; what trials share is the first one's
+# by storage that lives: whose it is, and what of it counts; what trials share is the first one's
+_counted: dict[int, tuple[weakref.ref[torch.UntypedStorage], TrialMeter, int]] = {}
 os.register_at_fork(after_in_child=_counted.clear)  # nothing that the child inherits is on a device
-
-
-class _Counted(NamedTuple):
-    """A storage that lives, and what of it counts."""
-
-    ref: weakref.ref[torch.UntypedStorage]
-    owner: TrialMeter
-    num_bytes: int
 
 
 class TrialMeter:
@@ -83,7 +76,7 @@ class TrialMeter:
                 return
             if num_bytes:
                 self._take(num_bytes)
-            _counted[key] = _Counted(weakref.ref(storage, lambda _: _forget(key)), self, num_bytes)
+            _counted[key] = weakref.ref(storage, lambda _: _forget(key)), self, num_bytes
 
     def _take(self, num_bytes: int) -> None:
         device = self.device
@@ -201,15 +194,16 @@ def is_counted(tensor: torch.Tensor) -> bool:
 
 def _forget(key: int) -> None:
     with _lock:
-        counted = _counted.pop(key, None)
-        if counted is not None:
-            counted.owner.trial_bytes -= counted.num_bytes
-            counted.owner.device.live_bytes -= counted.num_bytes
+        found = _counted.pop(key, None)
+        if found is not None:
+            _, owner, num_bytes = found
+            owner.trial_bytes -= num_bytes
+            owner.device.live_bytes -= num_bytes
 
 
 def end_trial(trial: int, devices: Container[Device]) -> None:
     """Forget its storages there; those that live on belong to the user's host memory from here on."""
     with _lock:
-        for key, counted in _counted.copy().items():  # which shrinks where garbage is collected
-            if counted.owner.trial == trial and counted.owner.device in devices:
+        for key, (_, owner, _) in _counted.copy().items():  # which shrinks where garbage is collected
+            if owner.trial == trial and owner.device in devices:
                 _forget(key)

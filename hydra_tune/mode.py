@@ -164,11 +164,9 @@ os.register_at_fork(after_in_child=lambda: _keep(lambda each: not isinstance(eac
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments that it changes in place."""
-    written = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[i] if i < len(args) else kwargs.get(argument.name))
-    return _tensors(written)
+    arguments = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return _tensors([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

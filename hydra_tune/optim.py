@@ -135,8 +135,7 @@ def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: 
     shared = SharedRandom()
     with drawing_again(DrawRecord()), torch.no_grad():
         (_, few), (state_bytes, many) = step_copy(_FEW), step_copy(_MANY)
-    if shared.have_moved():
-        shared.put_back()
+    shared.put_back()
     at_once = many > few * (_FEW + _MANY) / (2 * _FEW)
     return math.ceil(state_bytes / _MANY), *((math.ceil(many / _MANY), 0) if at_once else (0, few))
 

@@ -76,24 +76,17 @@ class Stop:
 
     def __init__(self) -> None:
         self.reason = ""
-        self._goes_on = threading.Event()  # else it is to pause
-        self._goes_on.set()
+        self.goes_on = threading.Event()  # cleared, it holds the trial where that next is between two steps
+        self.goes_on.set()
         self.asked: list[Callable[[], None]] = []  # what its thread is to call where it next is between two steps
 
     def __call__(self, reason: str) -> None:
         self.reason = reason
-        self.go_on()
-
-    def pause(self) -> None:
-        """Hold the trial where it next is between two steps, until `go_on`."""
-        self._goes_on.clear()
-
-    def go_on(self) -> None:
-        self._goes_on.set()
+        self.goes_on.set()
 
     @property
     def is_paused(self) -> bool:
-        return not (self.reason or self._goes_on.is_set())
+        return not (self.reason or self.goes_on.is_set())
 
     @property
     def is_quiet(self) -> bool:
@@ -109,6 +102,6 @@ class Stop:
         """As `check`; what was asked is done, and the trial waits while it is paused."""
         while self.asked:
             self.asked.pop(0)()
-        while self.is_paused and not self._goes_on.wait(_LOOK_AROUND_S):
+        while self.is_paused and not self.goes_on.wait(_LOOK_AROUND_S):
             interrupts.check()
         self.check()

@@ -140,11 +140,11 @@ class HydraTrialRunner:
     def pause(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> None:
         """Hold a live trial where it next is between two steps. It keeps its host memory, and what it has reserved;
         `optimize` waits for it, whatever its timeout."""
-        self._context(trial).stop.pause()
+        self._context(trial).stop.goes_on.clear()
 
     def resume(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> None:
         """Let a paused trial go on."""
-        self._context(trial).stop.go_on()
+        self._context(trial).stop.goes_on.set()
 
     def stop(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int | None = None) -> None:
         """End a live trial at its next task boundary. It is told as pruned, at the last value that it has reported.

@@ -76,9 +76,9 @@ def test_a_paused_trial_rests_while_others_go_on(tmp_path):
 def test_a_pause_that_is_asked_for_while_the_trial_is_stopped_holds_nobody(monkeypatch):
     """By two threads: `optimize` never came back."""
     stop = Stop()
-    clear = stop._goes_on.clear
-    monkeypatch.setattr(stop._goes_on, "clear", lambda: (stop("enough"), clear()))
-    stop.pause()
+    clear = stop.goes_on.clear
+    monkeypatch.setattr(stop.goes_on, "clear", lambda: (stop("enough"), clear()))
+    stop.goes_on.clear()
     assert not stop.is_paused
 
 

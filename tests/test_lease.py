@@ -223,7 +223,7 @@ def test_a_turn_that_lasts_is_stopped_at_the_next_boundary(how):
                 elif step == 5 and how == "close":
                     pool.close()
                 elif step == 5:
-                    context.stop.pause()
+                    context.stop.goes_on.clear()
                     threading.Thread(target=goes_on_later, args=(context.stop, stops)).start()
 
             return train(0, 10, each=each)
@@ -239,7 +239,7 @@ def test_a_turn_that_lasts_is_stopped_at_the_next_boundary(how):
 def goes_on_later(stop, stops):
     time.sleep(0.05)
     stops.set()
-    stop.go_on()
+    stop.goes_on.set()
 
 
 def test_what_a_trial_that_was_collected_has_done_is_reported():

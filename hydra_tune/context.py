@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hydra_tune.engine import forget_interrupted_backward
 from hydra_tune.errors import clear_frames
 from hydra_tune.garbage import collect
 from hydra_tune.interrupts import Stop
@@ -91,8 +90,9 @@ def trial_context(
         raise
     finally:
         _local.context = outer
-        if context.trials:
-            forget_interrupted_backward()
+        if context.trials:  # after an exception in a backward PyTorch may keep the rest of its graph until the next one
+            with torch.enable_grad():
+                torch.ones((), requires_grad=True).backward()
         for trial in context.trials:
             trial.end()
         context.trials.clear()

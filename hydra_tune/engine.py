@@ -93,9 +93,3 @@ def _run(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 Variable._execution_engine = Engine()  # for good
-
-
-def forget_interrupted_backward() -> None:
-    """After an exception in a backward PyTorch may keep the rest of its graph until the thread's next backward."""
-    with torch.enable_grad():
-        torch.ones((), requires_grad=True).backward()

@@ -24,9 +24,6 @@ class Task(NamedTuple):
     shard: int
     direction: Direction
 
-    def __str__(self) -> str:
-        return f"{self.trial}/{self.step}/{self.direction.value}{self.shard}"
-
 
 TOO_LARGE = "it does not fit the budget"  # why a module is opened
 

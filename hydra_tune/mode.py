@@ -1,8 +1,4 @@
-"""Sees every operator in a trial's thread to count its bytes.
-
-Active in pilots, in the first step of a spilled trial, which is measured, and throughout where `HYDRA_TUNE_CHECKS` is
-set; at no other time.
-"""
+"""Sees every operator in a trial's thread to count its bytes: in first steps, and under `HYDRA_TUNE_CHECKS`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Cut by module, not by graph: no tracing, so control flow, masks in kwargs and skip connections work
 unchanged. Packing follows Hydra's pilot partitioning (arXiv 2110.08633, section 4.1), with the
-double-buffer reserve set aside, and adds an objective: fewest bytes promoted a step, then fewest shards,
-then the smallest largest shard.
+double-buffer reserve set aside, and adds an objective (`pack_shards`).
 """
 
 from __future__ import annotations

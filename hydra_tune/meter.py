@@ -151,14 +151,10 @@ class TrialMeter:
         self.outside_ends()
         return self._outside_peak - self._outside_start
 
-    def paused(self) -> Paused:
-        """Seen by no mode, so not counted, and without gradients: copies between device and host, whose other side is
-        no device storage."""
-        return Paused()
 
-
-class Paused:
-    """A context manager, once; several are entered for each task."""
+class CountingPaused:
+    """A context manager, once; several are entered for each task. Within, no mode sees an operator, so none is counted,
+    and none has a gradient: copies between device and host, whose other side is no device storage."""
 
     __slots__ = ("_grad", "_outermost", "_without")
 

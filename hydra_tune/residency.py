@@ -14,7 +14,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.device import Arrival, Device
 from hydra_tune.host_buffer import HostWeights, tensor_bytes
-from hydra_tune.meter import TrialMeter
+from hydra_tune.meter import CountingPaused, TrialMeter
 from hydra_tune.tree import flatten, tensors_in, unflatten
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Residency:
     def promote(self, block: Block) -> DeviceCopy:
         """For a pilot, in the trial's thread."""
         counting = self.meter.counting
-        with self.meter.paused():
+        with CountingPaused():
             copy = DeviceCopy(self.device, self.device.slot(None, block.weight_bytes), [block], self._weights)
             self._fill(copy, counting=counting)
         self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, copy.copied_bytes)
@@ -69,7 +69,7 @@ class Residency:
         Where slots stay in place, the copy that was there before is filled again."""
         device, place = self.device, (shard, offset, num_bytes)
         counting = self.meter.always if ahead else self.meter.counting
-        with (device.of_slots if ahead else self.meter).paused():
+        with CountingPaused():
             copy = self._former.get(place)
             if copy is None or not copy.fits:
                 copy = DeviceCopy(device, device.slot(offset, num_bytes), self.shards[shard], self._weights)
@@ -105,7 +105,7 @@ class Residency:
             copy.is_new = False
             return
         if stale := copy.stale(block.slot_parameters):
-            with self.meter.paused():
+            with CountingPaused():
                 copy.device.promote(stale, in_use=True)
 
     def spill_gradients(
@@ -117,7 +117,7 @@ class Residency:
         given = [g for g in gradients if g is not None]
         like = [p for g, p in zip(gradients, masters, strict=True) if g is not None]
         num_bytes, start_s = sum(map(tensor_bytes, given)), time.perf_counter()
-        with self.meter.paused():
+        with CountingPaused():
             spilled, arrival = self.device.spill(given, like)
             if late and not torch.is_anomaly_enabled():  # that reads what a node returns
                 self._arrival = arrival
@@ -149,7 +149,7 @@ class Residency:
                 return
             self._weights.close()
             self._weights = None  # should the next line be interrupted
-        with self.meter.paused():
+        with CountingPaused():
             self._weights = HostWeights(blocks, self.device)
 
     def hold(
@@ -166,7 +166,7 @@ class Residency:
                     moved[tensor] = None
         for tensor in moved:
             grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
-            with self.meter.paused():
+            with CountingPaused():
                 _put(tensor, tensor.detach().to(self.device.torch_device, copy=True))
                 if grad is not None and grad.device != self.device.torch_device:  # a virtual one's may be a user's view
                     tensor.grad = grad.detach().to(self.device.torch_device)
@@ -185,7 +185,7 @@ class Residency:
             tensor = parameter if module is None else {**module._buffers, **module._parameters}.get(name)
             if tensor is not None:
                 found[tensor] = None
-        with self.meter.paused():
+        with CountingPaused():
             for held in found:
                 _put(held, self._to_host(held))
                 if (grad := held.grad if held.is_leaf else None) is not None:

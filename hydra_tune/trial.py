@@ -38,7 +38,7 @@ from hydra_tune.hf_config import use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.lease import TELL_AFTER
-from hydra_tune.meter import TrialMeter
+from hydra_tune.meter import CountingPaused, TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
 from hydra_tune.partition import NO_PLAN, summary_of
 from hydra_tune.planner import Planner
@@ -285,7 +285,7 @@ class Trial:
     def checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
         """Write one, from the host, with the trial's loaders in these states; the devices go on with others."""
         if self.resumption is not None and not self.steps.under_way:
-            with self.meter.paused():
+            with CountingPaused():
                 self.resumption.stage(self.model, self.optimizer, states)
 
     def _note_for_resumption(self) -> None:
@@ -810,7 +810,7 @@ class Trial:
             sent = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
         elif call.casts:  # converted there: exactly, and the device has no room for both
             sent = self.residency.spill_gradients(parameters, gradients, late=False)
-            with self.meter.paused():
+            with CountingPaused():
                 sent = [None if g is None else g.to(p.dtype) for g, p in zip(sent, parameters, strict=True)]
         else:
             sent = self._sent_late_or_not(call, gradients)

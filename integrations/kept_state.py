@@ -18,6 +18,7 @@ from hydra_tune.checkpoint import CheckpointFolder, Moment
 from hydra_tune.context import Context
 from hydra_tune.errors import ResumeError
 from hydra_tune.host_buffer import tensor_bytes
+from hydra_tune.meter import CountingPaused
 from hydra_tune.plain_state import decode, encode
 
 _MARK = "hydra_tune.json"  # tells a checkpoint of ours from one of the function's own
@@ -47,7 +48,7 @@ class KeptState:
             raise ResumeError("it has no prepared model now")
         (trial,) = live
         trial.boundary()
-        with trial.meter.paused():
+        with CountingPaused():
             moment, state = context.resumption.now(trial.model, trial.optimizer)
             return cls(trial_id, moment, state)
 

@@ -19,6 +19,7 @@ from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, ResumeE
 from hydra_tune.events import Reported
 from hydra_tune.integrations.concurrency import Places
 from hydra_tune.integrations.running import Running
+from hydra_tune.meter import CountingPaused
 from hydra_tune.pool import ShardPool
 from hydra_tune.resumption import Interval, Resumption, write_weights
 
@@ -307,7 +308,7 @@ class Search:
         def write_and_enqueue() -> None:
             donor, name = context.trials[-1], uuid.uuid4().hex
             try:
-                with donor.meter.paused():
+                with CountingPaused():
                     write_weights(folder.clones(name), donor.model)
                 attrs = {CLONED: number, CLONE: name}
                 self._study.enqueue_trial({**params, **changed}, user_attrs=attrs)

@@ -19,7 +19,7 @@ from hydra_tune.context import trial_context
 from hydra_tune.device import Device
 from hydra_tune.fork import ForkGate, gate
 from hydra_tune.host_buffer import HostWeights
-from hydra_tune.meter import TrialMeter
+from hydra_tune.meter import CountingPaused, TrialMeter
 from hydra_tune.mode import TrialMode
 
 
@@ -189,7 +189,7 @@ def test_a_loader_forks_while_another_trials_checkpoint_is_on_its_way_to_the_dis
 
     def trial():
         meter = TrialMeter(Device(0, 1 << 20), 0, always=False)
-        with TrialMode(meter=meter), meter.paused():
+        with TrialMode(meter=meter), CountingPaused():
             CheckpointFolder(tmp_path).write(Moment(0, 1), {"weight": torch.ones(10)})
 
     monkeypatch.setattr(os, "fsync", slow)

@@ -25,7 +25,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.fingerprint import HOOKS_OF_MODULES, origin_of
 from hydra_tune.host_buffer import same_bits, storage_bytes, versions_of
-from hydra_tune.meter import TrialMeter, storages_of
+from hydra_tune.meter import CountingPaused, TrialMeter, storages_of
 from hydra_tune.planning.reached import NO_STATE, Reached, globals_of, stays_as_it_is, weights_in
 from hydra_tune.process_state import casts_to, is_activation, remembers_casts
 from hydra_tune.shard import BlockProfile
@@ -57,7 +57,7 @@ class Measurement:
         self.casts: frozenset[tuple[int, torch.dtype]] = frozenset()
         call.measurement, call.casts = self, {}  # its weights are as they are, so that each use of them is seen
         block = self._block
-        with self._meter.paused():
+        with CountingPaused():
             others = {
                 "an argument": self._objects,
                 "its forward": block.own_forward,
@@ -127,7 +127,7 @@ class Measurement:
         parameters = self._block.slot_parameters
         if self._meter.within_checkpoint:
             raise FoundError("has a checkpoint within")
-        with self._meter.paused():
+        with CountingPaused():
             written = [i for i, p in enumerate(parameters) if not same_bits(copy.weight(p), p)]
             if written:
                 copy.fill()
@@ -153,7 +153,7 @@ class Measurement:
         elif self._marks_now() != self._marks:
             self.changed = "hooks, or attributes of what it is given"
         else:
-            with self._meter.paused():
+            with CountingPaused():
                 self.changed = next(iter(self._reached.changes()), "")
         if self.changed:
             return False
@@ -161,7 +161,7 @@ class Measurement:
         for module, before in zip(self._block.modules, self._attributes, strict=True):
             vars(module).clear()
             vars(module).update(before)
-        with self._meter.paused():
+        with CountingPaused():
             for now, then in [held for held in self._held if not same_bits(*held)]:
                 now.copy_(then)
         return True
@@ -170,7 +170,7 @@ class Measurement:
 
     def _changes(self, outputs: Any) -> str:
         block = self._block
-        with self._meter.paused():
+        with CountingPaused():
             changed = self._reached.changes()
             if changed:
                 return f"changes {changed[0]}"

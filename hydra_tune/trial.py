@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from hydra_tune.blocks.block import Block, are_trained
+from hydra_tune.blocks.block import Block, are_trained, has_hooks
 from hydra_tune.blocks.call import Call, KeptCall, hooks_of_checkpoint, is_watched, refuse_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
@@ -824,7 +824,8 @@ class Trial:
             self.device.spills_behind
             and call.forward_pass.calls.get(call.block.name, 0) == 1
             and self.steps.has_one_forward
-            and not any(self.planner.is_tied(p) or _reads_gradient(p) for p in parameters)
+            # nor does autograd, or a hook, read what it adds to `.grad`
+            and not any(self.planner.is_tied(p) or p.grad is not None or has_hooks(p) for p in parameters)
         )
         late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
         sent = self.residency.spill_gradients(parameters, gradients, late=late)
@@ -1057,9 +1058,3 @@ def _is_accumulated(parameter: torch.Tensor) -> bool:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
     except RuntimeError:
         return False
-
-
-def _reads_gradient(parameter: torch.Tensor) -> bool:
-    """Whether autograd, or a hook, reads what it adds to `.grad`."""
-    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return parameter.grad is not None or bool(hooks)

@@ -54,7 +54,7 @@ class Planner:
         self._cut = Cut()
         self._is_changed = False  # the model, since it was cut
         self._shard_of: dict[str, int] = {}
-        self._uses: Counter[int] = Counter()  # of weights, by id: the blocks that have them
+        self.uses: Counter[int] = Counter()  # of weights, by id: the blocks that have them
         self._settings: set[Hashable] = set()
 
     def start(self) -> None:
@@ -187,7 +187,15 @@ class Planner:
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         """Within a first step: a weight of this block is on the device from here on; the block as it is then."""
         name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
-        self._adopt_cut(self._cut.adding("held", name, reason))
+        try:
+            self._adopt_cut(self._cut.adding("held", name, reason))
+        except torch.OutOfMemoryError as error:
+            raise self._trial.meter.no_room(error) from None
+        if self._trial.casts.has(weight):
+            raise PrepareError(
+                "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "
+                f"{reason}. It is on the device from here on: repeat the forward."
+            )
         return next(each for each in self.blocks if each.module is block.module)
 
     # ---- plans ----
@@ -213,11 +221,12 @@ class Planner:
         kept = max(m.kept_bytes for m in self._measures) + sum(map(storage_bytes, trial.model.buffers()))
         step_bytes = max(m.step_bytes for m in measures) + sum(p.boundary_bytes + p.saved_bytes for p in uncalled)
         work_bytes = max((p.work_bytes for p in (*uncalled, *known)), default=0)
+        loose = [p for p in trial.model.parameters() if id(p) not in self.uses]  # in no slot
         gradients = (sum(storage_bytes(p) for p in b.slot_parameters if p.requires_grad) for b in self.blocks)
         plan = partition.make_plan(
             [*uncalled, *known],
             budget_bytes=trial.pool.budget_bytes,
-            loose_bytes=self._held_bytes(self._loose, ever_trains) + kept,
+            loose_bytes=self._held_bytes(loose, ever_trains) + kept,
             resident_bytes=self._held_bytes(list(trial.model.parameters()), ever_trains) + kept,
             step_bytes=step_bytes + ((step_bytes + work_bytes) // MARGIN if trains else 0),
             late_bytes=max(gradients, default=0) if ever_trains and trial.pool.spills_behind else 0,
@@ -236,11 +245,6 @@ class Planner:
             for b in self.blocks
             if b.name not in known
         ]
-
-    @property
-    def _loose(self) -> list[nn.Parameter]:
-        """Weights that are in no slot."""
-        return [p for p in self._trial.model.parameters() if id(p) not in self._uses]
 
     def _held_bytes(self, parameters: Sequence[nn.Parameter], trains: bool) -> int:
         """Weights, and in training gradients, optimizer state, and what a step of the optimizer takes beside them. What
@@ -311,10 +315,6 @@ class Planner:
             )
         return self._shard_of[block.name]
 
-    def is_tied(self, parameter: nn.Parameter) -> bool:
-        """Whether several blocks have this weight."""
-        return self._uses[id(parameter)] > 1
-
     def _hold(self, except_blocks: Sequence[Block]) -> None:
         self._trial.residency.hold(self._trial.model, except_blocks, self._trial.optimizers)
 
@@ -323,7 +323,7 @@ class Planner:
         self._cut, self._is_changed = cut, False
         model, budget_bytes = self._trial.model, self._trial.pool.budget_bytes
         self.blocks = partition.blocks_of(model, budget_bytes, cut, profiles, self.blocks)
-        self._uses = Counter(id(p) for block in self.blocks for p in block.slot_parameters)
+        self.uses = Counter(id(p) for block in self.blocks for p in block.slot_parameters)
         for block in self.blocks:  # from here on they run in visits
             block.is_current = True
             block.module.forward = BlockForward(block, self._trial)

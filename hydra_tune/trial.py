@@ -640,7 +640,8 @@ class Trial:
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not (with_gradients and (any(are_trained(given)) or any(are_trained(block.parameters)))):
             return self._evaluate_or_open(block, args, kwargs, given)
-        if first is not None and (not self._backwards or first.is_new_to_backward(block)):
+        # a reentrant checkpoint calls a block with gradients in the backward only
+        if first is not None and (not self._backwards or block.name not in first.trained):
             return first.run(block, args, kwargs, forward_pass)
         return self.run_call(block, args, kwargs, forward_pass, leaves, structure)
 
@@ -688,7 +689,7 @@ class Trial:
             if self.planner.first is None or versions != versions_of(given):
                 raise
             for weight in error.weights:
-                block = self.hold_weight(block, weight, "its block returns it")
+                block = self.planner.hold_weight(block, weight, "its block returns it")
             return self._evaluate(block, args, kwargs, given)
         self.planner.open_block(block, f"{TOO_LARGE}: {reason}")
         return block.forward(args, kwargs)
@@ -773,17 +774,13 @@ class Trial:
 
     def visit_backward(self, call: Call) -> DeviceCopy:
         if self._open is None or self._open() is not call or self._open_copy is None:
-            self._open_backward(call)
-        assert self._open_copy is not None
+            self._enter_backward(call.forward_pass)
+            self._close_backward()
+            self.meter.outside_ends()
+            self._open_copy = self._at(call.block, Direction.BACKWARD)
+            self._open = weakref.ref(call)
+            self._touched.append(self._open)
         return self._open_copy
-
-    def _open_backward(self, call: Call) -> None:
-        self._enter_backward(call.forward_pass)
-        self._close_backward()
-        self.meter.outside_ends()
-        self._open_copy = self._at(call.block, Direction.BACKWARD)
-        self._open = weakref.ref(call)
-        self._touched.append(self._open)
 
     def _close_backward(self) -> None:
         """The block's backward is over, or another's begins."""
@@ -801,13 +798,9 @@ class Trial:
                 f"{self.name}: a prepared model's gradients are computed one by one, but backward was called with "
                 "is_grads_batched=True. Call torch.autograd.grad once for each gradient of the output."
             )
-        if torch.is_grad_enabled():  # gradients of gradients follow
+        is_resident = not self.residency.spilled and self.planner.first is None
+        if torch.is_grad_enabled() or is_resident:  # gradients of gradients follow; or the weights are there by now
             sent = [None if g is None else g.to(p.device, p.dtype) for g, p in zip(gradients, parameters, strict=True)]
-            call.forget()
-            self._close_backward()
-            return sent
-        if not (self.residency.spilled or self.planner.first is not None):
-            sent = [None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
         elif call.casts:  # converted there: exactly, and the device has no room for both
             sent = self.residency.spill_gradients(parameters, gradients, late=False)
             with CountingPaused():
@@ -825,7 +818,7 @@ class Trial:
             and call.forward_pass.calls.get(call.block.name, 0) == 1
             and self.steps.has_one_forward
             # nor does autograd, or a hook, read what it adds to `.grad`
-            and not any(self.planner.is_tied(p) or p.grad is not None or has_hooks(p) for p in parameters)
+            and not any(self.planner.uses[id(p)] > 1 or p.grad is not None or has_hooks(p) for p in parameters)
         )
         late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
         sent = self.residency.spill_gradients(parameters, gradients, late=late)
@@ -876,8 +869,10 @@ class Trial:
                 if forward_pass is not self._pass and not any(forward_pass in passes for passes in outer):
                     forward_pass.done = True
         self._close_backward()
-        if self._touched:
-            self._forget_touched()
+        touched, self._touched = self._touched, []
+        for reference in touched:
+            if (call := reference()) is not None:
+                call.forget()
         self.residency.await_gradients()
         if failed:
             self._sent = []
@@ -923,12 +918,6 @@ class Trial:
                 "set the gradients to None, and repeat the forward."
             )
 
-    def _forget_touched(self) -> None:
-        for reference in self._touched:
-            if (call := reference()) is not None:
-                call.forget()
-        self._touched = []
-
     # ---- room ----
 
     def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
@@ -969,9 +958,6 @@ class Trial:
         self._close_backward()
         if self._task is not None:
             self.residency.drop_shard(self._task.shard)
-        self._free_all_idle()
-
-    def _free_all_idle(self) -> None:
         self.pool.tell(OutOfMemory(self.id))
         self.residency.await_gradients()  # which are on the device until then
         collect()
@@ -1022,20 +1008,6 @@ class Trial:
                 self.pool.release(task)
             elif not goes_on:
                 self.pool.hear(self)
-
-    # ---- for planner and first step ----
-
-    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
-        try:
-            block = self.planner.hold_weight(block, weight, reason)
-        except torch.OutOfMemoryError as error:
-            raise self.meter.no_room(error) from None
-        if self.casts.has(weight):
-            raise PrepareError(
-                "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "
-                f"{reason}. It is on the device from here on: repeat the forward."
-            )
-        return block
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -57,7 +57,7 @@ class FirstStep:
         self._copy: tuple[Block, DeviceCopy] | None = None
         self._known: dict[Any, BlockProfile | FoundError] = {}
         self._start_bytes = trial.meter.trial_bytes
-        self._trained = set[str]()  # names of blocks that were measured with gradients
+        self.trained = set[str]()  # names of blocks that were measured with gradients
         self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
         # weights, by memory, in these blocks
@@ -109,10 +109,6 @@ class FirstStep:
 
     # ---- blocks ----
 
-    def is_new_to_backward(self, block: Block) -> bool:
-        """A reentrant checkpoint calls it with gradients in the backward only."""
-        return torch.is_grad_enabled() and block.name not in self._trained
-
     def meet(self, block: Block) -> None:
         if block.keeps == UNMEASURED and torch.is_grad_enabled():
             block.keeps = ""
@@ -138,9 +134,9 @@ class FirstStep:
                 trial.planner.open_block(block, why)
                 return block.forward(args, kwargs)
             for weight in [block.slot_parameters[i] for i in found.holds]:
-                block = trial.hold_weight(block, weight, why)
+                block = trial.planner.hold_weight(block, weight, why)
             self.meet(block)
-        self._trained.add(block.name)
+        self.trained.add(block.name)
         block.keeps = block.keeps or found.keeps
         block.clones |= found.clones
         block.casts |= found.casts
@@ -193,7 +189,7 @@ class FirstStep:
             if not any(weight is p for p in block.module._parameters.values()) and has_children(block.module):
                 planner.open_block(block, f"a part of {block.name} is used without it")
                 break
-            trial.hold_weight(block, weight, f"{block.name}'s weight is used without it")
+            planner.hold_weight(block, weight, f"{block.name}'s weight is used without it")
         # on a GPU the operator has it where it was; a checkpoint has counted what its block has saved without it
         if used and (hooks_of_checkpoint() is not None or not trial.device.is_virtual):
             raise PrepareError(

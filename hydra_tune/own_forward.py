@@ -63,7 +63,7 @@ class BlockForward(StandIn):
         block, trial = self.block, self.trial
         if trial.in_visit or not block.is_current:  # a block within a block; a user's wrapper of one that was cut anew
             return block.forward(args, kwargs)
-        if not trial.has_model:
+        if not trial.models:
             trial.end()
             return block.forward(args, kwargs)
         outputs = trial.run_block(block, args, kwargs)
@@ -75,7 +75,7 @@ class BlockForward(StandIn):
 def end_orphans(model: nn.Module) -> bool:
     """End the trials whose own model was collected, while this part of it lives on; whether there were any."""
     forwards = [vars(module).get("forward") for module in model.modules()]
-    trials = [f.trial for f in forwards if isinstance(f, BlockForward) and not f.trial.has_model]
+    trials = [f.trial for f in forwards if isinstance(f, BlockForward) and not f.trial.models]
     for trial in trials:
         trial.end()
     return bool(trials)

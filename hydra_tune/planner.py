@@ -152,7 +152,8 @@ class Planner:
     def end_first(self, step_bytes: int, *, trained: bool) -> None:
         """It has come to its end, with so many bytes outside of its visits to blocks."""
         first = self.give_up_first(trained=trained)
-        assert first is not None
+        if first.failed:
+            return
         profiles = first.profiles_beside(step_bytes)
         measure = StepMeasure(tuple(first.kinds), self._cut, profiles, step_bytes, first.kept_bytes)
         self._count(measure)
@@ -166,12 +167,12 @@ class Planner:
                 return
         self._known.add(measure)
 
-    def give_up_first(self, *, trained: bool = False) -> FirstStep | None:
+    def give_up_first(self, *, trained: bool = False) -> FirstStep:
         (first, self.first), trial = (self.first, None), self._trial
-        if first is not None:
-            first.end()
-            trial.pool.tell(PilotDone(trial.id, first.peak_bytes, trained))
-            trial.residency.bring_home(trial.optimizers)
+        assert first is not None
+        first.end()
+        trial.pool.tell(PilotDone(trial.id, first.peak_bytes, trained and not first.failed))
+        trial.residency.bring_home(trial.optimizers)
         return first
 
     def open_block(self, block: Block, reason: str) -> None:

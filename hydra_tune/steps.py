@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
-_MOST_FIRST_BACKWARDS = 3
 _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
 
 
@@ -47,11 +46,6 @@ class Steps:
     def begin(self) -> None:
         """One that has room."""
         self.trains, self.num_forwards, self.num_backwards, self.under_way = False, 0, 0, True
-
-    @property
-    def outlasts_first(self) -> bool:
-        """A first step was measured long ago, but the script keeps a loss of it, as of a backward that failed."""
-        return self.num_backwards >= _MOST_FIRST_BACKWARDS
 
     def leave(self) -> None:
         trial = self._trial
@@ -88,12 +82,6 @@ class Steps:
         trial.residency.await_gradients()
         self.num_backwards -= 1  # the next one ends a step, too
         trial.pool.tell_between_tasks(trial, StepDone(trial.id, keeps_bytes=True))
-
-    # ---- its forwards and backwards ----
-
-    def add_forward(self, forward: ForwardPass) -> None:
-        self.num_forwards += 1
-        self.forwards.append(weakref.ref(forward))
 
     @property
     def latest_forward(self) -> ForwardPass | None:

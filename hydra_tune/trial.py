@@ -56,6 +56,7 @@ from hydra_tune.tree import Structure, flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
 ResultT = TypeVar("ResultT")
+_MOST_FIRST_BACKWARDS = 3  # it was measured long ago, but the script keeps a loss of it, as of one that failed
 _TOLD_BY_VALUE = frozenset((bool, int, float, str, type(None)))
 
 
@@ -149,11 +150,8 @@ class Trial:
         return self._thread == threading.get_ident()
 
     @property
-    def has_model(self) -> bool:
-        return any(root.model() is not None for root in self._roots)
-
-    @property
     def models(self) -> list[nn.Module]:
+        """Those that it has prepared and nobody has dropped."""
         return [model for root in self._roots if (model := root.model()) is not None]
 
     @property
@@ -219,7 +217,17 @@ class Trial:
         self._task = None
         with_gradients = torch.is_grad_enabled()
         try:
-            self._leave_device()
+            self.pool.await_copies(self)
+            self.unwatch()
+            self._close_backward()
+            self.residency.await_gradients()
+            if self.planner.first is not None:
+                self.planner.first.end()
+                self.planner.first = None
+            self.planner.unwrap()  # parts of a model may live longer
+            self.device.synchronize()  # it may have computed in a stream that is not the caller's
+            self.residency.bring_home(self.optimizers)
+            self.residency.close()
         finally:  # last: from here on others may have its bytes
             torch._C._set_grad_enabled(with_gradients)  # should that have failed
             self.pool.end_trial(self)
@@ -231,19 +239,6 @@ class Trial:
         self.planner.close()
         self.resumption = None
         self._roots = []
-
-    def _leave_device(self) -> None:
-        self.pool.await_copies(self)
-        self.unwatch()
-        self._close_backward()
-        self.residency.await_gradients()
-        if self.planner.first is not None:
-            self.planner.first.end()
-            self.planner.first = None
-        self.planner.unwrap()  # parts of a model may live longer
-        self.device.synchronize()  # it may have computed in a stream that is not the caller's
-        self.residency.bring_home(self.optimizers)
-        self.residency.close()
 
     # ---- steps ----
 
@@ -287,10 +282,6 @@ class Trial:
         if self.resumption is not None and not self.steps.under_way:
             with CountingPaused():
                 self.resumption.stage(self.model, self.optimizer, states)
-
-    def _note_for_resumption(self) -> None:
-        if self.resumption is not None and not self.ended:
-            self.resumption.note()
 
     def hold(self) -> None:
         """The model is the calling thread's from here on, until that releases `busy`.
@@ -337,7 +328,6 @@ class Trial:
             self.steps.open()
             return self._run_step(root, args, kwargs)
         self._enter(root, args, kwargs)
-        call = _call_key(root, args, kwargs)
         if call is not None and self.plan is not None and self.plan.resident:
             self.planner.covered.add(call)
             if self.resumption is None:  # nothing goes stale
@@ -424,13 +414,10 @@ class Trial:
             self.awaits_backward = self._steps_are_simple = False
         self._boundary()
         if self.resumption is not None and not self.steps.under_way:
-            self._before_step(self.resumption)
-
-    def _before_step(self, resumption: Resumption) -> None:
-        states = resumption.before_forward() if torch.is_grad_enabled() else None
-        if states is not None:
-            self.checkpoint(states)
-            resumption.publish()
+            states = self.resumption.before_forward() if torch.is_grad_enabled() else None
+            if states is not None:
+                self.checkpoint(states)
+                self.resumption.publish()
 
     def _enter(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Be in a step that has room for this forward."""
@@ -443,11 +430,10 @@ class Trial:
             self._roots = [each for each in self._roots if each.model() is not None]
             planner.leave_plan()
             planner.start()
-        kind = planner.kind_of(self.models.index(root.module), args, kwargs)
-        if planner.first is not None and self.steps.outlasts_first:
+        if planner.first is not None and self.steps.num_backwards >= _MOST_FIRST_BACKWARDS:
             self.steps.leave()
             self._end_first_step()
-            kind = planner.kind_of(self.models.index(root.module), args, kwargs)
+        kind = planner.kind_of(self.models.index(root.module), args, kwargs)
         if planner.first is not None:  # of a step with several forwards
             planner.first.add(kind)
             return
@@ -458,24 +444,22 @@ class Trial:
             planner.learn(kind)
             return  # the next step counts with it
         self.stop.check_between_steps()
-        if not (planner.knows(kind) or planner.learn(kind)):
-            self._begin_first_step(kind, args, kwargs)
+        if not (planner.knows(kind) or planner.learn(kind)) and self._begins_first_step(kind, args, kwargs):
             return
         planner.settle(planner.plan_for(kind))
         self.steps.open()
 
-    def _begin_first_step(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _begins_first_step(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """False if another trial has measured it while this one waited for room."""
         refuse_global_hooks()
         self.meter.counting = True
         self._count()
         try:
             self.planner.begin(kind)
-            if self.planner.learn(kind):  # while this one waited for room, another has measured it
+            if self.planner.learn(kind):
                 self.planner.give_up_first()
                 self._end_counting()
-                self.planner.settle(self.planner.plan_for(kind))
-                self.steps.open()
-                return
+                return False
             self.steps.begin()
             self.meter.adopt(tensors_in((args, kwargs)), are_a_batch=True)
         except torch.OutOfMemoryError as error:
@@ -487,13 +471,11 @@ class Trial:
             self._leave_after_error()
             raise
         self.meter.watch_outside()
+        return True
 
     def _end_first_step(self) -> None:
         step_bytes = self.meter.outside_peak()
         self._end_counting()
-        if self.planner.first is not None and self.planner.first.failed:
-            self.planner.give_up_first()
-            return
         self.planner.end_first(step_bytes, trained=self.steps.trains)
 
     def _end_counting(self) -> None:
@@ -523,7 +505,8 @@ class Trial:
         self._invalidate()
         self._pass = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
         here.trial = self._ref
-        self.steps.add_forward(forward_pass)
+        self.steps.num_forwards += 1
+        self.steps.forwards.append(weakref.ref(forward_pass))
         if self.meter.always:
             self._count()
         self.meter.inside += 1
@@ -557,7 +540,8 @@ class Trial:
             forward_pass.done = True
             if first is not None:
                 self._boundary()
-            self._note_for_resumption()
+            if self.resumption is not None:
+                self.resumption.note()
         elif first is not None or (plan is not None and plan.resident):
             self._announce_backward(outputs, forward_pass)
         return outputs
@@ -680,16 +664,14 @@ class Trial:
         versions = versions_of(given)
         try:
             return self._evaluate(block, args, kwargs, given)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, ReturnsWeightsError) as error:
             if self.planner.first is None or versions != versions_of(given):
                 raise
-            reason = str(error)
+            returned, reason = getattr(error, "weights", ()), str(error)
             clear_frames(error)
-        except ReturnsWeightsError as error:
-            if self.planner.first is None or versions != versions_of(given):
-                raise
-            for weight in error.weights:
-                block = self.planner.hold_weight(block, weight, "its block returns it")
+        for weight in returned:
+            block = self.planner.hold_weight(block, weight, "its block returns it")
+        if returned:
             return self._evaluate(block, args, kwargs, given)
         self.planner.open_block(block, f"{TOO_LARGE}: {reason}")
         return block.forward(args, kwargs)
@@ -869,10 +851,8 @@ class Trial:
                 if forward_pass is not self._pass and not any(forward_pass in passes for passes in outer):
                     forward_pass.done = True
         self._close_backward()
-        touched, self._touched = self._touched, []
-        for reference in touched:
-            if (call := reference()) is not None:
-                call.forget()
+        if self._touched:
+            self._forget_touched()
         self.residency.await_gradients()
         if failed:
             self._sent = []
@@ -899,7 +879,8 @@ class Trial:
                 self._steps_are_simple = (steps.num_forwards, steps.num_backwards) == (1, 1) or None
             if not self.ended:
                 self._boundary()
-            self._note_for_resumption()
+            if self.resumption is not None:
+                self.resumption.note()
 
     def _check_taken(self) -> None:
         """What was sent late must have been taken as it is: who adds something to it reads it before it is there."""
@@ -917,6 +898,12 @@ class Trial:
                 "before, so that its gradient was on its way while it was added up. From here on it is awaited: "
                 "set the gradients to None, and repeat the forward."
             )
+
+    def _forget_touched(self) -> None:
+        for reference in self._touched:
+            if (call := reference()) is not None:
+                call.forget()
+        self._touched = []
 
     # ---- room ----
 

@@ -51,13 +51,10 @@ class StepMeasure:
     def covers(self, kind: Kind) -> bool:
         return any(own.covers(kind) for own in self.kinds)
 
-    def replaces(self, other: StepMeasure) -> bool:
-        """Whether it tells all that the other one does, and later."""
-        return self.trains == other.trains and all(map(self.covers, other.kinds))
-
     def put_among(self, measures: list[StepMeasure]) -> list[StepMeasure]:
         """Those of the same cut that tell more than this one, and this one."""
-        return [*(m for m in measures if m.cut == self.cut and not self.replaces(m)), self]
+        same_cut = [m for m in measures if m.cut == self.cut]
+        return [*(m for m in same_cut if m.trains != self.trains or not all(map(self.covers, m.kinds))), self]
 
 
 @dataclass

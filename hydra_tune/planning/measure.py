@@ -51,7 +51,9 @@ class Measurement:
         self._call, self._block, self._meter = call, call.block, call.trial.meter
         self._given = [x for x in given if isinstance(x, torch.Tensor)]
         self._objects = [x for x in given if not isinstance(x, torch.Tensor)]
-        self.is_quiet = tells_others(call.block)  # it runs without the hooks that do
+        # Hooks within that are not PyTorch's, which compute weights, tell somebody of a call, as those by which
+        # transformers collects outputs: it runs without.
+        self.is_quiet = any(len(own) < len(hooks) for _, _, hooks, own in _hooks_within(call.block))
         self.is_running = False
         self.changed = ""  # what can't be taken back
         self.casts: frozenset[tuple[int, torch.dtype]] = frozenset()
@@ -294,12 +296,6 @@ class Measurement:
                 "uses a weight so that its gradients are added up otherwise than in a visit", holds=sorted(held)
             )
         return frozenset((i, dtype) for i in casts) if dtype is not None else frozenset()
-
-
-def tells_others(block: Block) -> bool:
-    """Whether there are hooks within that are not PyTorch's, which compute weights: others tell somebody of a call, as
-    those by which transformers collects outputs."""
-    return any(len(own) < len(hooks) for _, _, hooks, own in _hooks_within(block))
 
 
 @contextmanager

@@ -149,9 +149,10 @@ class Planner:
             self._known.refusals[first.kinds[0].of_any] = copy.copy(refusal)
         return refusal
 
-    def end_first(self, step_bytes: int, *, trained: bool) -> None:
-        """It has come to its end, with so many bytes outside of its visits to blocks."""
-        first = self.give_up_first(trained=trained)
+    def end_first(self) -> None:
+        """It has come to its end: what it has shown is known from here on."""
+        step_bytes = self._trial.meter.outside_peak()
+        first = self.give_up_first(trained=self._trial.steps.trains)
         if first.failed:
             return
         profiles = first.profiles_beside(step_bytes)
@@ -170,6 +171,9 @@ class Planner:
     def give_up_first(self, *, trained: bool = False) -> FirstStep:
         (first, self.first), trial = (self.first, None), self._trial
         assert first is not None
+        trial.meter.counting = trial.meter.always
+        if not trial.meter.always:
+            trial.unwatch()
         first.end()
         trial.pool.tell(PilotDone(trial.id, first.peak_bytes, trained and not first.failed))
         trial.residency.bring_home(trial.optimizers)

@@ -40,7 +40,7 @@ from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.lease import TELL_AFTER
 from hydra_tune.meter import CountingPaused, TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
-from hydra_tune.partition import NO_PLAN, summary_of
+from hydra_tune.partition import NO_PLAN, UNMEASURED, summary_of
 from hydra_tune.planner import Planner
 from hydra_tune.planning.kind import Kind
 from hydra_tune.planning.reached import weights_in
@@ -275,7 +275,7 @@ class Trial:
     def _boundary(self) -> None:
         self.leave()
         if self.steps.leave_if_done() and self.planner.first is not None:
-            self._end_first_step()
+            self.planner.end_first()
 
     def checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
         """Write one, from the host, with the trial's loaders in these states; the devices go on with others."""
@@ -307,8 +307,7 @@ class Trial:
 
     def run_root(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         call = _call_key(root, args, kwargs) if self._pass is None else None
-        is_covered = call in self.planner.covered
-        if is_covered and self._begin_simple():
+        if call in self.planner.covered and self._begin_simple():
             return self._run_simple(root, args, kwargs)
         if self.ended:
             raise PrepareError(f"{self.name} has ended. Prepare the model again.")
@@ -322,7 +321,7 @@ class Trial:
                 "a backward, as by a checkpoint around the model. Take the checkpoint away; the pool has the memory."
             )
         self._leave_last_step()
-        if is_covered and call in self.planner.covered:
+        if call in self.planner.covered:
             if not self.steps.under_way:
                 self.stop.check_between_steps()
             self.steps.open()
@@ -432,7 +431,7 @@ class Trial:
             planner.start()
         if planner.first is not None and self.steps.num_backwards >= _MOST_FIRST_BACKWARDS:
             self.steps.leave()
-            self._end_first_step()
+            self.planner.end_first()
         kind = planner.kind_of(self.models.index(root.module), args, kwargs)
         if planner.first is not None:  # of a step with several forwards
             planner.first.add(kind)
@@ -440,9 +439,9 @@ class Trial:
         if self.steps.under_way:
             if planner.knows(kind):
                 self.steps.open()
-                return
-            planner.learn(kind)
-            return  # the next step counts with it
+            else:
+                planner.learn(kind)  # the next step counts with it
+            return
         self.stop.check_between_steps()
         if not (planner.knows(kind) or planner.learn(kind)) and self._begins_first_step(kind, args, kwargs):
             return
@@ -458,7 +457,6 @@ class Trial:
             self.planner.begin(kind)
             if self.planner.learn(kind):
                 self.planner.give_up_first()
-                self._end_counting()
                 return False
             self.steps.begin()
             self.meter.adopt(tensors_in((args, kwargs)), are_a_batch=True)
@@ -472,16 +470,6 @@ class Trial:
             raise
         self.meter.watch_outside()
         return True
-
-    def _end_first_step(self) -> None:
-        step_bytes = self.meter.outside_peak()
-        self._end_counting()
-        self.planner.end_first(step_bytes, trained=self.steps.trains)
-
-    def _end_counting(self) -> None:
-        self.meter.counting = self.meter.always
-        if not self.meter.always:
-            self.unwatch()
 
     def _count(self) -> None:
         """Operators of this thread, also between forward and backward, until `unwatch`. The engine runs nodes with the
@@ -617,7 +605,8 @@ class Trial:
         first, with_gradients = self.planner.first, torch.is_grad_enabled()
         if first is not None:
             self.pool.check_open(self)
-            first.meet(block)
+            if with_gradients and block.keeps == UNMEASURED:
+                block.keeps = ""
         forward_pass = self._pass or next(iter(self._backwards[-1].passes[self]))
         forward_pass.calls[block.name] += 1
         leaves, structure = flatten_call(args, kwargs)
@@ -980,7 +969,6 @@ class Trial:
             self.leave()
             if self.planner.first is not None:
                 self.steps.under_way = False  # it has not begun
-                self._end_counting()
                 self.planner.give_up_first()
             self.unwatch()  # under checks, too: the next forward counts again
 

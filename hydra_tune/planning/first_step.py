@@ -29,7 +29,7 @@ from hydra_tune.errors import BudgetError, PrepareError, clear_frames
 from hydra_tune.fingerprint import plan_key
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import storages_of
-from hydra_tune.partition import UNMEASURED, has_children, shape_of
+from hydra_tune.partition import has_children, shape_of
 from hydra_tune.planning.kind import Kind, larger_of
 from hydra_tune.planning.measure import FoundError, Measurement, measured
 from hydra_tune.process_state import Surroundings, casts_to, remembers_casts
@@ -81,14 +81,12 @@ class FirstStep:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
                 raise torch.OutOfMemoryError(f"it has {format_bytes(block.weight_bytes)} of weights")
-            copy = self._trial.residency.promote(block)
-            self._copy = block, copy
+            self._copy = block, self._trial.residency.promote(block)
         return self._copy[1]
 
     def _drop_copy(self) -> None:
         if self._copy is not None:
-            block, copy = self._copy
-            self._copy = None
+            (block, copy), self._copy = self._copy, None
             copy.used = copy.device.mark()
             self._trial.residency.drop(copy)
             self._trial.residency.device.free_slot(None, block.weight_bytes)
@@ -108,10 +106,6 @@ class FirstStep:
         self._drop_copy()
 
     # ---- blocks ----
-
-    def meet(self, block: Block) -> None:
-        if block.keeps == UNMEASURED and torch.is_grad_enabled():
-            block.keeps = ""
 
     def run(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], forward_pass: ForwardPass) -> Any:
         """A call of the block with gradients; measured, unless its like is known."""
@@ -135,7 +129,6 @@ class FirstStep:
                 return block.forward(args, kwargs)
             for weight in [block.slot_parameters[i] for i in found.holds]:
                 block = trial.planner.hold_weight(block, weight, why)
-            self.meet(block)
         self.trained.add(block.name)
         block.keeps = block.keeps or found.keeps
         block.clones |= found.clones

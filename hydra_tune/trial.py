@@ -56,7 +56,7 @@ from hydra_tune.tree import Structure, flatten_call, map_tensors, tensors_in
 
 logger = logging.getLogger("hydra_tune")
 ResultT = TypeVar("ResultT")
-_MOST_FIRST_BACKWARDS = 3  # it was measured long ago, but the script keeps a loss of it, as of one that failed
+_MOST_FIRST_BACKWARDS = 3  # of a first step, which lasts because the script keeps a loss, as of a failed backward
 _TOLD_BY_VALUE = frozenset((bool, int, float, str, type(None)))
 
 

@@ -338,8 +338,7 @@ class Planner:
     def unwrap(self) -> None:
         for block in self.blocks:
             ours = block.module.__dict__.get("forward")
-            block.is_current = False
-            block.module_states.forget()
+            block.is_current, block.module_states.shared = False, None
             if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
                 ours.give_back()
 

@@ -36,8 +36,6 @@ STRUCTURE = frozenset((  # not what a module is set to
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CHILDREN = itemgetter("_modules")
 
-_latest: ProcessState | None = None
-
 
 @cache
 def _choices() -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
@@ -59,13 +57,9 @@ class ProcessState(NamedTuple):
 
     @classmethod
     def now(cls) -> ProcessState:
-        global _latest
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU  # a mode may have set one
         autocast = _autocast() if torch._C._is_any_autocast_enabled() else ()
-        state = cls(autocast, device, tuple(map(_CALL, _choices()[1])))
-        if state != (latest := _latest):  # of any thread; one for all: each is ten objects to the garbage collector
-            _latest = latest = state
-        return latest
+        return cls(autocast, device, tuple(map(_CALL, _choices()[1])))
 
     @contextmanager
     def entered(self, now: ProcessState, block: str) -> Iterator[None]:
@@ -103,14 +97,12 @@ class ModuleState(NamedTuple):
 
 
 class ModuleStates:
-    """Of the modules of a block. Calls that find the same share it: most attributes never change, and what each call
-    keeps until its backward is work for the garbage collector."""
+    """Of the modules of a block."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._first = self._build()
-        self.shared: ModuleState | None = None  # the latest, if it keeps nothing large alive: not to be changed
-        self.surroundings: Surroundings | None = None  # the latest with that
+        self.shared: Surroundings | None = None  # the latest, if they keep nothing large alive
 
     def _build(self) -> list[tuple[type, list[tuple[str, nn.Module | None]]]]:
         return [(type(module), [*module._modules.items()]) for module in self._modules]
@@ -123,18 +115,7 @@ class ModuleStates:
         return list(map(id, values)), list(map(len, every)), list(map(type, self._modules))
 
     def now(self) -> ModuleState:
-        """The caller's own, unless it is `shared`."""
-        found = self._found()
-        if self.shared is not None and self.shared.found == found:
-            return self.shared
-        state = ModuleState(found, list(map(dict, map(vars, self._modules))), self._build() != self._first)
-        keeps = any(_keeps(v) for own in state.attributes for k, v in own.items() if k not in _OF_EVERY_MODULE)
-        self.shared = None if keeps else state
-        return state
-
-    def forget(self) -> None:
-        """What is shared: it refers to the block."""
-        self.shared = self.surroundings = None
+        return ModuleState(self._found(), list(map(dict, map(vars, self._modules))), self._build() != self._first)
 
     def are(self, state: ModuleState) -> bool:
         return self._found() == state.found
@@ -158,30 +139,34 @@ def is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
-class Surroundings:
-    """Autocast, the default device, the choice of kernels, and the modules of a block."""
+class Surroundings(NamedTuple):
+    """Autocast, the default device, the choice of kernels, and the modules of a block; `versions` are those of tensors
+    among the attributes of these."""
+
+    process: ProcessState
+    state: ModuleState
+    versions: list[tuple[str, torch.Tensor, int]]
 
     @classmethod
     def now(cls, modules: ModuleStates) -> Surroundings:
-        """As they are now; calls that find the same share them."""
-        process, state, latest = ProcessState.now(), modules.now(), modules.surroundings
-        if latest is None or latest._process is not process or latest._state is not state:
-            latest = cls(process, state, is_shared=state is modules.shared)
-            modules.surroundings = latest if state is modules.shared else None
-        return latest
-
-    def __init__(self, process: ProcessState, state: ModuleState, *, is_shared: bool) -> None:
-        self._process, self._state = process, state
-        self.choices = self._process.choices  # of kernels
-        self.are_rebuilt = self._state.is_rebuilt  # nobody has noted what children are set to that were none at first
-        self._versions: Sequence[tuple[str, torch.Tensor, int]] = ()
-        for own in () if is_shared else self._state.attributes:
+        """As they are now. Calls that find the same share them: most attributes never change, and what each call keeps
+        until its backward is work for the garbage collector."""
+        process, latest = ProcessState.now(), modules.shared
+        if latest is not None and latest.process == process and modules.are(latest.state):
+            return latest
+        state = modules.now()
+        versions: list[tuple[str, torch.Tensor, int]] = []
+        keeps = any(_keeps(v) for own in state.attributes for k, v in own.items() if k not in _OF_EVERY_MODULE)
+        for own in state.attributes:
             for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
                 if value.grad_fn is None:
-                    self._versions = *self._versions, (name, value, version_of(value))
+                    versions.append((name, value, version_of(value)))
                 else:  # an activation, which would keep its graph
                     del own[name]
-                    self._state = self._state._replace(found=None)
+                    state = state._replace(found=None)
+        latest = cls(process, state, versions)
+        modules.shared = None if keeps else latest
+        return latest
 
     @contextmanager
     def restored(self, modules: ModuleStates, block: str) -> Iterator[None]:
@@ -191,17 +176,16 @@ class Surroundings:
             RuntimeError: a tensor among the attributes of this block has other values now, a module of it other
                 children or another class, or the process another choice of kernels.
         """
-        for name, tensor, version in self._versions:
+        for name, tensor, version in self.versions:
             if version_of(tensor) != version:
-                advice = "Change it after backward, or assign a new tensor."
-                raise changed_in_between("attributes", repr(name), block, advice)
-        present, process, now = self._state, self._process, ProcessState.now()
+                raise changed_in_between("attributes", repr(name), block)
+        present, process, now = self.state, self.process, ProcessState.now()
         if not modules.are(present):
             present = modules.now()
             if present.is_rebuilt:
-                which, advice = "a child, or the class of a module,", "Change it after backward."
-                raise changed_in_between("modules", which, block, advice)
-            modules.set(self._state)
+                which = "a child, or the class of a module,"
+                raise changed_in_between("modules", which, block, "Change it after backward.")
+            modules.set(self.state)
         try:
             with nullcontext() if process == now else process.entered(now, block):
                 yield
@@ -210,7 +194,9 @@ class Surroundings:
                 modules.set(present)
 
 
-def changed_in_between(what: str, which: str, block: str, advice: str) -> RuntimeError:
+def changed_in_between(
+    what: str, which: str, block: str, advice: str = "Change it after backward, or assign a new tensor."
+) -> RuntimeError:
     return RuntimeError(
         f"a block's {what} stay as they are from its forward to its backward, which repeats the forward, but {which} "
         f"of block {block} was changed in place in between. {advice}"

@@ -621,7 +621,8 @@ class Trial:
     def keeps_call(self, surroundings: Surroundings) -> bool:
         """Whether a call now is not to be repeated, whatever its block is like."""
         at_once = self._pass is None  # a checkpoint's repetition, whose own backward follows
-        return at_once or surroundings.are_rebuilt or surroundings.choices != self._choices or is_watched()
+        is_rebuilt, choices = surroundings.state.is_rebuilt, surroundings.process.choices
+        return at_once or is_rebuilt or choices != self._choices or is_watched()
 
     def run_call(
         self,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.process_state import ModuleStates
+from hydra_tune.process_state import ModuleStates, Surroundings
 
 
 class Training:
@@ -43,19 +43,20 @@ def test_it_does_not_look_at_what_a_pool_remembers_of_the_past():
 def test_calls_share_what_they_note_of_plain_attributes():
     module = nn.Dropout(0.5)
     states = ModuleStates([module])
-    first, again = states.now(), states.now()
+    first, again = Surroundings.now(states), Surroundings.now(states)
     assert first is again
     module.p = 0.25
-    changed = states.now()
-    assert changed.attributes[0]["p"] == 0.25 and first.attributes[0]["p"] == 0.5, "the earlier call's is as it was"
+    changed = Surroundings.now(states)
+    assert changed.state.attributes[0]["p"] == 0.25
+    assert first.state.attributes[0]["p"] == 0.5, "the earlier call's is as it was"
 
 
 def test_a_tensor_lives_no_longer_than_in_its_module():
     module, thing = nn.Dropout(0.5), torch.ones(1)
     module.thing, gone = (thing,), weakref.ref(thing)
     states = ModuleStates([module])
-    found = states.now()
-    assert found.attributes[0]["thing"][0] is thing
+    found = Surroundings.now(states)
+    assert found.state.attributes[0]["thing"][0] is thing
     del module.thing, thing, found
     gc.collect()
     assert gone() is None

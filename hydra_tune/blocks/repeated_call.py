@@ -228,8 +228,7 @@ class RepeatedCall(Call):
         if self._input_versions != versions_of(self.tensors):
             raise changed_in_between("inputs", "one", block.name, "Give the model a copy of it.")
         if [*self._buffer_versions] != versions_of([b for b in self._buffers if b is not None]):
-            advice = "Change it after backward, or assign a new tensor."
-            raise changed_in_between("buffers", "one", block.name, advice)
+            raise changed_in_between("buffers", "one", block.name)
         trial.visit_backward(self)
         copy = trial.begin_visit(block, Direction.BACKWARD)
         try:

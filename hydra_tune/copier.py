@@ -11,28 +11,18 @@ from queue import SimpleQueue
 import torch
 
 logger = logging.getLogger("hydra_tune")
-_Jobs = SimpleQueue[Callable[[], None] | None]
+_Job = Callable[[], None] | None
 
 
-class Copier:
-    """Its thread ends when nobody has it any more, be its pool closed or not."""
-
-    def __init__(self, name: str, num_threads: int) -> None:
-        self._jobs: _Jobs = SimpleQueue()
-        work = (self._jobs, num_threads)
-        self._thread = threading.Thread(target=_work, args=work, name=f"copies of {name}", daemon=True)
-        weakref.finalize(self, self._jobs.put, None)
-
-    def start(self) -> None:
-        """Before the first job; more often than once does no harm."""
-        if self._thread.ident is None:
-            self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+def start_copier(owner: object, name: str, num_threads: int) -> Callable[[_Job], None]:
+    """What takes a new thread's jobs; the thread ends when nobody has the owner any more, a pool, be it closed or not."""
+    jobs: SimpleQueue[_Job] = SimpleQueue()
+    threading.Thread(target=_work, args=(jobs, num_threads), name=f"copies of {name}", daemon=True).start()
+    weakref.finalize(owner, jobs.put, None)
+    return jobs.put
 
 
-def _work(jobs: _Jobs, num_threads: int) -> None:
+def _work(jobs: SimpleQueue[_Job], num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     while (job := jobs.get()) is not None:
         try:

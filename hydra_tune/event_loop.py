@@ -18,7 +18,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydra_tune import events as e
-from hydra_tune.copier import Copier
+from hydra_tune.copier import start_copier
 from hydra_tune.device import Device
 from hydra_tune.errors import PoolClosedError, TrialStopped
 from hydra_tune.fork import gate
@@ -55,7 +55,7 @@ class EventLoop:
         self._summaries: dict[int, dict[str, Any]] = {}  # of all trials, ended ones included
         self.leases: dict[int, Lease] = {}  # of each trial
         self._turns: list[Lease | None] = [None] * len(devices)  # those that last
-        self._copiers = [Copier(device.name, num_threads) for device in devices]
+        self._copiers = [start_copier(self, device.name, num_threads) for device in devices]
         self._copying: dict[int, list[e.Promote]] = {}  # ahead of their tasks, by trial
         os.register_at_fork(after_in_child=self._copying.clear)  # the thread stays behind
         self._trace = Trace()
@@ -241,7 +241,7 @@ class EventLoop:
                 self._trace.count("dropped_bytes", instruction.device, instruction.trial, instruction.num_bytes)
             elif isinstance(instruction, e.Promote):  # ahead of its task
                 self._copying.setdefault(instruction.task.trial, []).append(instruction)
-                self._copiers[instruction.device].submit(partial(self._copy_ahead, instruction))
+                self._copiers[instruction.device](partial(self._copy_ahead, instruction))
             elif isinstance(instruction, e.Move):
                 trial = self._trials[instruction.trial]
                 trial.residency.move_home(self._devices[instruction.device])

@@ -195,7 +195,6 @@ class ShardPool(EventLoop):
 
         Raises:
             BudgetError: it needs more than all trials together may have.
-            RuntimeError: the system has no thread left for copies.
         """
 
         def check() -> None:
@@ -205,8 +204,6 @@ class ShardPool(EventLoop):
         with self._lock:
             self.check_usable()
             self.end_abandoned()
-            for copier in self._copiers:
-                copier.start()
             number = next(self._ids)
             name = name or f"trial {number}"
             self._check_host_bytes(name, host_bytes)

@@ -13,7 +13,7 @@ from hydra_tune import event_loop
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.context import current_context
-from hydra_tune.copier import Copier
+from hydra_tune.copier import start_copier
 from hydra_tune.device import Device
 from hydra_tune.events import Promote, Run
 from hydra_tune.host_buffer import HostWeights
@@ -299,7 +299,7 @@ def test_a_copy_that_fails_is_made_again_by_its_task(monkeypatch):
 
 def test_a_copy_that_ends_its_thread_neither_loses_the_others_nor_keeps_its_trial_waiting(monkeypatch):
     """The copies behind it were lost, and their trials waited for ever."""
-    raised, promote = [], Device.promote
+    raised, promote, before = [], Device.promote, set(threading.enumerate())
 
     def fails(device, copies):
         if threading.current_thread() is not threading.main_thread() and len(raised) < 2:
@@ -310,30 +310,29 @@ def test_a_copy_that_ends_its_thread_neither_loses_the_others_nor_keeps_its_tria
     plain, x, model = Net(), torch.randn(4, WIDTH), Net()
     model.load_state_dict(plain.state_dict())
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
+        (copier,) = set(threading.enumerate()) - before
         settle(model, pool)
-        (copier,) = pool._copiers
         monkeypatch.setattr(Device, "promote", fails)
         model.zero_grad()
         model(x).sum().backward()
-        assert raised and copier._thread.is_alive()
+        assert raised and copier.is_alive()
         hydra_tune.release(model)
     plain(x).sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-def test_a_copy_thread_that_cannot_be_started_is_told_in_prepare(monkeypatch):
+def test_a_copy_thread_that_cannot_be_started_is_told_by_its_pool(monkeypatch):
     """Where a process may have no more threads: the pool was left in the middle of an event."""
-    start = threading.Thread.start
 
     def none_left(thread):
         raise RuntimeError("can't start new thread")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"])
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         model = Net()
-        monkeypatch.setattr(threading.Thread, "start", none_left)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            hydra_tune.prepare(model, pool=pool)
-        monkeypatch.setattr(threading.Thread, "start", start)
         settle(model, pool)
         model(torch.randn(4, WIDTH)).sum().backward()
         hydra_tune.release(model)
@@ -387,14 +386,14 @@ def test_an_unknown_policy_is_refused():
 def test_a_job_that_ends_a_copy_threads_work_leaves_nobody_waiting(caplog):
     """Its thread died with the jobs behind it, whose trials waited for ever."""
     caplog.set_level("DEBUG", "hydra_tune")
-    copier, done = Copier("cpu:0", 1), []
-    copier.start()
+    owner, done = nn.Identity(), []
+    copy = start_copier(owner, "cpu:0", 1)
 
     def ends():
         raise SystemExit
 
-    copier.submit(ends)
-    copier.submit(lambda: done.append("second"))
+    copy(ends)
+    copy(lambda: done.append("second"))
     wait_until(lambda: done == ["second"], "the other one is done")
     assert "a copy has failed; its task makes it" in caplog.text
 

@@ -83,8 +83,7 @@ class TurnsPool(hydra_tune.ShardPool):
         self.story = []  # all that the scheduler was told, and has said
         ticks = itertools.count()
         self._trace.now_s = lambda: float(next(ticks))
-        for copier in self._copiers:
-            copier.submit = self.turns.jobs.append
+        self._copiers = [self.turns.jobs.append] * len(self._copiers)
 
     def acquire(self, trial, task, after=None):
         super().acquire(trial, task, after)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from os import PathLike
@@ -187,9 +187,7 @@ class ShardPool(EventLoop):
 
     # ---- its trials ----
 
-    def add_trial(
-        self, make: Callable[[int, Device], Trial], steps: int | None, host_bytes: int, name: str | None, stop: Stop
-    ) -> Trial:
+    def add_trial(self, kind: type[Trial], steps: int | None, host_bytes: int, name: str | None, stop: Stop) -> Trial:
         """Place a trial, once host memory has room for it. It has so many mini-batches, if that is known; `stop` ends
         the waiting.
 
@@ -211,8 +209,8 @@ class ShardPool(EventLoop):
             self.leases[number] = Lease(number, self._trace.now_s, threading.Condition(self._lock))
             try:
                 self._handle(e.TrialAdded(number, steps, host_bytes, self._homes_move))
-                home = self._await(number, e.Place, check).device
-                trial = self._trials[number] = make(number, self._devices[home])
+                home = self._devices[self._await(number, e.Place, check).device]
+                trial = self._trials[number] = kind(number, home, pool=self, name=name, stop=stop)
             except BaseException:
                 self._forget(number)
                 del self._summaries[number]

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -88,11 +87,9 @@ def prepare(
     if chosen.devices[0].process != gate.process:
         raise ConfigError("a pool works in the process that has made it. Make a new ShardPool in a forked one.")
     chosen.check_usable()
-    beside, called = context.live_trial(chosen), name or context.name
-    host_bytes = training_bytes(model, optimizer)
+    beside, host_bytes = context.live_trial(chosen), training_bytes(model, optimizer)
     if beside is None:
-        make = partial(Trial, pool=chosen, name=called, stop=context.stop)
-        trial = chosen.add_trial(make, num_steps, host_bytes, called, context.stop)
+        trial = chosen.add_trial(Trial, num_steps, host_bytes, name or context.name, context.stop)
     else:
         trial = beside
         chosen.grow_trial(trial, host_bytes)

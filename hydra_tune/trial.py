@@ -93,12 +93,12 @@ class _Sent(NamedTuple):
 class Trial:
     """Executes one prepared model. Used by one thread at a time; the pool's lock guards what is shared."""
 
-    def __init__(self, number: int, home: Device, *, pool: ShardPool, name: str | None, stop: Stop) -> None:
+    def __init__(self, number: int, home: Device, *, pool: ShardPool, name: str, stop: Stop) -> None:
         self.id = number
         self.pool = pool
         self.stop = stop
         self.lease = pool.leases[number]
-        self.name = name or f"trial {number}"
+        self.name = name
         self.told = {"name": self.name, "device": home.name, "steps": 0, "state": "live", **summary_of(NO_PLAN)}
         self.of_runner = False  # whose trials end with their objective
         self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +60,19 @@ class RootForward(StandIn):
 
 
 class RootApply(StandIn):
-    """Stands in the prepared model's `_apply`, through which `.to`, `.half` and their kin go."""
+    """Stands in the prepared model's `_apply`, through which `.to`, `.half` and their kin go; `configs` are its own, in
+    which `use_cache` is off."""
 
     attribute = "_apply"
+
+    def __init__(self, module: nn.Module, trial: Trial) -> None:
+        super().__init__(module, trial)
+        self.configs = use_no_cache(module)
+
+    def give_back(self) -> None:
+        super().give_back()
+        for config in self.configs:
+            config.use_cache = True
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
@@ -91,6 +102,18 @@ def give_back(model: nn.Module, trial: Trial) -> None:
         stand_in = getattr(present, "__func__", present)
         if isinstance(stand_in, StandIn) and stand_in.trial is trial:
             stand_in.give_back()
+
+
+def use_no_cache(model: nn.Module) -> list[Any]:
+    """Switch off `use_cache` in the Hugging Face configs that say it: a cache that grows in each layer would grow twice
+    where a forward is repeated. Several models may share a config, so that this one gets copies of its own, which are
+    returned."""
+    owners = [m for m in model.modules() if getattr(vars(m).get("config"), "use_cache", False) is True]
+    copies: dict[int, Any] = {}  # by id: a config within another one stays the one that a module has
+    for module in owners:
+        module.config = config = deepcopy(vars(module)["config"], copies)
+        config.use_cache = False
+    return [module.config for module in owners]
 
 
 def refuse_unsupported(model: nn.Module) -> None:

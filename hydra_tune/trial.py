@@ -34,7 +34,6 @@ from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, cl
 from hydra_tune.events import Invalidated, OutOfMemory
 from hydra_tune.fork import gate
 from hydra_tune.garbage import collect
-from hydra_tune.hf_config import use_no_cache
 from hydra_tune.host_buffer import storage_bytes, versions_of
 from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.lease import TELL_AFTER
@@ -62,22 +61,16 @@ _TOLD_BY_VALUE = frozenset((bool, int, float, str, type(None)))
 
 @dataclass(eq=False)
 class _Root:
-    """One prepared model, with what stepping and configuring it has been hooked to."""
+    """One prepared model, with what stepping it has been hooked to."""
 
     model: weakref.ref[nn.Module]
     optimizer: torch.optim.Optimizer | None
-    configs: list[Any] = field(default_factory=list)  # of its own, in which `use_cache` is off
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
     def unhook(self) -> None:
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
-
-    def let_go(self) -> None:
-        self.unhook()
-        for config in self.configs:
-            config.use_cache = True
 
 
 class _Sent(NamedTuple):
@@ -184,7 +177,6 @@ class Trial:
         except BaseException:
             self._roots.remove(root)
             raise
-        root.configs = use_no_cache(model)
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         self._hook(root)
@@ -205,7 +197,7 @@ class Trial:
         self.planner.leave_plan()
         for root in [root for root in self._roots if root.model() is model]:
             self._roots.remove(root)
-            root.let_go()
+            root.unhook()
             give_back(model, self)
         self.planner.start()
 
@@ -232,7 +224,7 @@ class Trial:
             torch._C._set_grad_enabled(with_gradients)  # should that have failed
             self.pool.end_trial(self)
             for root in self._roots:
-                root.let_go()
+                root.unhook()
             for model in self.models:  # so far `release` may be called again, should it have failed
                 give_back(model, self)
             self.is_plain = True

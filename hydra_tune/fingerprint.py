@@ -100,9 +100,6 @@ class Fingerprint:
             self._known[id(value)] = value, _digest((kind, self._of_object(value, depth + 1)))
         return self._known[id(value)][1]
 
-    def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
-        return _of_values(tensor, _MANY)
-
     def _of_object(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, StandIn):
             return self._of(value.own, depth)
@@ -114,7 +111,7 @@ class Fingerprint:
             return getattr(value, "shape", None), repr(value.tolist()) if getattr(value, "size", 1) <= _MANY else None
         own = self._of(vars(value), depth) if hasattr(value, "__dict__") else None
         if isinstance(value, torch.Tensor):
-            return self._of_tensor(value), own
+            return _of_values(value, _MANY), own
         if isinstance(value, (list, tuple, set, frozenset, deque, dict, types.MappingProxyType)):
             if len(value) > self.most_items:
                 return len(value), own

@@ -83,10 +83,10 @@ class Reached(Fingerprint):
             return None
         if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and len(value) > self.most_items:
             return tuple(map(id, value))
-        return super()._of_object(value, depth)
-
-    def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
-        return version_of(tensor), super()._of_tensor(tensor), None if tensor.is_meta else digest(tensor.detach())
+        known = super()._of_object(value, depth)
+        if isinstance(value, torch.Tensor):
+            return known, version_of(value), None if value.is_meta else digest(value.detach())
+        return known
 
 
 def globals_of(module: nn.Module, forward: Any) -> list[tuple[dict[str, Any], str]]:

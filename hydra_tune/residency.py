@@ -128,12 +128,6 @@ class Residency:
         hosts = iter(spilled)
         return [None if g is None else next(hosts) for g in gradients]
 
-    def disown_gradients(self, blocks: Sequence[Block]) -> None:
-        """Those of weights in host memory are there, though a virtual device's operator may have added to them."""
-        for p in (p for block in blocks for p in block.slot_parameters):
-            if p.grad is not None:
-                self.meter.disown(p.grad)
-
     def await_gradients(self) -> None:
         """Those of the last backward that have not reached the host yet."""
         if self._arrival is not None:

@@ -846,7 +846,10 @@ class Trial:
         if self._sent:
             self._check_taken()
         if self.meter.counting and (self.residency.spilled or self.planner.first is not None):
-            self.residency.disown_gradients(self.planner.blocks)
+            # in host memory, though a virtual device's operator may have added to it
+            for gradient in [p.grad for block in self.planner.blocks for p in block.slot_parameters]:
+                if gradient is not None:
+                    self.meter.disown(gradient)
         steps = self.steps
         if not within_forward:
             steps.trains = True

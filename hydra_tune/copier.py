@@ -15,7 +15,7 @@ _Job = Callable[[], None] | None
 
 
 def start_copier(owner: object, name: str, num_threads: int) -> Callable[[_Job], None]:
-    """What takes a new thread's jobs; the thread ends when nobody has the owner any more, a pool, be it closed or not."""
+    """What takes a new thread's jobs; the thread ends when nobody has its owner any more, be that closed or not."""
     jobs: SimpleQueue[_Job] = SimpleQueue()
     threading.Thread(target=_work, args=(jobs, num_threads), name=f"copies of {name}", daemon=True).start()
     weakref.finalize(owner, jobs.put, None)

@@ -97,7 +97,6 @@ class ShardPool(EventLoop):
         return self._devices
 
     def random_state(self, number: int) -> RandomState:
-        """The random state of the trial with this number."""
         return RandomState((self.seed + _SEED_STRIDE * (number + 1)) % 2**63)
 
     # ---- what it has done ----

@@ -207,10 +207,9 @@ class Residency:
                             x.data = x.data.to(p.device)
 
     def close(self) -> None:
-        for copy in list(self.copies.values()):  # another trial may drop an idle one
+        for shard, copy in list(self.copies.items()):  # another trial may drop an idle one
             copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
-            self.drop(copy)
-        self.copies.clear()
+            self.drop_shard(shard)
         self._former.clear()
         if self._weights is not None:
             self._weights.close()

@@ -447,6 +447,7 @@ class Trial:
         self._count()
         try:
             self.planner.begin(kind)
+            hold(self.device.generators, self.random_state)  # as a lease does: it has the device to itself
             if self.planner.learn(kind):
                 self.planner.give_up_first()
                 return False

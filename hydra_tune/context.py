@@ -47,9 +47,11 @@ class Context:
     def live_trial(self, pool: ShardPool) -> Trial | None:
         """The one of this thread in this pool, beside whose models another one is prepared: they reserve jointly, for
         two trials of one thread could wait for each other for ever."""
+        its_pool = getattr(self._last(), "pool", pool)  # may be garbage with its trial
         if (live := self._last()) is not None and not live.ended and live.models:
-            del live  # whose model may be garbage
+            del live
             collect()
+        its_pool.end_abandoned()  # what it has counted lives on: a table that a library keeps for all models
         live = self._last()
         if live is not None and not live.ended and not live.models:
             live.end()  # its owner has dropped it; a loss or an optimizer that nobody has rebound yet keeps the trial

@@ -77,7 +77,7 @@ class RootApply(StandIn):
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             wanted = function(tensor.detach().flatten()[:0])
-            converts = wanted.dtype != tensor.dtype and self.trial.plan is not None
+            converts = wanted.dtype != tensor.dtype and self.trial.planner.plan is not None
             if converts or wanted.device != tensor.device:
                 raise PrepareError(
                     f"a prepared model stays as it is after its first batch, and where its weights are is the pool's "

@@ -49,7 +49,7 @@ from hydra_tune.randomness import DrawRecord, RandomState, hold
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
-from hydra_tune.shard import TOO_LARGE, Direction, Task, TrialPlan
+from hydra_tune.shard import TOO_LARGE, Direction, Task
 from hydra_tune.steps import Steps
 from hydra_tune.tree import Structure, flatten_call, map_tensors, tensors_in
 
@@ -132,10 +132,6 @@ class Trial:
     def device(self) -> Device:
         """Its home."""
         return self.residency.device
-
-    @property
-    def plan(self) -> TrialPlan | None:
-        return self.planner.plan
 
     @property
     def is_here(self) -> bool:
@@ -248,7 +244,7 @@ class Trial:
         if self._task is None and plan is not None and plan.resident and not self.steps.under_way:
             return
         self.boundary()
-        if self.plan is None and self.planner.first is None and not self.ended:
+        if self.planner.plan is None and self.planner.first is None and not self.ended:
             self.planner.settle_last()
         interrupts.check()
 
@@ -307,7 +303,7 @@ class Trial:
         if self._pass is not None or self._visiting:
             return root.run(args, kwargs)  # the model calls itself
         self.pool.check_open(self)
-        if torch._C._current_graph_task_id() != -1 and (self.plan is None or not self.plan.resident):
+        if torch._C._current_graph_task_id() != -1 and (self.planner.plan is None or not self.planner.plan.resident):
             raise PrepareError(
                 f"{self.name}: a spilled model keeps what its own backward needs, but its forward was called again in "
                 "a backward, as by a checkpoint around the model. Take the checkpoint away; the pool has the memory."
@@ -319,7 +315,7 @@ class Trial:
             self.steps.open()
             return self._run_step(root, args, kwargs)
         self._enter(root, args, kwargs)
-        if call is not None and self.plan is not None and self.plan.resident:
+        if call is not None and self.planner.plan is not None and self.planner.plan.resident:
             self.planner.covered.add(call)
             if self.resumption is None:  # nothing goes stale
                 for each in self._roots:
@@ -415,7 +411,7 @@ class Trial:
         planner = self.planner
         for each in self._roots:
             self._hook(each)
-        if self.plan is None or not self.plan.resident:
+        if self.planner.plan is None or not self.planner.plan.resident:
             refuse_global_hooks()
         if len(self.models) < len(self._roots):  # one was collected
             self._roots = [each for each in self._roots if each.model() is not None]
@@ -481,7 +477,7 @@ class Trial:
                 self._counting = None
 
     def _run_step(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        first, plan = self.planner.first, self.plan
+        first, plan = self.planner.first, self.planner.plan
         self.told["steps"] = self.steps.number = self.steps.number + 1
         self._invalidate()
         self._pass = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
@@ -571,7 +567,7 @@ class Trial:
 
     def _run_block_alone(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One that is called outside of its root's forward, as `generate` calls an encoder."""
-        if self.plan is None and self.planner.first is None:
+        if self.planner.plan is None and self.planner.first is None:
             return block.forward(args, kwargs)
         if torch.is_grad_enabled():
             raise PrepareError(
@@ -728,7 +724,7 @@ class Trial:
             copy = self.planner.first.copy_of(block)
             if copy is not self._open_copy:  # which is gone: a checkpoint has called other blocks meanwhile
                 self._close_backward()
-        elif self.plan is not None and self.plan.resident:
+        elif self.planner.plan is not None and self.planner.plan.resident:
             copy = DeviceCopy(self.device, self.device.slot(None, 0), [], None)
         else:
             copy = self._go_to(self.planner.shard_of(block), direction)
@@ -814,9 +810,9 @@ class Trial:
         self._backwards.append(backward)
         self._choices = ProcessState.now().choices
         if not self.steps.under_way:
-            if self.plan is None:
+            if self.planner.plan is None:
                 self.planner.settle_last()
-            if self.plan is None:
+            if self.planner.plan is None:
                 raise PrepareError(
                     "a backward comes after a later forward has failed or was interrupted in its first step, and the "
                     "model has no plan now. Call backward before the next forward, or repeat the forward."
@@ -901,7 +897,7 @@ class Trial:
             BudgetError: it has run out of memory again.
         """
         is_first = self.planner.first is not None
-        if not is_first and (self.plan is None or self.plan.resident):
+        if not is_first and (self.planner.plan is None or self.planner.plan.resident):
             return run()
         try:
             return run()
@@ -939,8 +935,8 @@ class Trial:
     # ---- the lease ----
 
     def _go_to(self, shard: int, direction: Direction) -> Any:
-        assert self.plan is not None
-        if self.plan.resident and self.lease.begin(self.steps.number, direction):
+        assert self.planner.plan is not None
+        if self.planner.plan.resident and self.lease.begin(self.steps.number, direction):
             self._task = self.lease.task
             self.pool.check_open(self)
             return None
@@ -952,7 +948,7 @@ class Trial:
             hold(self.device.generators, self.random_state)
             self._task = task
         copies = self.residency.copies
-        if shard not in copies and not self.plan.resident:
+        if shard not in copies and not self.planner.plan.resident:
             place = self.device.ledger.slots.get((self.id, shard), (0, 0))  # it needs no slot, or that failed
             self.residency.promote_shard(shard, *place)
         return copies.get(shard)

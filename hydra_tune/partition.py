@@ -8,7 +8,7 @@ double-buffer reserve set aside, and adds an objective (`pack_shards`).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,7 @@ def find_blocks(
     """
     blocks: dict[nn.Module, str] = {}
 
-    def walk(name: str, module: nn.Module, *, in_stack: bool) -> None:
+    def walk(name: str, module: nn.Module, *, in_stack: bool) -> Iterator[tuple[str, nn.Module]]:
         size = sum(map(tensor_bytes, [*module.parameters(), *module.buffers()]))
         if size == 0 or name in kept:
             return
@@ -51,11 +51,12 @@ def find_blocks(
         opens = stack or name in opened or size > limit_bytes or (not in_stack and _contains_stack(module))
         children = children_of(module) if opens or not name else []
         if name and not children:
-            blocks.setdefault(module, name)
+            yield name, module
         for child_name, child in children:
-            walk(f"{name}.{child_name}".lstrip("."), child, in_stack=in_stack or stack)
+            yield from walk(f"{name}.{child_name}".lstrip("."), child, in_stack=in_stack or stack)
 
-    walk("", root, in_stack=False)
+    for found_name, module in walk("", root, in_stack=False):  # which refers to itself, and shall not keep the modules
+        blocks.setdefault(module, found_name)
     return {name: module for module, name in blocks.items()}
 
 

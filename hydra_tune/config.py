@@ -39,9 +39,9 @@ def check_folder(path: Path, what: str) -> None:
 
 
 def format_bytes(amount: int) -> str:
-    """``1536`` -> ``"1.5 KiB"``."""
+    """``1536`` -> ``"1.5 KiB"``. Rounded up, for a budget that is said shall suffice."""
     power = min(max(0, abs(amount).bit_length() - 1) // 10, 4)  # of 1024
-    return f"{amount / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{amount} B"
+    return f"{-(-10 * amount // 1024**power) / 10:.1f} {'KMGT'[power - 1]}iB" if power else f"{amount} B"
 
 
 def align(num_bytes: int) -> int:

@@ -140,14 +140,14 @@ def make_plan(
             f"the model has no block that could be spilled and needs {need}, but the budget is {budget}. {cut.advice()}"
         ).lacking(resident.need_bytes, budget_bytes)
     step_bytes += late_bytes
-    for p in profiles:
-        need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
-        if need_bytes > budget_bytes:
-            parts = (need_bytes, p.weight_bytes, p.work_bytes, loose_bytes + step_bytes, budget_bytes)
-            raise BudgetError(
-                "block {} needs {}: {} of weights, {} to compute, {} held by its trial and step; but the budget is {}. "
-                "{}".format(p.name, *map(format_bytes, parts), cut.advice())
-            ).lacking(need_bytes, budget_bytes, p.name)
+    p = max(profiles, key=lambda p: p.weight_bytes + p.work_bytes)
+    need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
+    if need_bytes > budget_bytes:
+        parts = (need_bytes, p.weight_bytes, p.work_bytes, loose_bytes + step_bytes, budget_bytes)
+        raise BudgetError(
+            "block {} needs {}: {} of weights, {} to compute, {} held by its trial and step; but the budget is {}. "
+            "{}".format(p.name, *map(format_bytes, parts), cut.advice())
+        ).lacking(need_bytes, budget_bytes, p.name)
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
     return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
 

@@ -156,17 +156,26 @@ class Planner:
         if first.failed:
             return
         profiles = first.profiles_beside(step_bytes)
-        measure = StepMeasure(tuple(first.kinds), self._cut, profiles, step_bytes, first.kept_bytes)
+        measure, before = (
+            StepMeasure(tuple(first.kinds), self._cut, profiles, step_bytes, first.kept_bytes),
+            self._measures,
+        )
         self._count(measure)
         try:
             self.plan_for(first.kinds[0])
-        except BudgetError as error:  # which the next forward raises, unless a block can be opened
-            # It is too large beside what its step holds, which was not known when it was measured.
+            self._known.add(measure)
+        except BudgetError as error:
+            # A block is too large beside what its step holds, which was not known when it was measured.
             if error.block and partition.has_children(self._trial.model.get_submodule(error.block)):
                 self._measures = []  # the next step is measured anew
                 self._adopt_cut(self._cut.adding("opened", error.block, TOO_LARGE))
                 return
-        self._known.add(measure)
+            # The next forward of this kind is refused, and that of trials alike; others go on as before.
+            self._measures, self._plans = before, {}
+            for latest in before[-1:]:
+                self._count(latest)
+            if len(first.kinds) == 1:
+                self._known.refusals[first.kinds[0].of_any] = copy.copy(error)
 
     def give_up_first(self, *, trained: bool = False) -> FirstStep:
         (first, self.first), trial = (self.first, None), self._trial

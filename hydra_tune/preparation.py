@@ -122,9 +122,13 @@ def release(model: nn.Module) -> None:
     back to the pool.
 
     Raises:
-        PrepareError: the model is not prepared.
+        PrepareError: the model is not prepared, or is none.
     """
     gate.leave()  # where an interruption has left it inside
+    if not isinstance(model, nn.Module):
+        raise PrepareError(
+            f"a model is released, a torch.nn.Module; got {type(model).__name__}. Pass it one at a time."
+        )
     found = end_orphans(model)
     for module in model.modules():
         if (trial := trial_of(module)) is not None:

@@ -275,6 +275,35 @@ def test_a_batch_too_large_for_the_budget_is_refused_and_the_larger_model_lacks_
     assert 1 < lacks[0] < lacks[1]
 
 
+def test_a_batch_that_is_refused_refuses_no_smaller_one():
+    """Neither of its own trial nor of later ones of the architecture: these were pruned by its words."""
+
+    def steps(pool, *batches):
+        torch.manual_seed(0)
+        layers = (layer for width in (48, 48, 48) for layer in (nn.LazyLinear(width), nn.ReLU()))
+        model = nn.Sequential(*layers, nn.LazyLinear(10))
+        model(torch.zeros(1, 32))
+        optimizer = torch.optim.Adam(model.parameters())
+        hydra_tune.prepare(model, optimizer, pool=pool)
+        refused = []
+        for size in batches:
+            try:
+                model(torch.randn(size, 32)).sum().backward()
+            except hydra_tune.BudgetError:
+                refused.append(size)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        hydra_tune.release(model)
+        return refused
+
+    with hydra_tune.ShardPool(["cpu"], "60KiB") as pool:
+        assert steps(pool, 8, 32, 32, 8) == [32]  # the first of them was measured
+        assert steps(pool, 8, 16, 4) == []
+        assert steps(pool, 32, 4, 8) == [32]
+        assert steps(pool, 16, 8) == []
+
+
 class Experts(nn.Module):
     """Each row goes to two of four, so that a step's bytes depend on its values."""
 

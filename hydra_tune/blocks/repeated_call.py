@@ -157,7 +157,7 @@ class RepeatedCall(Call):
         call of the context has had the same casts, or what the call was given has changed."""
         may = not self._shares_casts and self.rewind()
         self.trial.casts.bar(self.block.slot_parameters[i] for i in self.casts)
-        self.casts = {}
+        self.casts, self._cast_places = {}, ()
         return may
 
     @property

@@ -63,7 +63,7 @@ class BlockForward(StandIn):
         block, trial = self.block, self.trial
         if trial.in_visit or not block.is_current:  # a block within a block; a user's wrapper of one that was cut anew
             return block.forward(args, kwargs)
-        if not trial.models:
+        if not (trial.is_between_visits or trial.models):  # within its forward a model is alive
             trial.end()
             return block.forward(args, kwargs)
         outputs = trial.run_block(block, args, kwargs)

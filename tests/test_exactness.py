@@ -339,6 +339,12 @@ def test_cell(name, training, budget):
     assert complaint(name, training, budget) is None
 
 
+@pytest.mark.parametrize("budget", ["half", "least"])
+def test_an_activation_is_not_taken_for_the_cast_of_a_weight(budget):
+    """Where a call took another branch than was measured, it was run again without casts, but with their places."""
+    assert complaint("switch", "bf16", budget) is None
+
+
 @pytest.mark.proof
 def test_table():
     import transformers

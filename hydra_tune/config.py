@@ -38,10 +38,11 @@ def check_folder(path: Path, what: str) -> None:
         raise ConfigError(f"{what} is saved in a folder that there is, got {str(path)!r}. Make {str(path.parent)!r}.")
 
 
-def format_bytes(amount: int) -> str:
-    """``1536`` -> ``"1.5 KiB"``. Rounded up, for a budget that is said shall suffice."""
+def format_bytes(amount: int, *, up: bool = False) -> str:
+    """``1536`` -> ``"1.5 KiB"``; rounded `up`, where a budget that is written so shall suffice."""
     power = min(max(0, abs(amount).bit_length() - 1) // 10, 4)  # of 1024
-    return f"{-(-10 * amount // 1024**power) / 10:.1f} {'KMGT'[power - 1]}iB" if power else f"{amount} B"
+    value = -(-10 * amount // 1024**power) / 10 if up else amount / 1024**power
+    return f"{value:.1f} {'KMGT'[power - 1]}iB" if power else f"{amount} B"
 
 
 def align(num_bytes: int) -> int:

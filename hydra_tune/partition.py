@@ -135,7 +135,7 @@ def make_plan(
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident
     if not profiles:
-        need, budget = format_bytes(resident.need_bytes), format_bytes(budget_bytes)
+        need, budget = format_bytes(resident.need_bytes, up=True), format_bytes(budget_bytes)
         raise BudgetError(
             f"the model has no block that could be spilled and needs {need}, but the budget is {budget}. {cut.advice()}"
         ).lacking(resident.need_bytes, budget_bytes)
@@ -143,10 +143,10 @@ def make_plan(
     p = max(profiles, key=lambda p: p.weight_bytes + p.work_bytes)
     need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
     if need_bytes > budget_bytes:
-        parts = (need_bytes, p.weight_bytes, p.work_bytes, loose_bytes + step_bytes, budget_bytes)
+        parts = map(format_bytes, (p.weight_bytes, p.work_bytes, loose_bytes + step_bytes, budget_bytes))
         raise BudgetError(
             "block {} needs {}: {} of weights, {} to compute, {} held by its trial and step; but the budget is {}. "
-            "{}".format(p.name, *map(format_bytes, parts), cut.advice())
+            "{}".format(p.name, format_bytes(need_bytes, up=True), *parts, cut.advice())
         ).lacking(need_bytes, budget_bytes, p.name)
     shards = pack_shards(profiles, budget_bytes - loose_bytes - step_bytes)
     return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)

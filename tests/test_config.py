@@ -30,3 +30,9 @@ def test_bytes_are_written_short():
 
 def test_alignment_is_that_of_a_slot():
     assert [align(n) for n in (1, 512, 513)] == [512, 512, 1024]
+
+
+@pytest.mark.parametrize("amount", [1, 1023, 1024, 74_500, 74_548, 1_049_000, (20 << 20) + 1, (8 << 30) - 1])
+def test_a_budget_that_is_said_to_suffice_does(amount):
+    """72.75 KiB were said as 72.7, which were refused."""
+    assert amount <= parse_bytes(format_bytes(amount, up=True)) < 1.1 * amount + 1

@@ -82,7 +82,7 @@ class Admission:
 
     def _fits_without_steps(self, device: DeviceState, plan: TrialPlan) -> bool:
         """Beside what is held for life, and a step of any one trial."""
-        plans = [self._trials[trial].its_plan() for trial in device.ledger.held]
+        plans = [self._trials[trial].plan for trial in device.ledger.held]
         most = max(p.step_bytes + p.task_bytes for p in [*plans, plan])
         return device.ledger.held_bytes + plan.held_bytes + most <= device.ledger.budget_bytes
 
@@ -107,7 +107,7 @@ class Admission:
     def _most_task_bytes(self, device: DeviceState) -> int:
         """Of the steps that have entered there; pilots have no plan."""
         plans = (self._trials[trial].plan for trial in device.ledger.steps)
-        return max((plan.task_bytes for plan in plans if plan is not None), default=0)
+        return max((plan.task_bytes for plan in plans), default=0)
 
     def _enter(self, device: DeviceState) -> list[Instruction]:
         entered: list[Instruction] = []
@@ -137,7 +137,7 @@ class Admission:
         return [*dropped, StartPilot(request.trial, device.ledger.start_pilot(request.trial))]
 
     def _enter_one(self, device: DeviceState, request: StepReady) -> list[Instruction]:
-        plan = self._trials[request.trial].its_plan()
+        plan = self._trials[request.trial].plan
         needs = plan.step_bytes + self.yet_to_start(device)
         if not self.steps_fit(device, 0, plan) or not self._slots.has_room(device, needs):
             return []

@@ -167,14 +167,16 @@ def glance_at(model: nn.Module) -> Glance:
         if (module := left.pop()) in modules:
             continue
         place = modules[module] = len(modules)
-        left += [child for child in reversed(module._modules.values()) if child is not None]
+        if children := module._modules:
+            left += [child for child in reversed(children.values()) if child is not None]
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 parameters.append((place, name, parameter.requires_grad, id(parameter)))
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.append((place, name, tuple(buffer.shape), buffer.dtype))
-    having = [m for m in modules if "config" in vars(m) or hasattr(type(m), "config")]  # `getattr` is slow if it fails
+    configured = {kind for kind in set(map(type, modules)) if hasattr(kind, "config")}  # slow where there is none
+    having = [m for m in modules if "config" in vars(m) or type(m) in configured]
     configs = {id(config): config for m in having if hasattr(config := getattr(m, "config", None), "__dict__")}
     switches = tuple([_switches_of(owner) for owner in (*modules, *configs.values())])
     return Glance(tuple(parameters), tuple(buffers), switches)

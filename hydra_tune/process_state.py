@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import chain
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from hydra_tune.host_buffer import version_of
 
 _CPU = torch.device("cpu")
 _KINDS = ("cpu", "cuda")  # of devices, that autocast is on or off for
-_CALL = methodcaller("__call__")
 _CHOICES = (  # of kernels, as PyTorch itself asks for them
     "mkldnn_enabled", "math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled",
     "sdp_priority_order", "deterministic_algorithms", "cudnn_enabled", "cudnn_deterministic",
@@ -59,7 +58,7 @@ class ProcessState(NamedTuple):
     def now(cls) -> ProcessState:
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU  # a mode may have set one
         autocast = _autocast() if torch._C._is_any_autocast_enabled() else ()
-        return cls(autocast, device, tuple(map(_CALL, _choices()[1])))
+        return cls(autocast, device, tuple([read() for read in _choices()[1]]))
 
     @contextmanager
     def entered(self, now: ProcessState, block: str) -> Iterator[None]:

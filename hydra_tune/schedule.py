@@ -64,9 +64,9 @@ from hydra_tune.ledger import Ledger
 from hydra_tune.policy import Policy, ShardedLRTF
 from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.ready import ReadyTasks, Waiting
-from hydra_tune.shard import Direction, Shard, Task, TrialPlan
+from hydra_tune.shard import Direction, Shard, Task
 from hydra_tune.slots import Slots
-from hydra_tune.state import NO_TRIAL, PROMOTION, DeviceState, TaskState, TrialState
+from hydra_tune.state import NO_PLAN, NO_TRIAL, PROMOTION, DeviceState, TaskState, TrialState
 
 PATIENCE = 16
 _STORY_EVENTS = 200  # short, or the garbage collector would take what it forgets for old
@@ -189,7 +189,7 @@ class Machine:
         freed = {trial.home, *(index for index, _ in trial.slots)}
         dropped = self.slots.drop_all_of(event.trial)
         device.ledger.forget(event.trial)
-        trial.plan, trial.admitted = None, False
+        trial.plan, trial.admitted = NO_PLAN, False
         (device.admissions if event.empty else device.entries).append(event)
         return [*dropped, *self._advance_all(freed)]
 
@@ -203,7 +203,7 @@ class Machine:
     def _on_PlanReady(self, event: PlanReady) -> list[Instruction]:
         trial, device = self.trials[event.trial], self._home(event.trial)
         assert event.trial not in device.ledger.steps, self._impossible(event)
-        again = trial.admitted and trial.plan is not None and trial.plan.held_bytes == event.plan.held_bytes
+        again = trial.admitted and trial.plan.held_bytes == event.plan.held_bytes
         if not (again or event.waits):
             return []
         device.ledger.forget(event.trial)
@@ -289,7 +289,6 @@ class Machine:
         """Another one, where that has fewer trials for its speed, with this one, and room for it now."""
         trial, home = self.trials[number], self._home(number)
         plan = trial.plan
-        assert plan is not None
         if plan.resident or len(self.devices) == 1:
             return home
         other = self._least_loaded()
@@ -501,14 +500,14 @@ class Machine:
         """Whether nobody needs turns of a task: all trials admitted here are resident, and none waits for bytes."""
         if device.entries or device.admissions:
             return False
-        return all(self._plan(trial).resident for trial in device.ledger.held)
+        return all(self.trials[trial].plan.resident for trial in device.ledger.held)
 
     def _may_run(self, device: DeviceState, task: Task) -> bool:
         """At home, always; elsewhere if it may travel, there is room, and to the policy it is worth the bytes."""
         trial = self.trials[task.trial]
         if trial.home == device.index:
             return True
-        if not trial.travels or device.ledger.pilot is not None or self._plan(task.trial).resident:
+        if not trial.travels or device.ledger.pilot is not None or trial.plan.resident:
             return False
         ledger, shard = device.ledger, self._shard(task)
         if trial.at_home:
@@ -521,12 +520,12 @@ class Machine:
         if ledger.held_bytes + ledger.step_bytes + needs + in_flight > ledger.budget_bytes:
             return False
         moved = 2 * shard.boundary_bytes + (0 if there else shard.slot_bytes)
-        task_s = trial.its_plan().task_s(task.shard, task.direction)
+        task_s = trial.plan.task_s(task.shard, task.direction)
         return self.policy.leaves_home(task_s / device.speed, moved, device.link_bytes_per_s)
 
     def _start(self, device: DeviceState, task: Task) -> list[Instruction]:
         trial, key = self.trials[task.trial], (task.trial, task.shard)
-        slot_bytes = self._shard(task).slot_bytes
+        slot_bytes = trial.plan.shards[task.shard].slot_bytes
         made: list[Instruction] = []
         device.promotes = 0, 0
         if slot_bytes and key not in device.ledger.slots:
@@ -555,9 +554,10 @@ class Machine:
         task = device.running
         if task is None or device.started or (task.trial, task.shard) in device.in_flight:
             return []
-        work_bytes, lasts = self.trials[task.trial].work_bytes(task, device.index), False
-        if self._plan(task.trial).resident:  # in a turn that lasts, all its tasks come
-            most_bytes = self._plan(task.trial).task_bytes
+        trial, lasts = self.trials[task.trial], False
+        work_bytes = trial.work_bytes(task, device.index)
+        if trial.plan.resident:  # in a turn that lasts, all its tasks come
+            most_bytes = trial.plan.task_bytes
             lasts = self._may_last(device) and self.slots.has_room(device, most_bytes)
             work_bytes = most_bytes if lasts else work_bytes
         dropped: list[Instruction] = []
@@ -575,14 +575,16 @@ class Machine:
         running, least_bytes = device.running, self._least_ahead_bytes
         if running is None or not device.started or device.promised or device.in_flight or least_bytes is None:
             return []
-        if device.lasts or self.trials[running.trial].lacks_room:
+        trial = self.trials[running.trial]
+        if device.lasts or trial.lacks_room:
             return []
-        after = self._after(running)
-        if not self.ready.of and (after is None or self._shard(after).slot_bytes < least_bytes):
+        place = trial.visits.next  # what its last step did next
+        if not self.ready.of and (place is None or trial.plan.shards[place[0]].slot_bytes < least_bytes):
             return []
+        after = None if place is None else Task(running.trial, running.step, *place)
         waiting = self._choose(device)
         if after is not None and waiting is not None:
-            if self.policy.rank(after, self.trials[after.trial].progress) <= waiting.rank:
+            if self.policy.rank(after, trial.progress) <= waiting.rank:
                 waiting = None
             else:
                 after = None
@@ -602,11 +604,6 @@ class Machine:
         device.in_flight.add((task.trial, task.shard))
         return [*dropped, Promote(task, device.index, offset, slot_bytes, ahead=True)]
 
-    def _after(self, task: Task) -> Task | None:
-        """What the trial's last step did next, at this place."""
-        place = self.trials[task.trial].visits.next
-        return None if place is None else Task(task.trial, task.step, *place)
-
     def _take_promise_back(self, device: DeviceState) -> None:
         """Its shard stays for as long as there is room."""
         promised, waiting = device.promised, device.waiting
@@ -624,11 +621,8 @@ class Machine:
     def _home(self, trial: int) -> DeviceState:
         return self.devices[self.trials[trial].home]
 
-    def _plan(self, trial: int) -> TrialPlan:
-        return self.trials[trial].its_plan()
-
     def _shard(self, task: Task) -> Shard:
-        return self.trials[task.trial].shard(task)
+        return self.trials[task.trial].plan.shards[task.shard]
 
     def _running_on(self, task: Task, event: object) -> DeviceState:
         on = self.trials[task.trial].on

@@ -57,7 +57,7 @@ class Slots:
     def _clearplace(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
         """Where the shard has its place, after its trial's own slots have made way; None if it has none, or
         another trial's slot is there, or a copy on its way."""
-        at, to_end = self._reserved_offset(device, task), self.trials[task.trial].its_plan().bytes_to_end
+        at, to_end = self._reserved_offset(device, task), self.trials[task.trial].plan.bytes_to_end
         if at is None:
             return None, []
         ledger = device.ledger
@@ -74,7 +74,7 @@ class Slots:
 
     def _reserved_offset(self, device: DeviceState, task: Task) -> int | None:
         """None for a shard that does not belong to the last ones which fit the arena together."""
-        to_end, arena_bytes = self.trials[task.trial].its_plan().bytes_to_end, device.ledger.budget_bytes
+        to_end, arena_bytes = self.trials[task.trial].plan.bytes_to_end, device.ledger.budget_bytes
         if to_end[task.shard] > arena_bytes:
             return None
         return to_end[bisect_left(to_end, -arena_bytes, key=neg)] - to_end[task.shard]
@@ -92,7 +92,7 @@ class Slots:
         to_end: tuple[int, ...] = ()
         room_bytes = device.ledger.budget_bytes - device.ledger.held_bytes - device.ledger.step_bytes
         if ahead is not None and ahead.direction is Direction.FORWARD:
-            to_end = self.trials[ahead.trial].its_plan().bytes_to_end
+            to_end = self.trials[ahead.trial].plan.bytes_to_end
         for key in list(device.ledger.slots):
             if key in (busy, last) or key in device.in_flight:
                 continue

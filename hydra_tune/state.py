@@ -10,10 +10,11 @@ from hydra_tune.events import PilotReady, PlanReady, StepReady
 from hydra_tune.ledger import Ledger, SlotKey
 from hydra_tune.progress import Progress, Visits
 from hydra_tune.ready import Waiting
-from hydra_tune.shard import Shard, Task, TrialPlan
+from hydra_tune.shard import Task, TrialPlan
 
 NO_TRIAL = "no trial"  # why a device idles: then it does not stall
 PROMOTION = "promotion"
+NO_PLAN = TrialPlan(resident=False, shards=(), blocks=(), held_bytes=0, step_bytes=0)
 
 
 class TaskState(Enum):
@@ -32,7 +33,7 @@ class TrialState:
     travels: bool
     host_bytes: int
     progress: Progress
-    plan: TrialPlan | None = None
+    plan: TrialPlan = NO_PLAN
     admitted: bool = False
     on: int | None = None  # the device that its task is running on, or promised to
     at_home: bool = False  # the task that it has in flight does not travel, and promotes its shard itself
@@ -40,16 +41,9 @@ class TrialState:
     slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard)
     visits: Visits = field(default_factory=Visits)
 
-    def its_plan(self) -> TrialPlan:
-        assert self.plan is not None, f"trial {self.progress.trial} has no plan"
-        return self.plan
-
-    def shard(self, task: Task) -> Shard:
-        return self.its_plan().shards[task.shard]
-
     def work_bytes(self, task: Task, device: int) -> int:
         """Away from home its inputs and outputs take room, too."""
-        shard = self.shard(task)
+        shard = self.plan.shards[task.shard]
         return shard.work_bytes(task.direction) + (2 * shard.boundary_bytes if self.home != device else 0)
 
 

@@ -706,7 +706,7 @@ class Trial:
         gate.enter()
         self._visiting = True
         self.meter.inside += 1
-        if direction is Direction.FORWARD:
+        if self.meter.counting and direction is Direction.FORWARD:
             self.meter.outside_ends()
         return copy
 
@@ -714,7 +714,7 @@ class Trial:
         self._visiting = False
         self.meter.inside -= 1
         copy.used = copy.device.mark()
-        if direction is Direction.FORWARD and not self.is_measuring:
+        if self.meter.counting and direction is Direction.FORWARD and not self.is_measuring:
             self.meter.outside_starts()
         gate.leave()
 

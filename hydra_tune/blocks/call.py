@@ -26,7 +26,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hydra_tune.blocks.block import Block, are_trained
+from hydra_tune.blocks.block import Block, are_trained, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.shared_casts import OtherBranchError
 from hydra_tune.engine import ForwardPass
@@ -299,7 +299,7 @@ def hooks_of_checkpoint() -> tuple[Callable[..., Any], ...] | None:
 
 def refuse_hooks(block: Block, weights: Sequence[torch.Tensor]) -> None:
     """That a forward has put on its weights, for they are others in the next visit."""
-    if any(w._backward_hooks or w._post_accumulate_grad_hooks for w in weights):
+    if any(map(has_hooks, weights)):
         for weight in weights:
             weight._backward_hooks = weight._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         raise _touched(block, "puts a hook on")

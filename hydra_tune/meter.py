@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _lock = new_in_child(threading.RLock())
 # by storage that lives: whose it is, and what of it counts; what trials share is the first one's
 _counted: dict[int, tuple[weakref.ref[torch.UntypedStorage], TrialMeter, int]] = {}
+ADVICE = "Lower the batch size, keep fewer tensors, or raise the pool's memory=."
 os.register_at_fork(after_in_child=_counted.clear)  # nothing that the child inherits is on a device
 
 
@@ -83,8 +84,7 @@ class TrialMeter:
         if device.is_virtual and device.live_bytes + num_bytes > device.budget_bytes:
             raise torch.OutOfMemoryError(
                 f"{device.name} holds {format_bytes(device.live_bytes)} and was asked for {format_bytes(num_bytes)} "
-                f"more, but its budget is {format_bytes(device.budget_bytes)}. Lower the batch size, keep fewer "
-                "tensors, or raise the pool's memory=."
+                f"more, but its budget is {format_bytes(device.budget_bytes)}. {ADVICE}"
             )
         self.trial_bytes += num_bytes
         self.window_peak = max(self.window_peak, self.trial_bytes)
@@ -128,7 +128,7 @@ class TrialMeter:
 
     def no_room(self, error: torch.OutOfMemoryError) -> BudgetError:
         """What ends a first step."""
-        return BudgetError(f"a first step has no room on {self.device.name}: {error}")
+        return BudgetError(f"what a step does outside of its blocks does not fit the budget: {error}")
 
     def watch_outside(self) -> None:
         """Start to note the highest bytes beyond those there now, while no block runs."""

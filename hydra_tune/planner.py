@@ -18,11 +18,11 @@ from torch import nn
 
 from hydra_tune import partition
 from hydra_tune.blocks.block import Block
-from hydra_tune.config import format_bytes
 from hydra_tune.errors import BudgetError, PrepareError
 from hydra_tune.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
 from hydra_tune.fingerprint import glance_at, has_users_hook, plan_key
 from hydra_tune.host_buffer import storage_bytes
+from hydra_tune.meter import ADVICE
 from hydra_tune.optim import stepping_bytes
 from hydra_tune.own_forward import BlockForward
 from hydra_tune.planning.first_step import FirstStep
@@ -156,10 +156,8 @@ class Planner:
         if first.failed:
             return
         profiles = first.profiles_beside(step_bytes)
-        measure, before = (
-            StepMeasure(tuple(first.kinds), self._cut, profiles, step_bytes, first.kept_bytes),
-            self._measures,
-        )
+        measure = StepMeasure(tuple(first.kinds), self._cut, profiles, step_bytes, first.kept_bytes)
+        before = self._measures
         self._count(measure)
         try:
             self.plan_for(first.kinds[0])
@@ -192,11 +190,12 @@ class Planner:
         """Within a first step: its children are blocks from here on, or it is on the device as a whole."""
         opens = partition.has_children(block.module)
         if not opens and reason.startswith(TOO_LARGE):
-            raise BudgetError(
-                f"block {block.name} needs {format_bytes(block.weight_bytes)} of weights, but beside what its step "
-                f"holds {reason.rstrip('.')}. {self._cut.advice()}"
-            )
+            raise self.no_room(block, reason)
         self._adopt_cut(self._cut.adding("opened" if opens else "kept", block.name, reason))
+
+    def no_room(self, block: Block, reason: str) -> BudgetError:
+        why = reason.removeprefix("it ").removesuffix(ADVICE).rstrip(" .")
+        return BudgetError(f"block {block.name} {why}. {self._cut.advice()}")
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         """Within a first step: a weight of this block is on the device from here on; the block as it is then."""

@@ -48,7 +48,7 @@ class Cut:
     def advice(self) -> str:
         """For an error about lack of room: what to do, and what takes the room."""
         reasons = [*self.opened.items(), *self.kept.items(), *self.held.items()]
-        staying = [f"{name}: {reason}" for name, reason in reasons if reason != TOO_LARGE]
+        staying = [f"{name}: {reason}" for name, reason in reasons if not reason.startswith(TOO_LARGE)]
         text = "Raise the pool's memory=, lower the batch size, or split the module into smaller children."
         if staying:
             text += f" On the device stays what {len(staying)} parts of the model need until backward, as {staying[0]}."

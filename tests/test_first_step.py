@@ -193,7 +193,9 @@ def test_a_block_that_fits_no_budget_is_named_with_its_need_and_the_ways_out():
     model = hydra_tune.prepare(
         nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), pool=hydra_tune.ShardPool(["cpu"], "512KiB")
     )
-    with pytest.raises(hydra_tune.BudgetError, match=r"block \d needs 1.0 MiB of weights.*smaller children"):
+    with pytest.raises(
+        hydra_tune.BudgetError, match=r"block \d does not fit the budget: its weights take 1.0 MiB, .*smaller children"
+    ):
         model(torch.randn(1, 512))
 
 

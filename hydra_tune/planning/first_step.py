@@ -25,7 +25,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.config import format_bytes
 from hydra_tune.engine import ForwardPass
-from hydra_tune.errors import BudgetError, PrepareError, clear_frames
+from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.fingerprint import plan_key
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import storages_of
@@ -80,7 +80,8 @@ class FirstStep:
         if self._copy is None or self._copy[0] is not block:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
-                raise torch.OutOfMemoryError(f"it has {format_bytes(block.weight_bytes)} of weights")
+                free, weights = map(format_bytes, (self.free_bytes, block.weight_bytes))
+                raise torch.OutOfMemoryError(f"its weights take {weights}, and no more than {free} are free.")
             self._copy = block, self._trial.residency.promote(block)
         return self._copy[1]
 
@@ -242,7 +243,7 @@ class FirstStep:
         if (why or casts) and measurement.take_back():
             return found, _NOT_RUN
         if why.startswith(TOO_LARGE):
-            raise BudgetError(f"the first run of {block.name} has no room: {why}")
+            raise trial.planner.no_room(block, why)
         if isinstance(found, FoundError) or why:
             raise PrepareError(
                 f"the first run of a block is taken back where it is to be run otherwise, as where it {why}, "

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hydra_tune")
 InstructionT = TypeVar("InstructionT", bound=e.Instruction)
-LOOK_S = 0.02  # how often one that waits looks at who has a turn that lasts
+LOOK_S = 0.05  # how often one that waits looks at who has a turn that lasts, which costs that one a switch or two
 _LOOK_AROUND_S = 1.0  # nobody says that a model was collected
 _COLLECT_S = 1.0  # and twice, four times ..: autograd's nodes hide what they refer to until they are gone
 _WARN_S = 60.0  # in which nobody was seen to compute

@@ -6,7 +6,7 @@ Each message says the rule, what arrived, and the next step.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 
@@ -38,16 +38,16 @@ class ReturnsWeightsError(PrepareError):
 
 
 class BudgetError(HydraTuneError, ValueError):
-    """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered: a `block`, if
-    it is one alone. `lack` is how much more: what it needs, or a guess at it, over what there is, less 1; 1.0 where
+    """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered: `blocks`, if
+    each does alone. `lack` is how much more: what it needs, or a guess at it, over what there is, less 1; 1.0 where
     there is none."""
 
     lack = 1.0
-    block = ""
+    blocks: Sequence[str] = ()
 
-    def lacking(self, need_bytes: int, budget_bytes: int, block: str = "") -> BudgetError:
+    def lacking(self, need_bytes: int, budget_bytes: int, blocks: Sequence[str] = ()) -> BudgetError:
         """This error, with its numbers."""
-        self.lack, self.block = max(need_bytes / max(1, budget_bytes) - 1.0, 0.01), block  # it lacks some
+        self.lack, self.blocks = max(need_bytes / max(1, budget_bytes) - 1.0, 0.01), blocks  # it lacks some
         return self
 
 

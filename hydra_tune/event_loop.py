@@ -120,8 +120,7 @@ class EventLoop:
                     after = None
                 ready = e.TaskReady(task, True)
                 self._handle(ready if after is None else self._end(after, asked_s, ready), asked_s)
-                if self._closed or trial.stop.reason:
-                    self.check_open(trial)
+                self.check_open(trial)
                 run = lease.granted.popleft() if lease.granted else None
                 if waits := run is None:
                     run = self._await(trial.id, e.Run, partial(self.check_open, trial))

@@ -60,8 +60,7 @@ class Planner:
     def start(self) -> None:
         """Cut the model, or the models, that the trial has now."""
         self._settings.clear()
-        if self.plan is not None:
-            self.leave_plan()
+        self.leave_plan()
         self._key, self._measures, self._plans = b"", [], {}
         self._adopt_cut(Cut())
 
@@ -163,10 +162,11 @@ class Planner:
             self.plan_for(first.kinds[0])
             self._known.add(measure)
         except BudgetError as error:
-            # A block is too large beside what its step holds, which was not known when it was measured.
-            if error.block and partition.has_children(self._trial.model.get_submodule(error.block)):
+            # Blocks are too large beside what their step holds, which was not known when they were measured.
+            modules = map(self._trial.model.get_submodule, error.blocks)
+            if error.blocks and all(map(partition.has_children, modules)):
                 self._measures = []  # the next step is measured anew
-                self._adopt_cut(self._cut.adding("opened", error.block, TOO_LARGE))
+                self._adopt_cut(self._cut.adding("opened", error.blocks, TOO_LARGE))
                 return
             # The next forward of this kind is refused, and that of trials alike; others go on as before.
             self._measures, self._plans = before, {}
@@ -191,7 +191,7 @@ class Planner:
         opens = partition.has_children(block.module)
         if not opens and reason.startswith(TOO_LARGE):
             raise self.no_room(block, reason)
-        self._adopt_cut(self._cut.adding("opened" if opens else "kept", block.name, reason))
+        self._adopt_cut(self._cut.adding("opened" if opens else "kept", [block.name], reason))
 
     def no_room(self, block: Block, reason: str) -> BudgetError:
         why = reason.removeprefix("it ").removesuffix(ADVICE).rstrip(" .")
@@ -201,7 +201,7 @@ class Planner:
         """Within a first step: a weight of this block is on the device from here on; the block as it is then."""
         name = next(n for n, p in self._trial.model.named_parameters() if p is weight)
         try:
-            self._adopt_cut(self._cut.adding("held", name, reason))
+            self._adopt_cut(self._cut.adding("held", [name], reason))
         except torch.OutOfMemoryError as error:
             raise self._trial.meter.no_room(error) from None
         if self._trial.casts.has(weight):

@@ -64,9 +64,9 @@ from hydra_tune.ledger import Ledger
 from hydra_tune.policy import Policy, ShardedLRTF
 from hydra_tune.progress import Neighbours, Progress
 from hydra_tune.ready import ReadyTasks, Waiting
-from hydra_tune.shard import Direction, Shard, Task
+from hydra_tune.shard import Direction, Shard, Task, TrialPlan
 from hydra_tune.slots import Slots
-from hydra_tune.state import NO_PLAN, NO_TRIAL, PROMOTION, DeviceState, TaskState, TrialState
+from hydra_tune.state import NO_TRIAL, PROMOTION, DeviceState, TaskState, TrialState
 
 PATIENCE = 16
 _STORY_EVENTS = 200  # short, or the garbage collector would take what it forgets for old
@@ -189,7 +189,7 @@ class Machine:
         freed = {trial.home, *(index for index, _ in trial.slots)}
         dropped = self.slots.drop_all_of(event.trial)
         device.ledger.forget(event.trial)
-        trial.plan, trial.admitted = NO_PLAN, False
+        trial.plan, trial.admitted = TrialPlan(), False
         (device.admissions if event.empty else device.entries).append(event)
         return [*dropped, *self._advance_all(freed)]
 

@@ -3,7 +3,7 @@ architecture is cut, and what that costs, for one budget."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -41,9 +41,9 @@ class Cut:
     kept: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, str] = field(default_factory=dict)
 
-    def adding(self, what: str, name: str, reason: str) -> Cut:
-        """The cut with this name among those that are `what`."""
-        return replace(self, **{what: {name: reason} | {**getattr(self, what)}})
+    def adding(self, what: str, names: Sequence[str], reason: str) -> Cut:
+        """The cut with these names among those that are `what`."""
+        return replace(self, **{what: dict.fromkeys(names, reason) | {**getattr(self, what)}})
 
     def advice(self) -> str:
         """For an error about lack of room: what to do, and what takes the room."""
@@ -109,11 +109,11 @@ class TrialPlan:
     A resident plan has one shard without a slot: the root module, whose weights are all held.
     """
 
-    resident: bool
-    shards: tuple[Shard, ...]
-    blocks: tuple[BlockProfile, ...]
-    held_bytes: int
-    step_bytes: int
+    resident: bool = False
+    shards: tuple[Shard, ...] = ()
+    blocks: tuple[BlockProfile, ...] = ()
+    held_bytes: int = 0
+    step_bytes: int = 0
     cut: Cut = Cut()
 
     @cached_property

@@ -14,7 +14,6 @@ from hydra_tune.shard import Task, TrialPlan
 
 NO_TRIAL = "no trial"  # why a device idles: then it does not stall
 PROMOTION = "promotion"
-NO_PLAN = TrialPlan(resident=False, shards=(), blocks=(), held_bytes=0, step_bytes=0)
 
 
 class TaskState(Enum):
@@ -33,7 +32,7 @@ class TrialState:
     travels: bool
     host_bytes: int
     progress: Progress
-    plan: TrialPlan = NO_PLAN
+    plan: TrialPlan = field(default_factory=TrialPlan)
     admitted: bool = False
     on: int | None = None  # the device that its task is running on, or promised to
     at_home: bool = False  # the task that it has in flight does not travel, and promotes its shard itself

@@ -39,7 +39,7 @@ from hydra_tune.interrupts import Stop, interrupts
 from hydra_tune.lease import TELL_AFTER
 from hydra_tune.meter import CountingPaused, TrialMeter
 from hydra_tune.mode import TrialMode, unwatch, watch
-from hydra_tune.partition import NO_PLAN, UNMEASURED, summary_of
+from hydra_tune.partition import UNMEASURED, summary_of
 from hydra_tune.planner import Planner
 from hydra_tune.planning.kind import Kind
 from hydra_tune.planning.reached import weights_in
@@ -49,7 +49,7 @@ from hydra_tune.randomness import DrawRecord, RandomState, hold
 from hydra_tune.residency import Residency
 from hydra_tune.resumption import Resumption
 from hydra_tune.root import RootApply, RootForward, SeveralModels, give_back, refuse_global_hooks, refuse_transforms
-from hydra_tune.shard import TOO_LARGE, Direction, Task
+from hydra_tune.shard import TOO_LARGE, Direction, Task, TrialPlan
 from hydra_tune.steps import Steps
 from hydra_tune.tree import Structure, flatten_call, map_tensors, tensors_in
 
@@ -68,9 +68,8 @@ class _Root:
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
     def unhook(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks = []
+        while self.hooks:
+            self.hooks.pop().remove()
 
 
 class _Sent(NamedTuple):
@@ -92,7 +91,7 @@ class Trial:
         self.stop = stop
         self.lease = pool.leases[number]
         self.name = name
-        self.told = {"name": self.name, "device": home.name, "steps": 0, "state": "live", **summary_of(NO_PLAN)}
+        self.told = {"name": self.name, "device": home.name, "steps": 0, "state": "live", **summary_of(TrialPlan())}
         self.of_runner = False  # whose trials end with their objective
         self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise
         self.meter = TrialMeter(home, number, always=checks_enabled())

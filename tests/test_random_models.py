@@ -149,7 +149,8 @@ def check(recipe, share, autocast, accumulate, forwards, grows_by):
                 prepared = trained(recipe, pool, autocast, accumulate, forwards)
                 break
             except (hydra_tune.PrepareError, hydra_tune.BudgetError, torch.OutOfMemoryError) as error:
-                if "doubling" in repr(recipe.layers) and "has changed what it is given" in str(error):
+                changes_inputs = any(kind in repr(recipe.layers) for kind in ("doubling", "in place"))
+                if changes_inputs and "has changed what it is given" in str(error):
                     reject()  # a block that changes its input, and is to be run otherwise, says docs/limits.md
                 if isinstance(error, hydra_tune.PrepareError) and "epeat the forward" not in str(error):
                     raise  # that is said where a weight turns out to be used in two ways

@@ -580,6 +580,46 @@ def test_a_block_that_fits_no_budget_is_named_and_the_model_is_plain_again():
     train(model, optimizer)
 
 
+class ChangesItsInput(nn.Module):
+    def __init__(self, uses):
+        super().__init__()
+        self.inner, self.uses = nn.Linear(WIDTH, WIDTH), uses
+
+    def forward(self, x):
+        x = self.inner(x.relu_())
+        return x if self.uses == 1 else nn.functional.linear(x, self.inner.weight)
+
+
+@both_budgets
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_block_that_changes_its_input_casts_a_weight_for_one_use_alone(budget, uses):
+    """PyTorch's autocast adds the gradients of several uses in the lower precision; a first run as a block does not."""
+
+    def losses(pool):
+        torch.manual_seed(0)
+        parts = (nn.Linear(WIDTH, WIDTH), ChangesItsInput(uses), *(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        model = nn.Sequential(*parts)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if pool is not None:
+            hydra_tune.prepare(model, optimizer, pool=pool)
+        found = []
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(4, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return [*found, *(p.detach().clone() for p in model.parameters())]
+
+    with hydra_tune.ShardPool(["cpu"], {"spilled": "40KiB"}.get(budget, "8MiB")) as pool:
+        if uses == 1:
+            assert_same(losses(None), losses(pool))
+        else:
+            with pytest.raises(hydra_tune.PrepareError, match=r"casts a weight for several uses, but the forward of 1"):
+                losses(pool)
+
+
 # ---- under a runner ----
 
 

@@ -242,6 +242,7 @@ class FirstStep:
         casts = block.casts if isinstance(found, FoundError) else block.casts | found.casts
         if (why or casts) and measurement.take_back():
             return found, _NOT_RUN
+        why = why or ("casts a weight for several uses" if measurement.casts_again else "")
         if why.startswith(TOO_LARGE):
             raise trial.planner.no_room(block, why)
         if isinstance(found, FoundError) or why:

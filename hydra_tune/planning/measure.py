@@ -57,6 +57,7 @@ class Measurement:
         self.is_running = False
         self.changed = ""  # what can't be taken back
         self.casts: frozenset[tuple[int, torch.dtype]] = frozenset()
+        self.casts_again = False  # a weight that it has cast, for another use
         call.measurement, call.casts = self, {}  # its weights are as they are, so that each use of them is seen
         block = self._block
         with CountingPaused():
@@ -288,6 +289,7 @@ class Measurement:
                 casts.add(i)
             elif len(others) < len(to_each) or len(others) - others.count(None) > most:
                 held.add(i)
+        self.casts_again = any(len(uses[i]) > 1 for i in casts)
         hooked = [i for i in numbers if has_hooks(block.slot_parameters[i])]
         if not uses.keys() >= set(hooked):  # not every call uses all such weights
             held.update(hooked)

@@ -74,8 +74,7 @@ class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
             here.backward = outer
             for each in backward.passes:
                 each.end_backward(backward, failed=failed)
-        if interrupts.pending:
-            interrupts.check()
+        interrupts.check()
         return result
 
 

@@ -121,11 +121,10 @@ class EventLoop:
                 ready = e.TaskReady(task, True)
                 self._handle(ready if after is None else self._end(after, asked_s, ready), asked_s)
                 self.check_open(trial)
-                run = lease.granted.popleft() if lease.granted else None
-                if waits := run is None:
-                    run = self._await(trial.id, e.Run, partial(self.check_open, trial))
+                waits = not lease.granted
+                run = self._await(trial.id, e.Run, partial(self.check_open, trial))
+                if waits:
                     promote_s = trace.now_s()
-                assert isinstance(run, e.Run)
                 clock = self._clocks[run.device]
                 if run.num_bytes:
                     clock.idles(promote_s, PROMOTION)

@@ -56,7 +56,8 @@ class Fingerprint:
     most_items = 1_000  # of a container; larger ones are data, and count by their size
     deepest = 12
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_layers: bool = False) -> None:
+        self._of_layers = of_layers  # whose place among others does not count: transformers keep it for caches
         # What was met, by id. Values are kept: the next one may get the id of one that is collected.
         self._known: dict[int, tuple[Any, Hashable]] = {}
         self._modules: set[int] = set()  # by id; wherever else they are met, they are known
@@ -81,6 +82,8 @@ class Fingerprint:
     def _of_module(self, module: nn.Module) -> Hashable:
         own = {k: v for k, v in vars(module).items() if k not in _STRUCTURE and "_hooks" not in k}
         buffers = module._buffers
+        if self._of_layers and type(module).__module__.startswith("transformers."):
+            own.pop("layer_idx", None)
         if type(module).__module__.startswith("torch.nn."):
             own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
             buffers = {}  # they decide nothing (a count of batches)

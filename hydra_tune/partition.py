@@ -140,15 +140,15 @@ def make_plan(
             f"the model has no block that could be spilled and needs {need}, but the budget is {budget}. {cut.advice()}"
         ).lacking(resident.need_bytes, budget_bytes)
     step_bytes += late_bytes
-    room_bytes = budget_bytes - loose_bytes - step_bytes
-    if too_large := [p for p in profiles if p.weight_bytes + p.work_bytes > room_bytes]:
-        p = max(too_large, key=lambda p: p.weight_bytes + p.work_bytes)
-        need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
+    largest = sorted(profiles, key=lambda p: p.weight_bytes + p.work_bytes, reverse=True)
+    p, room_bytes = largest[0], budget_bytes - loose_bytes - step_bytes
+    need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
+    if need_bytes > budget_bytes:
         parts = map(format_bytes, (p.weight_bytes, p.work_bytes, loose_bytes + step_bytes, budget_bytes))
         raise BudgetError(
             "block {} needs {}: {} of weights, {} to compute, {} held by its trial and step; but the budget is {}. "
             "{}".format(p.name, format_bytes(need_bytes, up=True), *parts, cut.advice())
-        ).lacking(need_bytes, budget_bytes, [p.name for p in too_large])
+        ).lacking(need_bytes, budget_bytes, [p.name for p in largest if p.weight_bytes + p.work_bytes > room_bytes])
     shards = pack_shards(profiles, room_bytes)
     return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
 

@@ -163,10 +163,11 @@ class Planner:
             self._known.add(measure)
         except BudgetError as error:
             # Blocks are too large beside what their step holds, which was not known when they were measured.
-            modules = map(self._trial.model.get_submodule, error.blocks)
-            if error.blocks and all(map(partition.has_children, modules)):
+            model = self._trial.model
+            opened = [name for name in error.blocks if partition.has_children(model.get_submodule(name))]
+            if opened and opened[0] == error.blocks[0]:  # the largest
                 self._measures = []  # the next step is measured anew
-                self._adopt_cut(self._cut.adding("opened", error.blocks, TOO_LARGE))
+                self._adopt_cut(self._cut.adding("opened", opened, TOO_LARGE))
                 return
             # The next forward of this kind is refused, and that of trials alike; others go on as before.
             self._measures, self._plans = before, {}

@@ -251,8 +251,7 @@ class Trial:
         self._invalidate()
         if self.resumption is not None:
             self.resumption.has_stepped()
-        if interrupts.pending:
-            interrupts.check()
+        interrupts.check()
 
     def _invalidate(self) -> None:
         """Device copies of shards are stale; none of a trial that is resident."""

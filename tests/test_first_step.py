@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
 from hydra_tune.planning.measure import Measurement
-from models import bytes_batch, gpt, loss_of
+from models import bytes_batch, gpt, hf_gpt2, loss_of
 
 
 class Norm(nn.Module):
@@ -120,6 +120,16 @@ def test_equal_blocks_are_measured_once(measured):
         assert measured == ["0", "1", "5"]
         model(torch.randn(2, 64)).sum().backward()
         assert len(measured) == 3
+        hydra_tune.release(model)
+
+
+def test_layers_of_transformers_are_alike_wherever_they_are(measured):
+    """Each keeps its `layer_idx`."""
+    tokens = torch.randint(0, 128, (2, 16))
+    with hydra_tune.ShardPool(["cpu"], "3MiB") as pool:
+        model = hydra_tune.prepare(hf_gpt2(), pool=pool)
+        model(tokens, labels=tokens).loss.backward()
+        assert [name for name in measured if ".h." in name] == ["transformer.h.0"]
         hydra_tune.release(model)
 
 

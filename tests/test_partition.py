@@ -277,6 +277,13 @@ def test_two_shards_fit_beside_the_step_where_the_budget_allows_and_one_always()
         plan(profiles, 74)
 
 
+def test_a_refusal_tells_all_blocks_that_do_not_fit_the_largest_first():
+    """They are opened together: one a step, a trial would train for as many before the last cut is refused."""
+    with pytest.raises(BudgetError, match="block b50 needs") as refused:
+        plan([block(40), block(10), block(50), block(45)], 10 + 20 + 42)
+    assert refused.value.blocks == ["b50", "b45"]
+
+
 def test_a_model_without_blocks_is_resident_or_refused():
     assert plan([], 520).resident
     with pytest.raises(BudgetError, match="no block that could be spilled"):

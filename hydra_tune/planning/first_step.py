@@ -26,7 +26,7 @@ from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.config import format_bytes
 from hydra_tune.engine import ForwardPass
 from hydra_tune.errors import PrepareError, clear_frames
-from hydra_tune.fingerprint import plan_key
+from hydra_tune.fingerprint import Fingerprint
 from hydra_tune.host_buffer import storage_bytes
 from hydra_tune.meter import storages_of
 from hydra_tune.partition import has_children, shape_of
@@ -201,7 +201,7 @@ class FirstStep:
             for x in leaves
         )
         called = structure if isinstance(structure, tuple) else str(structure)  # a dict's has no hash
-        model = plan_key(block.module, ()), None if block.own_forward is None else id(block)
+        model = Fingerprint(of_layers=True).of_model(block.module), None if block.own_forward is None else id(block)
         promoted = set(map(id, block.slot_parameters))
         held = tuple(id(p) not in promoted for p in block.parameters)
         training = tuple(m.training for m in block.modules)

@@ -46,19 +46,20 @@ class SharedCasts:
         return cast
 
     def bar(self, weights: Iterable[torch.Tensor]) -> None:
-        """They are used without it from here on."""
-        self._barred.update(map(id, weights))
+        """They are used without it from here on, by one call alone."""
+        numbers = set(map(id, weights))
+        if not self._barred.isdisjoint(numbers):
+            raise OtherBranchError("two calls were without it")
+        self._barred |= numbers
         _here.casts[id(self)] = weakref.ref(self)
 
     def put(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
-        if not self._of:
-            _here.casts[id(self)] = weakref.ref(self)
+        _here.casts[id(self)] = weakref.ref(self)
         self._of[id(weight)] = cast, weight._version
 
     def free(self, weight: torch.Tensor) -> None:
         """Its memory, until the next call."""
-        found = self._of.get(id(weight))
-        if found is not None:
+        if (found := self._of.get(id(weight))) is not None:
             found[0].data = found[0].data.new_empty(0)
 
     def has(self, weight: torch.Tensor) -> bool:

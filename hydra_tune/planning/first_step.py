@@ -251,8 +251,7 @@ class FirstStep:
                 f"but the forward of {block.name} has changed {measurement.changed} by then, which can't be. "
                 "Let it return what it changes."
             )
-        if casts:  # its weights were used without them
-            trial.casts.bar(block.slot_parameters[i] for i, _ in casts)
+        trial.casts.bar(block.slot_parameters[i] for i, _ in casts)  # its weights were used without them
         stays = stays or found.keeps != ""
         call.settle(outputs, keeps=stays)
         if not stays:

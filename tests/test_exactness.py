@@ -119,15 +119,17 @@ def weight_bytes(name):
 @lru_cache(maxsize=1)
 def budget_bytes(name, training_name):
     """Of each budget. `half` of the weights, or `least` where that is more; `least` is what the largest block
-    needs beside what its trial and step hold, and not a byte more."""
+    needs beside what its trial and step hold, and not a byte more, where the first step has room in that, too."""
     weights = weight_bytes(name)
-    plans = (plan_of(name, training_name, int(weights * share)) for share in (1, 1.5, 2.25, 3.4, 5, 0.6))
-    plan = next((plan for plan in plans if plan is not None and not plan.resident), None)
-    if plan is None:
-        raise hydra_tune.BudgetError("no budget from 0.6 to 5 times the weights has a spilled plan")
-    largest = max(b.weight_bytes + max(b.forward_work_bytes, b.backward_work_bytes) for b in plan.blocks)
-    least = plan.held_bytes + plan.step_bytes + largest
-    return {"resident": 40 * weights, "half": max(weights // 2, least), "least": least}
+    for share in (1, 1.5, 2.25, 3.4, 5, 0.6):
+        plan = plan_of(name, training_name, int(weights * share))
+        if plan is None or plan.resident:
+            continue
+        largest = max(b.weight_bytes + max(b.forward_work_bytes, b.backward_work_bytes) for b in plan.blocks)
+        least = plan.held_bytes + plan.step_bytes + largest
+        if plan_of(name, training_name, least) is not None:
+            return {"resident": 40 * weights, "half": max(weights // 2, least), "least": least}
+    raise hydra_tune.BudgetError("no budget from 0.6 to 5 times the weights has a spilled plan")
 
 
 def plan_of(name, training_name, budget):
@@ -287,7 +289,7 @@ Written by `pytest -m proof tests/test_exactness.py`, which trains each architec
 steps in four ways: AdamW with clipped norms, two accumulated batches a step and a cosine schedule; SGD with momentum
 and weight decay; Adafactor; AdamW under bfloat16 autocast. Each is trained under three budgets: resident; half of the
 weights, or what "least" is where that is more; and least, what the largest block needs beside what is always held,
-and not a byte more. Losses, the last gradients, final weights, buffers, optimizer state and random state are compared,
+and not a byte more, if a first step has room in that, too. Losses, the last gradients, final weights, buffers, optimizer state and random state are compared,
 with `use_cache` off on both sides.
 
 `=` every bit is that of plain PyTorch, `~` some differ, `x` refused with a message, `!` failed, `-` plain PyTorch

@@ -289,8 +289,8 @@ Written by `pytest -m proof tests/test_exactness.py`, which trains each architec
 steps in four ways: AdamW with clipped norms, two accumulated batches a step and a cosine schedule; SGD with momentum
 and weight decay; Adafactor; AdamW under bfloat16 autocast. Each is trained under three budgets: resident; half of the
 weights, or what "least" is where that is more; and least, what the largest block needs beside what is always held,
-and not a byte more, if a first step has room in that, too. Losses, the last gradients, final weights, buffers, optimizer state and random state are compared,
-with `use_cache` off on both sides.
+and not a byte more, if a first step has room in that, too. Losses, the last gradients, final weights, buffers,
+optimizer state and random state are compared, with `use_cache` off on both sides.
 
 `=` every bit is that of plain PyTorch, `~` some differ, `x` refused with a message, `!` failed, `-` plain PyTorch
 itself can't on this CPU.

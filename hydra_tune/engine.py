@@ -74,7 +74,8 @@ class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
             here.backward = outer
             for each in backward.passes:
                 each.end_backward(backward, failed=failed)
-        interrupts.check()
+        if interrupts.pending:
+            interrupts.check()
         return result
 
 

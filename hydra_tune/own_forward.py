@@ -67,8 +67,7 @@ class BlockForward(StandIn):
             trial.end()
             return block.forward(args, kwargs)
         outputs = trial.run_block(block, args, kwargs)
-        if interrupts.pending:
-            interrupts.check()
+        interrupts.check()
         return outputs
 
 

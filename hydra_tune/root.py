@@ -54,8 +54,7 @@ class RootForward(StandIn):
             outputs = trial.run_root(self, args, kwargs)
         finally:
             trial.busy.release()
-        if interrupts.pending:
-            interrupts.check()
+        interrupts.check()
         return outputs
 
 

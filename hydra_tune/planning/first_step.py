@@ -251,7 +251,8 @@ class FirstStep:
                 f"but the forward of {block.name} has changed {measurement.changed} by then, which can't be. "
                 "Let it return what it changes."
             )
-        trial.casts.bar(block.slot_parameters[i] for i, _ in casts)  # its weights were used without them
+        if casts:  # its weights were used without them
+            trial.casts.bar(block.slot_parameters[i] for i, _ in casts)
         stays = stays or found.keeps != ""
         call.settle(outputs, keeps=stays)
         if not stays:

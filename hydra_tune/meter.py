@@ -128,7 +128,7 @@ class TrialMeter:
 
     def no_room(self, error: torch.OutOfMemoryError) -> BudgetError:
         """What ends a first step."""
-        return BudgetError(f"what a step does outside of its blocks does not fit the budget: {error}")
+        return BudgetError(f"a step does not fit the budget, with what it keeps between its blocks: {error}")
 
     def watch_outside(self) -> None:
         """Start to note the highest bytes beyond those there now, while no block runs."""

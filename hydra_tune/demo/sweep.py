@@ -41,10 +41,10 @@ class Settings:
     """Sizes of the job. `report_every` is in steps; validation reads `validation_batches` batches."""
 
     trials: int = 8
-    steps: int = 20
+    steps: int = 16
     batch: int = 2
-    report_every: int = 10
-    validation_batches: int = 8
+    report_every: int = 8
+    validation_batches: int = 6
     seed: int = 0
 
 

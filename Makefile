@@ -26,7 +26,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(HANGS)
 
 proof: $(READY)
-	$(BIN)/python -m pytest -m proof
+	$(BIN)/python -m pytest -m proof -n 2 --dist loadgroup --no-loadscope-reorder $(HANGS) -o faulthandler_timeout=3600
 
 check: $(READY)
 	$(BIN)/python -m ruff check .

@@ -35,10 +35,12 @@ class Context:
     resumption: Resumption | None = None
     notes_memory: bool = False  # as a constraint, for the sampler
     alone: bool = False  # it has run out of memory beside others
+    begun: threading.Event = field(default_factory=threading.Event)  # it has prepared a model, or ended
     _last: Callable[[], Trial | None] = lambda: None
 
     def register(self, trial: Trial) -> None:
         self._last = weakref.ref(trial)
+        self.begun.set()
         trial.random_state = self.random_state
         trial.of_runner, trial.alone = self.random_state is not None, self.alone
         if trial.of_runner:
@@ -89,6 +91,7 @@ def trial_context(
                 trial.planner.note_out_of_memory()
         raise
     finally:
+        context.begun.set()
         _local.context = outer
         if context.trials:  # after an exception in a backward PyTorch may keep the rest of its graph until the next one
             with torch.enable_grad():

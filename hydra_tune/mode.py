@@ -82,9 +82,9 @@ class TrialMode(ThreadMode):
             makes_there = meter.makes_there(inputs)
             with _as_outside(func):
                 out = func(*args, **kwargs)
-            if makes_there:  # or gives back, unless that is of an input in host memory
+            if makes_there and (made := [t for t in _tensors((out,)) if not is_counted(t)]):
+                # or gives back an input in host memory
                 elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
-                made = _tensors((out,))
                 meter.add([t for t in made if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))])
         except torch.OutOfMemoryError as error:
             raise meter.refusal_of(error) from None

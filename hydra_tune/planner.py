@@ -88,10 +88,11 @@ class Planner:
     def knows(self, kind: Kind) -> bool:
         return any(measure.covers(kind) for measure in self._measures)
 
-    def learn(self, kind: Kind) -> bool:
-        """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it."""
+    def learn(self, kind: Kind, *, looks: bool = True) -> bool:
+        """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it. Who
+        waited since the last look has the same model still."""
         trial = self._trial
-        key = plan_key(trial.model, trial.optimizers)
+        key = plan_key(trial.model, trial.optimizers) if looks else self._key
         if key != self._key:  # it has changed: what was measured of it holds no more
             refuse_unsupported(trial.model)
             self._key, self._known, self._measures, self._is_changed = key, trial.pool.known_of(key), [], True
@@ -122,16 +123,20 @@ class Planner:
 
     # ---- a first step ----
 
-    def begin(self, kind: Kind) -> None:
+    def begin(self, kind: Kind) -> bool:
         """Wait until the device is the trial's own, to measure a forward of this kind; blocks run in visits from here
-        on."""
+        on. False if another trial has measured it meanwhile."""
         trial = self._trial
         if kind.of_any in self._known.refusals:
             raise copy.copy(self._known.refusals[kind.of_any])  # without its frames
         self.leave_plan()
         room = trial.pool.ask(trial, PilotReady(trial.id, trial.alone), StartPilot)
         self.first = FirstStep(trial, kind, room.free_bytes)
+        if self.learn(kind, looks=False):
+            self.give_up_first()
+            return False
         self._adopt_cut(self._cut)
+        return True
 
     def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
         """The error that ends a first step. What it would have needed is not known: its lack grows with the model and
@@ -291,7 +296,7 @@ class Planner:
         if not (alike and pool.readmit(trial, plan)):
             self.leave_plan()  # until it is admitted it holds nothing
             pool.ask(trial, PlanReady(trial.id, plan), Admit)
-        if not alike:
+        if not alike and not (plan.resident and plan.cut == self._cut):  # who is resident makes no visits
             self._adopt_cut(plan.cut, plan.blocks)
         names = {b.name: b for b in self.blocks}
         self.blocks = [names[p.name] for p in plan.blocks]

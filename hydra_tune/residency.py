@@ -158,16 +158,16 @@ class Residency:
                 if tensor is not None and (module, name) not in there:
                     self._held.append((ref(module), name, module._parameters.get(name)))
                     moved[tensor] = None
-        for tensor in moved:
-            grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
-            with CountingPaused():
+        with CountingPaused():
+            for tensor in moved:
+                grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
                 _put(tensor, tensor.detach().to(self.device.torch_device, copy=True))
                 if grad is not None and grad.device != self.device.torch_device:  # a virtual one's may be a user's view
                     tensor.grad = grad.detach().to(self.device.torch_device)
-            self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, tensor_bytes(tensor))
-            if self.meter.counting:
-                self.meter.adopt([tensor] if grad is None else [tensor, grad])
+                if self.meter.counting:
+                    self.meter.adopt([tensor] if grad is None else [tensor, grad])
         if moved:
+            self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, sum(map(tensor_bytes, moved)))
             self._move_state(optimizers)
 
     def bring_home(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

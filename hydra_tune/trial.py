@@ -440,11 +440,9 @@ class Trial:
         self.meter.counting = True
         self._count()
         try:
-            self.planner.begin(kind)
-            hold(self.device.generators, self.random_state)  # as a lease does: it has the device to itself
-            if self.planner.learn(kind):
-                self.planner.give_up_first()
+            if not self.planner.begin(kind):
                 return False
+            hold(self.device.generators, self.random_state)  # as a lease does: it has the device to itself
             self.steps.begin()
             self.meter.adopt(tensors_in((args, kwargs)), are_a_batch=True)
         except torch.OutOfMemoryError as error:
@@ -675,7 +673,10 @@ class Trial:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
                 refuse_hooks(block, weights)
-                self._take_gradients(block, weights)
+                for leaf, p in zip(weights, block.slot_parameters, strict=True):
+                    if leaf.grad is not None:  # the block has run a backward itself
+                        gradient, leaf.grad = leaf.grad.to(p.device, copy=True), None
+                        p.grad = gradient if p.grad is None else p.grad + gradient
                 if copy.num_bytes and (returned := weights_in(outputs, copy)):
                     draws.rewind()
                     raise ReturnsWeightsError(block.name, returned)
@@ -689,14 +690,6 @@ class Trial:
             return versions == versions_of(given)
 
         return self.with_room(block, run, rewound)
-
-    @staticmethod
-    def _take_gradients(block: Block, weights: Sequence[torch.Tensor]) -> None:
-        """Of a backward that the block has run itself, for all that no gradients were asked for around it."""
-        for weight, p in zip(weights, block.slot_parameters, strict=True):
-            if weight.grad is not None:
-                gradient, weight.grad = weight.grad.to(p.device, copy=True), None
-                p.grad = gradient if p.grad is None else p.grad + gradient
 
     def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
         """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""
@@ -828,8 +821,10 @@ class Trial:
                 if forward_pass is not self._pass and not any(forward_pass in passes for passes in outer):
                     forward_pass.done = True
         self._close_backward()
-        if self._touched:
-            self._forget_touched()
+        for reference in self._touched:
+            if (call := reference()) is not None:
+                call.forget()
+        self._touched = []
         self.residency.await_gradients()
         if failed:
             self._sent = []
@@ -878,12 +873,6 @@ class Trial:
                 "before, so that its gradient was on its way while it was added up. From here on it is awaited: "
                 "set the gradients to None, and repeat the forward."
             )
-
-    def _forget_touched(self) -> None:
-        for reference in self._touched:
-            if (call := reference()) is not None:
-                call.forget()
-        self._touched = []
 
     # ---- room ----
 

@@ -34,6 +34,7 @@ logger = logging.getLogger("hydra_tune")
 FIGURES, PRUNED, LACK = "hydra_tune", "hydra_tune: pruned because", "hydra_tune: lacks"  # keys of `user_attrs`
 INFEASIBLE = "hydra_tune: infeasible because"
 BY_HAND = "it was stopped by hand"
+STAGGER_S = 0.1  # at most, that a trial waits for the model of the one before it
 RESUMED, CLONED = "hydra_tune: resumed at step", "hydra_tune: cloned from"
 INTERRUPTED, CLONE = "hydra_tune: interrupted", "hydra_tune: starts from"
 
@@ -59,6 +60,7 @@ class Search:
         self._folder: StudyFolder | None = None
         self._every = Interval.of(None)
         self.error: BaseException | None = None  # the first that `Study.optimize` is to raise, and may lose
+        self._latest: threading.Event | None = None  # of the trial that has started last: it is prepared
         self._first_report = threading.Lock()  # taken for good by the first trial that reports
         self._first_lack = threading.Lock()  # likewise, that did not fit or has diverged
 
@@ -176,6 +178,7 @@ class Search:
                         self._go_on(trial, context, before)
                     known = () if before is None else before.intermediate_values
                     trial.report = self._noted(trial.report, context, known)  # type: ignore[method-assign]
+                    self._await_start(context)
                     value = self._objective(trial)
                     if not context.trials:
                         _warn_of_unprepared(self._study.study_name)
@@ -231,6 +234,12 @@ class Search:
         if talks:
             logger.info("trial %d: finished with %s", trial.number, value)
         return value
+
+    def _await_start(self, context: Context) -> None:
+        """One after another: threads that build models at once spend their time on handing the interpreter on."""
+        before, self._latest = self._latest, context.begun
+        if before is not None:
+            before.wait(STAGGER_S)
 
     def _worst_values(self) -> list[float]:
         """Of each objective so far, for a trial that broke its constraint: some samplers learn of complete trials only.

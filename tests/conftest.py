@@ -67,9 +67,10 @@ def no_mode_is_left():
 
 @pytest.fixture(autouse=True)
 def fixed_threads(request):
-    """Thread counts change the last bit of LayerNorm's gradients. Two tests run side by side on two cores; a proof has
-    both."""
-    torch.set_num_threads(2 if request.node.get_closest_marker("proof") else 1)
+    """Thread counts change the last bit of LayerNorm's gradients. Two tests run side by side on two cores; a proof that
+    runs alone has both."""
+    alone = request.node.get_closest_marker("proof") and "PYTEST_XDIST_WORKER" not in os.environ
+    torch.set_num_threads(2 if alone else 1)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
 from hydra_tune.context import current_context
+from hydra_tune.integrations import search
 from models import gpt
 from waiting import WAIT_S, wait_until
 
@@ -117,6 +118,38 @@ def test_loader_workers_of_a_trial_end_without_an_error():
         optuna.create_study(), objective, n_trials=1
     )
     assert codes == [0, 0]
+
+
+def test_models_are_built_one_after_another(monkeypatch):
+    """Threads that build at once hand the interpreter on at each operator, which takes several times as long."""
+    monkeypatch.setattr(search, "STAGGER_S", WAIT_S)
+    building, most_building, trained = [], [], threading.Barrier(4, timeout=WAIT_S)
+
+    def objective(trial):
+        building.append(trial.number)
+        most_building.append(len(building))
+        model = nn.Linear(2, 2)
+        building.remove(trial.number)
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters()))
+        trained.wait()  # all four live together
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=4).optimize(optuna.create_study(), objective, n_trials=4)
+    assert most_building == [1] * 4
+
+
+def test_an_objective_that_prepares_nothing_yet_keeps_the_next_one_waiting_for_a_moment_only():
+    all_started = threading.Barrier(3, timeout=WAIT_S)
+
+    def objective(trial):
+        all_started.wait()
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=3).optimize(optuna.create_study(), objective, n_trials=3)
 
 
 class LargeTable(nn.Module):

@@ -268,7 +268,7 @@ class KeptCall(Call):
         super().__init__(block, trial, forward_pass)
         self._pack_other: Callable[[torch.Tensor], Any]
         self._unpack_other: Callable[[Any], torch.Tensor]
-        self._pack_other, self._unpack_other = hooks or (_versioned, Versioned.read)
+        self._pack_other, self._unpack_other = hooks or (lambda t: Versioned(t, version_of(t)), Versioned.read)
         self._clones = hooks is not None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -339,7 +339,3 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-
-
-def _versioned(tensor: torch.Tensor) -> Versioned:
-    return Versioned(tensor, version_of(tensor))

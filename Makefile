@@ -23,10 +23,10 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(HANGS)
+	$(BIN)/python -m pytest -n 2 $(HANGS)
 
 proof: $(READY)
-	$(BIN)/python -m pytest -m proof -n 2 --dist loadgroup --no-loadscope-reorder $(HANGS) -o faulthandler_timeout=3600
+	$(BIN)/python -m pytest -m proof -n 2 $(HANGS) -o faulthandler_timeout=3600
 
 check: $(READY)
 	$(BIN)/python -m ruff check .

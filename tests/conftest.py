@@ -21,6 +21,19 @@ from hydra_tune.pool import ShardPool
 from hydra_tune.process_state import remembers_casts
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of two processes one has Ray, whose processes its tests count, and one the cells of one table."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0].rpartition("/")[2]
+            return "ray" if file.startswith("test_ray_") else file if file == "test_exactness.py" else nodeid
+
+    return Scheduling(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)  # before proofs are deselected
 def pytest_collection_modifyitems(items):
     """Of the cases of a test that is marked `sample(n)`, `make test` runs those the places of whose parameters add up

@@ -335,7 +335,6 @@ def why(found):
 
 
 @pytest.mark.proof
-@pytest.mark.xdist_group("exactness")  # whose results are one table
 @pytest.mark.parametrize(("name", "training", "budget"), cases(key for n in ZOO for key in all_cells(n)))
 def test_cell(name, training, budget):
     RESULTS[name, training, budget] = cell(name, training, budget)
@@ -349,7 +348,6 @@ def test_an_activation_is_not_taken_for_the_cast_of_a_weight(budget):
 
 
 @pytest.mark.proof
-@pytest.mark.xdist_group("exactness")
 def test_table():
     import transformers
 

@@ -133,9 +133,16 @@ def left_by(model, optimizer, autocast, accumulate, forwards):
     return [*left, *(t.detach().clone() for t in (*model.parameters(), *model.buffers())), torch.get_rng_state()]
 
 
+def calls_twice_twice(tree):
+    """What is opened for want of memory may make the inner part a block of two calls, each with two uses."""
+    parts = [part for part in tree if isinstance(part, tuple)]
+    return (tree[0] == "twice" and "twice" in repr(parts)) or any(map(calls_twice_twice, parts))
+
+
 def check(recipe, share, autocast, accumulate, forwards, grows_by):
     uses_twice = [kind in repr(recipe.layers) for kind in ("twice", "reached")]
-    if all(uses_twice) or (any(uses_twice) and (forwards > 1 or len(set(recipe.order)) < len(recipe.order))):
+    calls_again = forwards > 1 or len(set(recipe.order)) < len(recipe.order)
+    if all(uses_twice) or any(map(calls_twice_twice, recipe.layers)) or (any(uses_twice) and calls_again):
         reject()  # gradients of several uses in each of several calls are added call by call, says docs/limits.md
     try:
         plain = trained(recipe, None, autocast, accumulate, forwards)

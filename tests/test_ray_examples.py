@@ -13,7 +13,7 @@ import pytest
 from nbclient import NotebookClient
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.proof]
+pytestmark = pytest.mark.proof
 ROOT = Path(__file__).parent.parent
 BEFORE = """
 import torch, hydra_tune

@@ -34,7 +34,7 @@ from hydra_tune.integrations.messages import Order
 from ray_local import HERE, Results, empty_pool, first_step, local_ray, modules_of_tests
 from waiting import wait_until
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from ray_local import Results, empty_pool, local_ray
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 EXECUTOR = HydraExecutor("256KiB", devices=["cpu"], concurrency=4)
 
 

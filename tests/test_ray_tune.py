@@ -23,7 +23,7 @@ import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from ray_local import empty_pool, first_step, local_ray
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 BUDGET = "256KiB"  # of a device; the models below do not fit
 
 

@@ -302,7 +302,7 @@ Differences are the largest of all, relative to the largest value of its kind (o
 | architecture | kind | parameters | shards | least | {trainings} | where not bitwise |
 |---|---|---|---|---|{rules}---|
 """
-TAIL = "\ntorch {torch}, transformers {transformers}, {threads} threads, a CPU with {cpu}.\n"
+TAIL = "\ntorch {torch}, transformers {transformers}, threads: {threads}, a CPU with {cpu}.\n"
 
 
 def all_cells(name):

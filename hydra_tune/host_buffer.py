@@ -46,9 +46,8 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor fills one stretch of memory, in whatever order of its dimensions."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return tensor.layout is torch.strided
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
+    outermost = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.layout is torch.strided and (tensor.is_contiguous() or tensor.permute(outermost).is_contiguous())
 
 
 def version_of(tensor: torch.Tensor) -> int:

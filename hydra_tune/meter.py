@@ -185,8 +185,6 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 
 def is_counted(tensor: torch.Tensor) -> bool:
     """Whether it lies on any device, by what has been counted."""
-    if tensor.layout is torch.strided:
-        return tensor.untyped_storage()._cdata in _counted
     return any(storage._cdata in _counted for storage in storages_of(tensor)[-1:])
 
 

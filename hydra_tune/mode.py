@@ -83,7 +83,7 @@ class TrialMode(ThreadMode):
             with _as_outside(func):
                 out = func(*args, **kwargs)
             if makes_there and (made := [t for t in _tensors((out,)) if not is_counted(t)]):
-                # or gives back an input in host memory
+                # some may be inputs in host memory that it gives back
                 elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
                 meter.add([t for t in made if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))])
         except torch.OutOfMemoryError as error:

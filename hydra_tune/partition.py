@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -42,16 +41,14 @@ def find_blocks(
     What is `kept` has no blocks.
     """
     blocks: dict[nn.Module, str] = {}
-    all_fit = _bytes_of(root) <= limit_bytes
 
     def walk(name: str, module: nn.Module, *, in_stack: bool) -> Iterator[tuple[str, nn.Module]]:
-        if name in kept or not any(map(tensor_bytes, chain(module.parameters(), module.buffers()))):
+        size = sum(map(tensor_bytes, [*module.parameters(), *module.buffers()]))
+        if size == 0 or name in kept:
             return
-        stack, too_large = isinstance(module, _STACKS), not all_fit and _bytes_of(module) > limit_bytes
-        opens = stack or name in opened or too_large
-        if not (opens or in_stack):  # by a stack of layers within it, not of parametrizations
-            within = (m for n, m in module.named_modules() if "parametrizations" not in n.split("."))
-            opens = any(isinstance(m, _STACKS) for m in within)
+        stack = isinstance(module, _STACKS)
+        size += sum(tensor_bytes(p) for p in module.parameters() if p.requires_grad)
+        opens = stack or name in opened or size > limit_bytes or (not in_stack and _contains_stack(module))
         children = children_of(module) if opens or not name else []
         if name and not children:
             yield name, module
@@ -63,12 +60,6 @@ def find_blocks(
     return {name: module for module, name in blocks.items()}
 
 
-def _bytes_of(module: nn.Module) -> int:
-    """Of its weights, their gradients and its buffers."""
-    weights = [*module.parameters()]
-    return sum(map(tensor_bytes, (*weights, *module.buffers(), *(p for p in weights if p.requires_grad))))
-
-
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that this one calls; what computes its parametrized weights is part of itself."""
     return [] if is_parametrized(module) else list(module.named_children())
@@ -77,6 +68,11 @@ def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def has_children(module: nn.Module) -> bool:
     """Whether opening this block makes others."""
     return any(True for _, child in children_of(module) for _ in child.parameters())
+
+
+def _contains_stack(module: nn.Module) -> bool:
+    """A stack of layers, not of parametrizations."""
+    return any(isinstance(m, _STACKS) for n, m in module.named_modules() if "parametrizations" not in n.split("."))
 
 
 def blocks_of(

@@ -88,18 +88,20 @@ class Planner:
     def knows(self, kind: Kind) -> bool:
         return any(measure.covers(kind) for measure in self._measures)
 
-    def learn(self, kind: Kind, *, looks: bool = True) -> bool:
-        """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it. Who
-        waited since the last look has the same model still."""
+    def learn(self, kind: Kind) -> bool:
+        """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it."""
         trial = self._trial
-        key = plan_key(trial.model, trial.optimizers) if looks else self._key
+        key = plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
             refuse_unsupported(trial.model)
             self._key, self._known, self._measures, self._is_changed = key, trial.pool.known_of(key), [], True
+        return self._take_known(kind)
+
+    def _take_known(self, kind: Kind) -> bool:
         found = next((m for m in self._known.measures if m.covers(kind.of_any)), None)
         plan = self.plan or next(iter(self._plans.values()), None)
         if found is None or plan is None or not plan.resident:
-            refuse_computed_weights(trial.model)
+            refuse_computed_weights(self._trial.model)
         if found is not None:
             self._count(replace(found, kinds=(kind,)))
         return found is not None
@@ -132,7 +134,7 @@ class Planner:
         self.leave_plan()
         room = trial.pool.ask(trial, PilotReady(trial.id, trial.alone), StartPilot)
         self.first = FirstStep(trial, kind, room.free_bytes)
-        if self.learn(kind, looks=False):
+        if self._take_known(kind):
             self.give_up_first()
             return False
         self._adopt_cut(self._cut)

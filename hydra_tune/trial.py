@@ -673,10 +673,7 @@ class Trial:
                     torch.set_autocast_cache_enabled(caches)
                     block.take_back(weights)
                 refuse_hooks(block, weights)
-                for leaf, p in zip(weights, block.slot_parameters, strict=True):
-                    if leaf.grad is not None:  # the block has run a backward itself
-                        gradient, leaf.grad = leaf.grad.to(p.device, copy=True), None
-                        p.grad = gradient if p.grad is None else p.grad + gradient
+                self._take_gradients(block, weights)
                 if copy.num_bytes and (returned := weights_in(outputs, copy)):
                     draws.rewind()
                     raise ReturnsWeightsError(block.name, returned)
@@ -690,6 +687,14 @@ class Trial:
             return versions == versions_of(given)
 
         return self.with_room(block, run, rewound)
+
+    @staticmethod
+    def _take_gradients(block: Block, weights: Sequence[torch.Tensor]) -> None:
+        """Of a backward that the block has run itself, for all that no gradients were asked for around it."""
+        for weight, p in zip(weights, block.slot_parameters, strict=True):
+            if weight.grad is not None:
+                gradient, weight.grad = weight.grad.to(p.device, copy=True), None
+                p.grad = gradient if p.grad is None else p.grad + gradient
 
     def begin_visit(self, block: Block, direction: Direction) -> DeviceCopy:
         """The block's weights are on the device, for its forward or the repetition of that, until `end_visit`."""

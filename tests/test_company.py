@@ -148,8 +148,10 @@ def test_an_objective_that_prepares_nothing_yet_keeps_the_next_one_waiting_for_a
         all_started.wait()
         return 0.0
 
+    study = optuna.create_study()
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
-        hydra_tune.HydraTrialRunner(pool, concurrency=3).optimize(optuna.create_study(), objective, n_trials=3)
+        hydra_tune.HydraTrialRunner(pool, concurrency=3).optimize(study, objective, n_trials=3)
+    assert [trial.value for trial in study.trials] == [0.0] * 3, "the barrier was passed by all three"
 
 
 class LargeTable(nn.Module):

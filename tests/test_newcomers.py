@@ -11,7 +11,9 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune import schedule
+from hydra_tune.planning.first_step import FirstStep
 from models import gpt
+from waiting import wait_until
 
 STEPS = 4
 PATIENCE_S = 60  # of who waits for another trial's steps; then the test fails
@@ -153,6 +155,34 @@ def test_a_first_step_may_have_two_forwards(device):
     results, story = run_together(device, forwards=2)
     assert story.count("StartPilot(trial=1") == 1
     assert_same(results, alone(device, forwards=2))
+
+
+def test_who_waited_for_a_first_step_of_its_like_makes_none(monkeypatch):
+    measured, measure, first_is_in_step = set(), FirstStep._measure, threading.Event()
+    monkeypatch.setattr(FirstStep, "_measure", lambda *a: measured.add(threading.get_ident()) or measure(*a))
+
+    def other_asks():
+        with pool._lock:
+            return "PilotReady(trial=1" in pool._machine.story(1)
+
+    def hold():
+        if not first_is_in_step.is_set():
+            first_is_in_step.set()
+            wait_until(other_asks, "the other one asks for a first step")
+
+    def objective(trial):
+        if trial.number == 0:
+            results.append(newcomer("cpu", hold))
+        else:
+            assert first_is_in_step.wait(PATIENCE_S)
+            results.append(newcomer("cpu"))
+        return 0.0
+
+    results = []
+    with hydra_tune.ShardPool(["cpu"], "64MiB") as pool:
+        hydra_tune.HydraTrialRunner(pool, concurrency=2).optimize(optuna.create_study(), objective, n_trials=2)
+    assert len(measured) == 1
+    assert_same(*results)
 
 
 def test_a_first_step_is_one_turn():

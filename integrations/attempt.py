@@ -15,6 +15,8 @@ from typing import Any
 from hydra_tune.context import Context, trial_context
 from hydra_tune.cuda_device import is_lost
 from hydra_tune.errors import TrialStopped, clear_frames
+from hydra_tune.integrations import guards
+from hydra_tune.integrations.current_trial import running
 from hydra_tune.integrations.kept_state import KeptState, KeptStates
 from hydra_tune.integrations.messages import Ended, Message, Order, Raised, Reported, Save, Saved, Stopped
 from hydra_tune.integrations.pool_lines import Line
@@ -37,6 +39,7 @@ class Attempt:
         on_lost: Callable[[], None],
         states: KeptStates,
     ) -> None:
+        guards.install()
         self.order = order
         self._pool = pool
         self._line = line
@@ -133,7 +136,7 @@ class Attempt:
     def _outcome(self) -> Message:
         try:
             name, number = self.order.trial_name, _number_of(self.order.trial_id)
-            with trial_context(self._pool, number, name=name) as context:
+            with running(), trial_context(self._pool, number, name=name) as context:
                 with self._lock:
                     self._context = context
                 if self._stop_reason:

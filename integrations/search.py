@@ -17,7 +17,9 @@ import torch
 from hydra_tune.context import Context, trial_context
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, ResumeError, TrialStopped
 from hydra_tune.events import Reported
+from hydra_tune.integrations import guards
 from hydra_tune.integrations.concurrency import Places
+from hydra_tune.integrations.current_trial import running
 from hydra_tune.integrations.running import Running
 from hydra_tune.meter import CountingPaused
 from hydra_tune.pool import ShardPool
@@ -50,6 +52,7 @@ class Search:
         places: Places,
         caught: tuple[type[Exception], ...],
     ) -> None:
+        guards.install()
         self.places = places
         self.running = Running()
         self._pool = pool
@@ -170,7 +173,8 @@ class Search:
         before = None if self._folder is None else self._as_it_was(trial)
         history = () if before is None else _predecessors(before)
         try:
-            with trial_context(self._pool, trial.number, history[0] if history else None, alone=alone) as context:
+            seed = history[0] if history else None
+            with running(trial), trial_context(self._pool, trial.number, seed, alone=alone) as context:
                 self.running.add(trial.number, context)
                 try:
                     context.stop.check()

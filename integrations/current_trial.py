@@ -1,0 +1,49 @@
+"""Which trial of a search the calling thread runs: set around an objective by Optuna's runner, or in Ray's pool. What
+libraries keep for the whole process is kept for each of them here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import optuna
+
+_local = threading.local()
+_live: set[int] = set()  # their ids
+_live_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentTrial:
+    """`optuna` is None under Ray. `library_states` are the trial's, by what would be the process's."""
+
+    optuna: optuna.Trial | None = None
+    library_states: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+def current_trial() -> CurrentTrial | None:
+    trial: CurrentTrial | None = getattr(_local, "trial", None)
+    return trial
+
+
+def has_company() -> bool:
+    """Whether the calling thread runs a trial, and others run, too."""
+    return current_trial() is not None and len(_live) > 1
+
+
+@contextmanager
+def running(trial: optuna.Trial | None = None) -> Iterator[None]:
+    current = CurrentTrial(trial)
+    outer, _local.trial = current_trial(), current
+    with _live_lock:
+        _live.add(id(current))
+    try:
+        yield
+    finally:
+        with _live_lock:
+            _live.discard(id(current))
+        _local.trial = outer

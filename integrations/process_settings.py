@@ -1,0 +1,44 @@
+"""What cannot be a trial's own: it is warned of by name, where a trial uses it beside others."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import wrapt
+
+from hydra_tune.integrations.current_trial import has_company
+
+logger = logging.getLogger("hydra_tune")
+_warned: dict[str, object] = {}
+
+
+def warn_of(name: str, advice: str) -> None:
+    """Once a process."""
+    mine = object()
+    if _warned.setdefault(name, mine) is mine:
+        logger.warning(
+            "a trial calls %s, which is for the whole process, while other trials run in it: they are changed, too. "
+            "%s; or let trials run one at a time: concurrency=1.",
+            name,
+            advice,
+        )
+
+
+def install() -> None:
+    """Now, or once the library is imported."""
+    wrapt.register_post_import_hook(_watch_wandb, "wandb")
+
+
+def _watch_wandb(module: Any) -> None:
+    stock = module.init
+
+    @functools.wraps(stock)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("reinit") != "create_new" and has_company():
+            advice = 'Write wandb.init(reinit="create_new") and log to the run that it returns, with report_to=[]'
+            warn_of("wandb.init", advice)
+        return stock(*args, **kwargs)
+
+    module.init = init

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hydra_tune.integrations.optuna_runner import HydraTrialRunner, optimize
     from hydra_tune.integrations.ray_trainable import trainable
     from hydra_tune.integrations.rung_pruner import RungPruner
+    from hydra_tune.integrations.trainer_callback import HydraTrainerCallback
     from hydra_tune.pool import ShardPool
     from hydra_tune.preparation import prepare, release, resume_step
     from hydra_tune.simulation import simulate
@@ -28,6 +29,7 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "HydraExecutor",
+    "HydraTrainerCallback",
     "HydraTrialRunner",
     "HydraTuneError",
     "PoolClosedError",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 _HOME = {
     "HydraExecutor": "hydra_tune.integrations.executor",
+    "HydraTrainerCallback": "hydra_tune.integrations.trainer_callback",
     "HydraTrialRunner": "hydra_tune.integrations.optuna_runner",
     "RungPruner": "hydra_tune.integrations.rung_pruner",
     "ShardPool": "hydra_tune.pool",

@@ -90,8 +90,10 @@ class Resumption:
         counted: bool = True,
     ) -> None:
         self._folder = writes
+        self.folder = None if writes is None else writes.path
+        self.folders = [each.path for each in (writes, *reads) if isinstance(each, CheckpointFolder)]
         self._weights = weights
-        self._every = every
+        self.every = every
         self._perturbed = perturbed
         self._counted = counted
         self._random_state = random_state
@@ -180,6 +182,10 @@ class Resumption:
         if any(getattr(loader, "persistent_workers", False) for loader in loaders):
             self._stop("a loader's persistent workers keep random states from epoch to epoch, which nobody can restore")
         return self._loaders
+
+    def leave_to_framework(self) -> None:
+        """Checkpoints of this trial are a framework's own."""
+        self._counted = False
 
     def _does_not_fit(self, other: _OtherError) -> ResumeError:
         remedy = (
@@ -275,11 +281,11 @@ class Resumption:
         step = self._step
         if self._folder is None or self._stop_reason or self._idles or step <= max(self._last_step, 0):
             return False
-        if self._every.steps is not None:
-            due = step - self._last_step >= self._every.steps
+        if self.every.steps is not None:
+            due = step - self._last_step >= self.every.steps
         else:
-            assert self._every.seconds is not None
-            due = time.monotonic() - self._last_s >= self._every.seconds
+            assert self.every.seconds is not None
+            due = time.monotonic() - self._last_s >= self.every.seconds
         if due and not self._asked:
             self._stop(
                 "the objective would not know where to go on: it never calls hydra_tune.resume_step(). "

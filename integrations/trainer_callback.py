@@ -254,7 +254,8 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
     ours = [each for each in given.get("callbacks") or () if _is_ours(each)]
     if ours and not isinstance(self, PooledTrainer):
         guards.install()
-        self.__class__ = _pooled(type(self))
+        kind: Any = type(self)
+        self.__class__ = _pooled(kind)
         pool = None if isinstance(ours[0], type) else ours[0].pool
         given["args"] = _own_arguments(given.get("args"), pool)
         self.pooling = Pooling(pool)

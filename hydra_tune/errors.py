@@ -37,13 +37,18 @@ class ReturnsWeightsError(PrepareError):
         self.weights = weights
 
 
-class BudgetError(HydraTuneError, ValueError):
+class BudgetError(HydraTuneError, ValueError, RuntimeError):
     """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered: `blocks`, if
     each does alone. `lack` is how much more: what it needs, or a guess at it, over what there is, less 1; 1.0 where
-    there is none."""
+    there is none. Who halves a batch on a GPU's error (accelerate's `find_executable_batch_size`) knows it by its kind
+    and text."""
 
     lack = 1.0
     blocks: Sequence[str] = ()
+
+    def __init__(self, message: str) -> None:
+        said = "The pool is out of memory. "
+        super().__init__(said + message.removeprefix(said))  # a copy from another process says so already
 
     def lacking(self, need_bytes: int, budget_bytes: int, blocks: Sequence[str] = ()) -> BudgetError:
         """This error, with its numbers."""

@@ -1,4 +1,5 @@
-"""Small models, data and trainers of Hugging Face's libraries, made from configurations: nothing is downloaded."""
+"""Small models, data and trainers of Hugging Face's libraries, made from configurations: nothing is downloaded. Their
+cache of keys is off, as the Trainer of transformers 5 and the pool have it: it decides the last bit of attention."""
 
 import torch
 import transformers
@@ -16,7 +17,7 @@ def gpt(layers=8, width=64):
     """2.0 MB of weights."""
     torch.manual_seed(0)
     config = GPT2Config(n_layer=layers, n_head=2, n_embd=width, vocab_size=VOCABULARY, n_positions=16,
-                        bos_token_id=0, eos_token_id=1)  # fmt: skip
+                        bos_token_id=0, eos_token_id=1, use_cache=False)  # fmt: skip
     return GPT2LMHeadModel(config)
 
 
@@ -25,7 +26,7 @@ def llama(**options):
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=8,
                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
-                         eos_token_id=1, bos_token_id=2, **options)  # fmt: skip
+                         eos_token_id=1, bos_token_id=2, use_cache=False, **options)  # fmt: skip
     return LlamaForCausalLM(config)
 
 

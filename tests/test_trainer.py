@@ -220,15 +220,10 @@ def test_training_twice_and_two_trainers_with_one_callback(tmp_path):
 
 
 def test_the_model_is_made_for_each_training(tmp_path):
-    """By `model_init`. The Trainer switches the cache of keys off for the first one only."""
-
-    def make():
-        model = gpt()
-        model.config.use_cache = False
-        return model
+    """By `model_init`."""
 
     def train(callbacks):
-        trainer = Trainer(args=arguments(tmp_path), model_init=make, train_dataset=DATA, callbacks=callbacks)
+        trainer = Trainer(args=arguments(tmp_path), model_init=lambda: gpt(), train_dataset=DATA, callbacks=callbacks)
         trainer.train()
         return result_of(trainer)
 
@@ -272,7 +267,8 @@ def test_a_model_is_never_told_to_go_to_a_device(tmp_path):
     ("options", "named"),
     [({"bf16_full_eval": True, "bf16": True}, "bf16_full_eval"), ({"torch_compile": True}, "torch_compile")],
 )
-def test_an_argument_that_contradicts_the_pool_is_refused_by_name(tmp_path, options, named):
+def test_an_argument_that_contradicts_the_pool_is_refused_by_name(tmp_path, options, named, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # which TrainingArguments sets
     with hydra_tune.ShardPool(["cpu"], SPILLED) as pool, pytest.raises(hydra_tune.ConfigError, match=named):
         Trainer(gpt(), arguments(tmp_path, **options), callbacks=[hydra_tune.HydraTrainerCallback(pool)])
 
@@ -434,10 +430,8 @@ def test_a_search_that_was_killed_goes_on_with_the_same_numbers(tmp_path):
 
     def run(folder, kills):
         folder.mkdir(exist_ok=True)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)]),
-        }
+        places = [str(Path(__file__).parent), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
         command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), str(kills)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 

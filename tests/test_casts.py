@@ -69,3 +69,31 @@ def test_another_dtype_is_measured_later(first):
         return found
 
     assert_as_in_plain_pytorch(scenario, num_bytes=128 * 1024)
+
+
+class AsksForTheDtype(nn.Module):
+    """As peft's adapters do: by its weight's dtype it decides in which precision it drops."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x):
+        assert self.linear.weight.dtype is torch.float32
+        return self.linear(self.drop(x.to(self.linear.weight.dtype)))
+
+
+@pytest.mark.parametrize("num_bytes", [128 * 1024, 8 << 20], ids=["spilled", "resident"])
+def test_a_weight_s_dtype_is_its_own_under_autocast(num_bytes):
+    """It was that of autocast's copy, as which the weight came, so that dropout drew in the lower precision."""
+
+    def scenario(prepare):
+        torch.manual_seed(0)
+        model, found = prepare(nn.Sequential(*(AsksForTheDtype() for _ in range(8)))), []
+        for _ in range(3):
+            model.zero_grad()
+            once(model).float().square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found
+
+    assert_as_in_plain_pytorch(scenario, num_bytes=num_bytes)

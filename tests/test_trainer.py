@@ -450,12 +450,16 @@ def test_a_search_that_was_killed_goes_on_with_the_same_numbers(tmp_path):
         assert one[0] == other[0]
 
 
-def test_adapters_as_they_are(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_adapters_as_they_are(tmp_path, options):
+    """peft asks a weight for its dtype before it drops: under autocast that was the lower precision's."""
     peft = pytest.importorskip("peft")
 
     def adapted():
         return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
-    alone = trained(tmp_path, [], model=adapted)
-    with hydra_tune.ShardPool(["cpu"], 4_000_000) as pool:
-        assert equal(trained(tmp_path, [hydra_tune.HydraTrainerCallback(pool)], model=adapted), alone)
+    alone = trained(tmp_path, [], model=adapted, **options)
+    for budget in (4_000_000, 10**8):
+        with hydra_tune.ShardPool(["cpu"], budget) as pool:
+            callbacks = [hydra_tune.HydraTrainerCallback(pool)]
+            assert equal(trained(tmp_path, callbacks, model=adapted, **options), alone)

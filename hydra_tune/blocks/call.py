@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hydra_tune.blocks.block import Block, are_trained, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
-from hydra_tune.blocks.shared_casts import OtherBranchError
+from hydra_tune.blocks.shared_casts import OtherBranchError, dtype_of, seen_as
 from hydra_tune.engine import ForwardPass
 from hydra_tune.errors import PrepareError
 from hydra_tune.host_buffer import version_of, versions_of
@@ -201,7 +201,7 @@ class Call:
             weights = [next(given) if flag else weight for flag, weight in zip(trained, weights, strict=True)]
         if self.casts:
             for i in [i for i in self.casts if trained[i]]:
-                casts.put(parameters[i], weights[i])
+                casts.put(parameters[i], seen_as(parameters[i].dtype, weights[i]))
             self._cast_places = [(*memory_of(weights[i]), parameters[i]) for i in self.casts]
             # no activation may come to lie there, where a forward sets the weight's `data`
             self._cast_memory = [weights[i].untyped_storage() for i in self.casts]
@@ -217,7 +217,7 @@ class Call:
         for start, end, parameter in self._cast_places:
             if start <= place < end:
                 offset = (place - start) // tensor.element_size()
-                return _new_view((parameter, offset, tensor.size(), tensor.stride(), tensor.dtype, True))
+                return _new_view((parameter, offset, tensor.size(), tensor.stride(), dtype_of(tensor), True))
         if not self._start <= place < self._end:
             return None
         whole, offset = self._weight_at.get(place), 0

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import Call, Kept, Versioned, WeightView, _pop_hooks, _push_hooks, memory_of, place_of
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.shared_casts import seen_as
 from hydra_tune.engine import ForwardPass
 from hydra_tune.host_buffer import digest, same_bits, version_of, versions_of
 from hydra_tune.process_state import Surroundings, changed_in_between
@@ -281,7 +282,8 @@ class RepeatedCall(Call):
     def _leaves_of(self, copy: DeviceCopy) -> list[torch.Tensor]:
         weights: list[torch.Tensor] = [*copy.leaves(self.block.slot_parameters, self._trained)]
         for i, dtype in self.casts.items():
-            weights[i] = weights[i].detach().to(dtype).requires_grad_(weights[i].requires_grad)
+            cast = weights[i].detach().to(dtype).requires_grad_(weights[i].requires_grad)
+            weights[i] = seen_as(weights[i].dtype, cast)
         for i, weight in enumerate(weights):
             weight.__dict__ = dict(self._attributes[i]) if i in self._attributes else {}
         return weights

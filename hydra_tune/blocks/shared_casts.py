@@ -2,7 +2,8 @@
 
 PyTorch casts a weight once a context, and adds the gradients of all its uses in the lower precision. But it remembers
 the casts of leaves only, and a weight in a visit is none. So a weight that a block uses through its cast alone comes
-to the block in the lower precision, the same tensor in each call of the context; between calls it has no memory.
+to the block in the lower precision, the same tensor in each call of the context; between calls it has no memory. Its
+`dtype` says what the weight's does: adapters of peft convert their inputs to that.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from functools import wraps
+from functools import cache, wraps
 
 import torch
 
@@ -28,6 +29,21 @@ class OtherBranchError(PrepareError):
         )
 
 
+dtype_of = torch.Tensor.dtype.__get__  # in truth
+
+
+@cache
+def _seen_as(dtype: torch.dtype) -> type[torch.Tensor]:
+    plain = torch._C._disabled_torch_function_impl
+    return type("Tensor", (torch.Tensor,), {"__torch_function__": plain, "dtype": property(lambda _: dtype)})
+
+
+def seen_as(dtype: torch.dtype, cast: torch.Tensor) -> torch.Tensor:
+    """The same tensor, to whoever asks for its dtype."""
+    cast.__class__ = _seen_as(dtype)
+    return cast
+
+
 class SharedCasts:
     """Of one trial, by the id of the weight. Empty again when the thread leaves its autocast context."""
 
@@ -40,7 +56,7 @@ class SharedCasts:
         if id(weight) in self._barred:
             raise OtherBranchError("one was used without it before")
         cast, version = self._of.get(id(weight), (None, -1))
-        if cast is None or version != weight._version or cast.dtype is not dtype:
+        if cast is None or version != weight._version or dtype_of(cast) is not dtype:
             return None
         cast.data = values.to(dtype)
         return cast

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,7 @@ class HydraTrialRunner:
         _show_progress()
         caught = (catch,) if isinstance(catch, type) else tuple(catch)
         places = Places(self.pool, self.concurrency, timeout, lambda: study._stop_flag)  # no public way to ask
-        search = Search(self.pool, objective, study, places, caught)
+        search = Search(self.pool, study, places, caught)
         warn_of_sampler(study, search.places.number, n_trials)
         if self.checkpoint_dir is not None:
             search.keep_checkpoints(self.checkpoint_dir, self._every)
@@ -110,7 +111,7 @@ class HydraTrialRunner:
         def optimize() -> None:
             with suppress(SearchEnded), search.running.ending():
                 search.asking().optimize(
-                    search.run,
+                    partial(search.run, objective),
                     n_trials=n_trials,
                     timeout=timeout,
                     n_jobs=search.places.most if n_trials is None else min(search.places.most, max(2, n_trials)),

@@ -60,11 +60,11 @@ class Attempt:
     ran_out_of_memory: bool = False
 
     def note_figures(self) -> None:
-        """Of the last model that the objective prepared."""
+        """Of the model that has made the most steps, the last of such: others were prepared to evaluate it."""
         self.prepared = bool(self.context.trials)
         if self.prepared:
-            last = self.context.trials[-1]
-            self.trial.set_user_attr(FIGURES, last.pool.figures(last))
+            longest = max(reversed(self.context.trials), key=lambda each: each.told["steps"])
+            self.trial.set_user_attr(FIGURES, longest.pool.figures(longest))
 
     def note_constraint(self) -> None:
         """For an objective that has called `memory_constraint`."""

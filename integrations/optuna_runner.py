@@ -49,7 +49,9 @@ class HydraTrialRunner:
         *,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int | timedelta | None = None,
+        n_jobs: None = None,  # refused, by `concurrency`
     ) -> None:
+        _refuse_n_jobs(n_jobs)
         if pool is not None and not isinstance(pool, ShardPool):
             raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
         whole = isinstance(concurrency, int) and not isinstance(concurrency, bool)
@@ -75,6 +77,8 @@ class HydraTrialRunner:
         callbacks: Iterable[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]] | None = None,
         gc_after_trial: bool = False,
         show_progress_bar: bool = False,
+        *,
+        n_jobs: None = None,  # refused, by `concurrency`
     ) -> None:
         """`Study.optimize`, each argument with the meaning it has there.
 
@@ -93,6 +97,7 @@ class HydraTrialRunner:
 
         from hydra_tune.integrations.rehearsal import warn_of_sampler
 
+        _refuse_n_jobs(n_jobs)
         self.pool.check_usable()
         if not isinstance(study, optuna.Study):
             raise ConfigError(f"study is an optuna.Study, got {type(study).__name__}.")
@@ -198,6 +203,16 @@ def optimize(
     """``study.optimize(objective, ...)`` over a pool: `HydraTrialRunner` and its `optimize` in one call."""
     runner = HydraTrialRunner(pool, concurrency, checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every)
     runner.optimize(study, objective, n_trials, timeout, **options)
+
+
+def _refuse_n_jobs(n_jobs: Any) -> None:
+    if n_jobs is None:
+        return
+    instead = "Leave both out: as many live as host memory holds." if n_jobs == -1 else f"Write concurrency={n_jobs!r}."
+    raise ConfigError(
+        "concurrency, of HydraTrialRunner or hydra_tune.optimize, says how many trials live at a time over one pool; "
+        f"got n_jobs={n_jobs!r}. {instead}"
+    )
 
 
 def _number_of(trial: Any) -> int:

@@ -6,8 +6,8 @@ import concurrent.futures.thread
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hydra_tune.context import Context
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.concurrency import Places, SearchEnded
+from hydra_tune.integrations.current_trial import current_trial
 from hydra_tune.integrations.search import BY_HAND, Search
 from hydra_tune.pool import ShardPool, default_pool
 from hydra_tune.resumption import Interval
@@ -93,14 +94,10 @@ class HydraTrialRunner:
             PoolClosedError: the pool is closed, or was while trials ran.
             RuntimeError: an objective of this study calls it.
         """
-        import optuna
-
         from hydra_tune.integrations.rehearsal import warn_of_sampler
 
         _refuse_n_jobs(n_jobs)
-        self.pool.check_usable()
-        if not isinstance(study, optuna.Study):
-            raise ConfigError(f"study is an optuna.Study, got {type(study).__name__}.")
+        self._check(study)
         if not callable(objective):
             raise ConfigError(f"objective is a function of a trial, got {type(objective).__name__}.")
         if study._thread_local.in_optimize_loop:  # which Optuna would not find out: the search has a thread of its own
@@ -141,6 +138,53 @@ class HydraTrialRunner:
             self._searches.remove(search)
             search.close()
 
+    @contextmanager
+    def trial(self, study: optuna.Study, **options: Any) -> Iterator[optuna.Trial]:
+        """Optuna's ask-and-tell: a trial that the study is asked for, with the `options` of `Study.ask`, for a block
+        that runs as an objective of `optimize` does, in the calling thread::
+
+            with runner.trial(study) as trial:
+                study.tell(trial, train(trial))
+
+        The block tells, by number or with ``state=``, too. If it raises, its trial is told as failed, and the error
+        goes on. Whatever `optimize` prunes for (`optuna.TrialPruned`, a model that can never fit, NaN, `stop`) is told
+        as pruned, and the script goes on after the block; so is a trial that runs out of memory, for a block cannot be
+        run again. As many trials live as threads are in a block, whatever `concurrency` says. What a block leaves in
+        variables stays in memory for as long as they do: a function that it calls leaves nothing.
+
+        Raises:
+            ConfigError: the runner has a `checkpoint_dir`.
+            PoolClosedError: the pool is closed, or was meanwhile.
+            RuntimeError: the block has told nothing; or the calling thread runs a trial already.
+        """
+        from hydra_tune.integrations.ask_and_tell import asked_trial
+
+        self._check(study)
+        if self.checkpoint_dir is not None:
+            raise ConfigError(
+                "checkpoints are of searches, which say what goes on, but a trial is asked for by hand, of a runner "
+                "with checkpoint_dir. Call its optimize, or make a HydraTrialRunner without checkpoint_dir."
+            )
+        if current_trial() is not None:
+            raise RuntimeError(
+                "a thread runs one trial at a time, and is in one. Ask for another one in another thread."
+            )
+        _show_progress()
+        search = Search(self.pool, study, Places(self.pool, 1, None, lambda: False), ())
+        self._searches.append(search)
+        try:
+            with asked_trial(search, study, options) as trial:
+                yield trial
+        finally:
+            self._searches.remove(search)
+
+    def _check(self, study: Any) -> None:
+        import optuna
+
+        self.pool.check_usable()
+        if not isinstance(study, optuna.Study):
+            raise ConfigError(f"study is an optuna.Study, got {type(study).__name__}.")
+
     # ---- by hand, from any other thread ----
 
     def pause(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> None:
@@ -154,7 +198,7 @@ class HydraTrialRunner:
 
     def stop(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int | None = None) -> None:
         """End a live trial at its next task boundary. It is told as pruned, at the last value that it has reported.
-        Without one, end all of them, and begin none: `optimize` returns."""
+        Without one, end all of them: `optimize` begins none and returns; a block that is opened later runs."""
         if trial is not None:
             self._context(trial).stop(BY_HAND)
             return

@@ -58,22 +58,25 @@ class Attempt:
     reason: str = ""
     lack: float = 0.0
     ran_out_of_memory: bool = False
+    told: bool = False  # to the study, which takes nothing more of it
 
     def note_figures(self) -> None:
         """Of the model that has made the most steps, the last of such: others were prepared to evaluate it."""
         self.prepared = bool(self.context.trials)
-        if self.prepared:
+        if self.prepared and not self.told:
             longest = max(reversed(self.context.trials), key=lambda each: each.told["steps"])
             self.trial.set_user_attr(FIGURES, longest.pool.figures(longest))
 
     def note_constraint(self) -> None:
         """For an objective that has called `memory_constraint`."""
-        if self.context.notes_memory:
+        if self.context.notes_memory and not self.told:
             self.trial.set_constraint(LACK, self.lack)
 
 
 class Search:
-    """One `optimize`: its trials, each from its random state to its last byte."""
+    """One `optimize`, or one trial that was asked for by hand: each from its random state to its last byte."""
+
+    _latest: threading.Event | None = None  # of the trial that has started last, of all searches: it is prepared
 
     def __init__(
         self,
@@ -92,9 +95,7 @@ class Search:
         self._folder: StudyFolder | None = None
         self._every = Interval.of(None)
         self.error: BaseException | None = None  # the first that `Study.optimize` is to raise, and may lose
-        self._latest: threading.Event | None = None  # of the trial that has started last: it is prepared
         self._first_report = threading.Lock()  # taken for good by the first trial that reports
-        self._first_lack = threading.Lock()  # likewise, that did not fit or has diverged
 
     def _warn_at_first_report(self) -> None:
         """A study has a pruner, whether its objective reports or not."""
@@ -104,7 +105,7 @@ class Search:
             warn_of_pruner(self._study, self.places.number)
 
     def _warn_at_first_lack(self, context: Context) -> None:
-        if not context.notes_memory and self._first_lack.acquire(blocking=False):
+        if not context.notes_memory and _is_first(self._study, "lack"):
             from hydra_tune.integrations.rehearsal import warn_of_unlearned
 
             warn_of_unlearned(self._study)
@@ -223,8 +224,6 @@ class Search:
                     trial.report = self._noted(trial.report, context, known)  # type: ignore[method-assign]
                     self._await_start(context)
                     yield attempt
-                    if not context.trials:
-                        _warn_of_unprepared(self._study.study_name)
                 finally:
                     vars(trial).pop("report", None)  # or the collector has to come for every trial
                     if context.resumption is not None and context.resumption.began_at:
@@ -246,9 +245,12 @@ class Search:
             self._note_interruption(trial)  # it may go on yet
             raise
         except BudgetError as error:
+            if attempt.told:
+                raise
             attempt.reason, attempt.lack = str(error), error.lack  # `end` raises outside: it shall not keep the frames
         except Exception as error:
-            if not (attempt.prepared and isinstance(error, torch.OutOfMemoryError)) or isinstance(error, self._caught):
+            prunes = attempt.prepared and not attempt.told and isinstance(error, torch.OutOfMemoryError)
+            if not prunes or isinstance(error, self._caught):
                 logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
                 attempt.note_constraint()
                 raise
@@ -279,13 +281,15 @@ class Search:
             import optuna
 
             raise optuna.TrialPruned(attempt.reason)
+        if not attempt.prepared:
+            _warn_of_unprepared(self._study)
         if logger.isEnabledFor(logging.INFO):
             logger.info("trial %d: finished with %s", trial.number, attempt.value)
         return attempt.value
 
     def _await_start(self, context: Context) -> None:
         """One after another: threads that build models at once spend their time on handing the interpreter on."""
-        before, self._latest = self._latest, context.begun
+        before, Search._latest = Search._latest, context.begun
         if before is not None:
             before.wait(STAGGER_S)
 
@@ -415,16 +419,20 @@ def _refuse_outside(name: str, value: Any, distribution: Any) -> None:
         )
 
 
-_unprepared: dict[str, object] = {}  # studies that were warned of
+_warned: dict[tuple[str, str], object] = {}  # studies, and of what
 
 
-def _warn_of_unprepared(study: str) -> None:
+def _is_first(study: optuna.Study, what: str) -> bool:
+    mine = object()
+    return _warned.setdefault((study.study_name, what), mine) is mine  # trials end in several threads
+
+
+def _warn_of_unprepared(study: optuna.Study) -> None:
     """Once a study, of an objective that has come to its end: one that is pruned before may have had nothing to
     prepare yet."""
-    mine = object()
-    if _unprepared.setdefault(study, mine) is mine:  # trials end in several threads
+    if _is_first(study, "unprepared"):
         logger.warning(
             "a trial of study %s has ended without a call of hydra_tune.prepare: whatever it has computed was beside "
             "the pool, and beyond its budgets. Give prepare its model, optimizer and loaders.",
-            study,
+            study.study_name,
         )

@@ -6,15 +6,17 @@ import concurrent.futures.thread
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.context import Context
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.concurrency import Places, SearchEnded
+from hydra_tune.integrations.current_trial import current_trial
 from hydra_tune.integrations.search import BY_HAND, Search
 from hydra_tune.pool import ShardPool, default_pool
 from hydra_tune.resumption import Interval
@@ -48,7 +50,9 @@ class HydraTrialRunner:
         *,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int | timedelta | None = None,
+        n_jobs: None = None,  # refused, by `concurrency`
     ) -> None:
+        _refuse_n_jobs(n_jobs)
         if pool is not None and not isinstance(pool, ShardPool):
             raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
         whole = isinstance(concurrency, int) and not isinstance(concurrency, bool)
@@ -74,6 +78,8 @@ class HydraTrialRunner:
         callbacks: Iterable[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]] | None = None,
         gc_after_trial: bool = False,
         show_progress_bar: bool = False,
+        *,
+        n_jobs: None = None,  # refused, by `concurrency`
     ) -> None:
         """`Study.optimize`, each argument with the meaning it has there.
 
@@ -88,13 +94,10 @@ class HydraTrialRunner:
             PoolClosedError: the pool is closed, or was while trials ran.
             RuntimeError: an objective of this study calls it.
         """
-        import optuna
-
         from hydra_tune.integrations.rehearsal import warn_of_sampler
 
-        self.pool.check_usable()
-        if not isinstance(study, optuna.Study):
-            raise ConfigError(f"study is an optuna.Study, got {type(study).__name__}.")
+        _refuse_n_jobs(n_jobs)
+        self._check(study)
         if not callable(objective):
             raise ConfigError(f"objective is a function of a trial, got {type(objective).__name__}.")
         if study._thread_local.in_optimize_loop:  # which Optuna would not find out: the search has a thread of its own
@@ -102,7 +105,7 @@ class HydraTrialRunner:
         _show_progress()
         caught = (catch,) if isinstance(catch, type) else tuple(catch)
         places = Places(self.pool, self.concurrency, timeout, lambda: study._stop_flag)  # no public way to ask
-        search = Search(self.pool, objective, study, places, caught)
+        search = Search(self.pool, study, places, caught)
         warn_of_sampler(study, search.places.number, n_trials)
         if self.checkpoint_dir is not None:
             search.keep_checkpoints(self.checkpoint_dir, self._every)
@@ -110,7 +113,7 @@ class HydraTrialRunner:
         def optimize() -> None:
             with suppress(SearchEnded), search.running.ending():
                 search.asking().optimize(
-                    search.run,
+                    partial(search.run, objective),
                     n_trials=n_trials,
                     timeout=timeout,
                     n_jobs=search.places.most if n_trials is None else min(search.places.most, max(2, n_trials)),
@@ -135,6 +138,53 @@ class HydraTrialRunner:
             self._searches.remove(search)
             search.close()
 
+    @contextmanager
+    def trial(self, study: optuna.Study, **options: Any) -> Iterator[optuna.Trial]:
+        """Optuna's ask-and-tell: a trial that the study is asked for, with the `options` of `Study.ask`, for a block
+        that runs as an objective of `optimize` does, in the calling thread::
+
+            with runner.trial(study) as trial:
+                study.tell(trial, train(trial))
+
+        The block tells, by number or with ``state=``, too. If it raises, its trial is told as failed, and the error
+        goes on. Whatever `optimize` prunes for (`optuna.TrialPruned`, a model that can never fit, NaN, `stop`) is told
+        as pruned, and the script goes on after the block; so is a trial that runs out of memory, for a block cannot be
+        run again. As many trials live as threads are in a block, whatever `concurrency` says. What a block leaves in
+        variables stays in memory for as long as they do: a function that it calls leaves nothing.
+
+        Raises:
+            ConfigError: the runner has a `checkpoint_dir`.
+            PoolClosedError: the pool is closed, or was meanwhile.
+            RuntimeError: the block has told nothing; or the calling thread runs a trial already.
+        """
+        from hydra_tune.integrations.ask_and_tell import asked_trial
+
+        self._check(study)
+        if self.checkpoint_dir is not None:
+            raise ConfigError(
+                "checkpoints are of searches, which say what goes on, but a trial is asked for by hand, of a runner "
+                "with checkpoint_dir. Call its optimize, or make a HydraTrialRunner without checkpoint_dir."
+            )
+        if current_trial() is not None:
+            raise RuntimeError(
+                "a thread runs one trial at a time, and is in one. Ask for another one in another thread."
+            )
+        _show_progress()
+        search = Search(self.pool, study, Places(self.pool, 1, None, lambda: False), ())
+        self._searches.append(search)
+        try:
+            with asked_trial(search, study, options) as trial:
+                yield trial
+        finally:
+            self._searches.remove(search)
+
+    def _check(self, study: Any) -> None:
+        import optuna
+
+        self.pool.check_usable()
+        if not isinstance(study, optuna.Study):
+            raise ConfigError(f"study is an optuna.Study, got {type(study).__name__}.")
+
     # ---- by hand, from any other thread ----
 
     def pause(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> None:
@@ -148,7 +198,7 @@ class HydraTrialRunner:
 
     def stop(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int | None = None) -> None:
         """End a live trial at its next task boundary. It is told as pruned, at the last value that it has reported.
-        Without one, end all of them, and begin none: `optimize` returns."""
+        Without one, end all of them: `optimize` begins none and returns; a block that is opened later runs."""
         if trial is not None:
             self._context(trial).stop(BY_HAND)
             return
@@ -197,6 +247,16 @@ def optimize(
     """``study.optimize(objective, ...)`` over a pool: `HydraTrialRunner` and its `optimize` in one call."""
     runner = HydraTrialRunner(pool, concurrency, checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every)
     runner.optimize(study, objective, n_trials, timeout, **options)
+
+
+def _refuse_n_jobs(n_jobs: Any) -> None:
+    if n_jobs is None:
+        return
+    instead = "Leave both out: as many live as host memory holds." if n_jobs == -1 else f"Write concurrency={n_jobs!r}."
+    raise ConfigError(
+        "concurrency, of HydraTrialRunner or hydra_tune.optimize, says how many trials live at a time over one pool; "
+        f"got n_jobs={n_jobs!r}. {instead}"
+    )
 
 
 def _number_of(trial: Any) -> int:

@@ -1,12 +1,18 @@
-"""One search: asks for trials when there is a place for one, and runs each from its random state to its last byte."""
+"""One search: asks for trials when there is a place for one, and runs each from its random state to its last byte.
+
+with search.attempt(trial) as attempt:    the trial's surroundings; an error that prunes it ends here
+    attempt.value = objective(trial)
+search.end(attempt)                       what the study is told: the value, or why it is pruned
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from math import isnan
 from pathlib import Path
@@ -41,13 +47,40 @@ RESUMED, CLONED = "hydra_tune: resumed at step", "hydra_tune: cloned from"
 INTERRUPTED, CLONE = "hydra_tune: interrupted", "hydra_tune: starts from"
 
 
+@dataclass(slots=True)
+class Attempt:
+    """At one trial: what its objective gave, or the `reason` for which it is pruned; `lack` as in `BudgetError`."""
+
+    trial: optuna.Trial
+    context: Context = field(init=False)
+    prepared: bool = False
+    value: Any = None
+    reason: str = ""
+    lack: float = 0.0
+    ran_out_of_memory: bool = False
+    told: bool = False  # to the study, which takes nothing more of it
+
+    def note_figures(self) -> None:
+        """Of the model that has made the most steps, the last of such: others were prepared to evaluate it."""
+        self.prepared = bool(self.context.trials)
+        if self.prepared and not self.told:
+            longest = max(reversed(self.context.trials), key=lambda each: each.told["steps"])
+            self.trial.set_user_attr(FIGURES, longest.pool.figures(longest))
+
+    def note_constraint(self) -> None:
+        """For an objective that has called `memory_constraint`."""
+        if self.context.notes_memory and not self.told:
+            self.trial.set_constraint(LACK, self.lack)
+
+
 class Search:
-    """One `optimize`: its trials, each from its random state to its last byte."""
+    """One `optimize`, or one trial that was asked for by hand: each from its random state to its last byte."""
+
+    _latest: threading.Event | None = None  # of the trial that has started last, of all searches: it is prepared
 
     def __init__(
         self,
         pool: ShardPool,
-        objective: Callable[[optuna.Trial], Any],
         study: optuna.Study,
         places: Places,
         caught: tuple[type[Exception], ...],
@@ -56,16 +89,13 @@ class Search:
         self.places = places
         self.running = Running()
         self._pool = pool
-        self._objective = objective
         self._study = study
         self._stock_ask: Callable[..., optuna.Trial] = study.ask
         self._caught = caught
         self._folder: StudyFolder | None = None
         self._every = Interval.of(None)
         self.error: BaseException | None = None  # the first that `Study.optimize` is to raise, and may lose
-        self._latest: threading.Event | None = None  # of the trial that has started last: it is prepared
         self._first_report = threading.Lock()  # taken for good by the first trial that reports
-        self._first_lack = threading.Lock()  # likewise, that did not fit or has diverged
 
     def _warn_at_first_report(self) -> None:
         """A study has a pruner, whether its objective reports or not."""
@@ -75,7 +105,7 @@ class Search:
             warn_of_pruner(self._study, self.places.number)
 
     def _warn_at_first_lack(self, context: Context) -> None:
-        if not context.notes_memory and self._first_lack.acquire(blocking=False):
+        if not context.notes_memory and _is_first(self._study, "lack"):
             from hydra_tune.integrations.rehearsal import warn_of_unlearned
 
             warn_of_unlearned(self._study)
@@ -150,9 +180,9 @@ class Search:
 
     # ---- one trial ----
 
-    def run(self, trial: optuna.Trial) -> Any:
+    def run(self, objective: Callable[[optuna.Trial], Any], trial: optuna.Trial) -> Any:
         try:
-            return self._run(trial)
+            return self._run(objective, trial)
         except BaseException as error:
             import optuna
 
@@ -164,35 +194,42 @@ class Search:
         finally:
             self.places.trial_ends()
 
-    def _run(self, trial: optuna.Trial, *, alone: bool = False) -> Any:
+    def _run(self, objective: Callable[[optuna.Trial], Any], trial: optuna.Trial, *, alone: bool = False) -> Any:
         """With `alone`, for the second time: its first attempt has run out of memory where no room could be made."""
-        talks = logger.isEnabledFor(logging.INFO)
-        if talks:
+        with self.attempt(trial, alone=alone) as attempt:
+            attempt.context.stop.check()
+            attempt.value = objective(trial)
+        if attempt.ran_out_of_memory and not alone:
+            logger.warning("trial %d: %s It runs again, spilled and alone on its device.", trial.number, attempt.reason)
+            return self._run(objective, trial, alone=True)
+        return self.end(attempt)
+
+    @contextmanager
+    def attempt(self, trial: optuna.Trial, *, alone: bool = False) -> Iterator[Attempt]:
+        """Around an objective. Errors that prune its trial end here, when it has given back every byte; others pass."""
+        if logger.isEnabledFor(logging.INFO):
             logger.info("trial %d: starts", trial.number)
-        reason, value, lack, prepared, again = "", None, 0.0, False, False
+        attempt = Attempt(trial)
         before = None if self._folder is None else self._as_it_was(trial)
         history = () if before is None else _predecessors(before)
         try:
             seed = history[0] if history else None
             with running(trial), trial_context(self._pool, trial.number, seed, alone=alone) as context:
+                attempt.context = context
                 self.running.add(trial.number, context)
                 try:
-                    context.stop.check()
                     if before is not None:
                         self._go_on(trial, context, before)
                     known = () if before is None else before.intermediate_values
                     trial.report = self._noted(trial.report, context, known)  # type: ignore[method-assign]
                     self._await_start(context)
-                    value = self._objective(trial)
-                    if not context.trials:
-                        _warn_of_unprepared(self._study.study_name)
+                    yield attempt
                 finally:
                     vars(trial).pop("report", None)  # or the collector has to come for every trial
                     if context.resumption is not None and context.resumption.began_at:
                         trial.set_user_attr(RESUMED, context.resumption.began_at)
                     self.running.remove(trial.number)
-                    prepared = bool(context.trials)
-                    _keep_figures(trial, context)
+                    attempt.note_figures()
         except TrialStopped as stop:
             logger.info("trial %d: stopped, %s", trial.number, stop)
             if not context.stop.reason:
@@ -200,7 +237,7 @@ class Search:
             if self.running.interrupted:
                 self._note_interruption(trial)
                 raise KeyboardInterrupt(f"trial {trial.number} was stopped: {stop}") from None
-            reason = str(stop)
+            attempt.reason = str(stop)
         except KeyboardInterrupt:
             self._note_interruption(trial)
             raise
@@ -208,40 +245,51 @@ class Search:
             self._note_interruption(trial)  # it may go on yet
             raise
         except BudgetError as error:
-            reason, lack = str(error), error.lack  # what is raised below shall not keep it, and its frames
-        except Exception as error:
-            if not (prepared and isinstance(error, torch.OutOfMemoryError)) or isinstance(error, self._caught):
-                logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
-                _note_constraint(trial, context, 0.0)
+            if attempt.told:
                 raise
-            reason, lack, again = f"it ran out of memory: {error}", 1.0, not alone
-        if again:
-            logger.warning("trial %d: %s It runs again, spilled and alone on its device.", trial.number, reason)
-            return self._run(trial, alone=True)
-        if lack:
-            trial.set_user_attr(LACK, lack)
-        if _has_nan(value):
-            reason, lack = f"its value is {value}", 1.0
-        _note_constraint(trial, context, lack)
-        if lack and context.notes_memory and (worst := self._worst_values()):
-            logger.warning("trial %d: infeasible, %s", trial.number, reason)
-            trial.set_user_attr(INFEASIBLE, reason)
+            attempt.reason, attempt.lack = str(error), error.lack  # `end` raises outside: it shall not keep the frames
+        except Exception as error:
+            prunes = attempt.prepared and not attempt.told and isinstance(error, torch.OutOfMemoryError)
+            if not prunes or isinstance(error, self._caught):
+                logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
+                attempt.note_constraint()
+                raise
+            attempt.reason, attempt.lack = f"it ran out of memory: {error}", 1.0
+            attempt.ran_out_of_memory = True
+
+    def end(self, attempt: Attempt) -> Any:
+        """What the study is to be told: the value, or the worst so far for a trial that broke its constraint.
+
+        Raises:
+            optuna.TrialPruned: with the reason.
+        """
+        trial = attempt.trial
+        if attempt.lack:
+            trial.set_user_attr(LACK, attempt.lack)
+        if _has_nan(attempt.value):
+            attempt.reason, attempt.lack = f"its value is {attempt.value}", 1.0
+        attempt.note_constraint()
+        if attempt.lack and attempt.context.notes_memory and (worst := self._worst_values()):
+            logger.warning("trial %d: infeasible, %s", trial.number, attempt.reason)
+            trial.set_user_attr(INFEASIBLE, attempt.reason)
             return worst
-        if lack:
-            self._warn_at_first_lack(context)
-        if reason:
-            logger.warning("trial %d: pruned, %s", trial.number, reason)
-            trial.set_user_attr(PRUNED, reason)
+        if attempt.lack:
+            self._warn_at_first_lack(attempt.context)
+        if attempt.reason:
+            logger.warning("trial %d: pruned, %s", trial.number, attempt.reason)
+            trial.set_user_attr(PRUNED, attempt.reason)
             import optuna
 
-            raise optuna.TrialPruned(reason)
-        if talks:
-            logger.info("trial %d: finished with %s", trial.number, value)
-        return value
+            raise optuna.TrialPruned(attempt.reason)
+        if not attempt.prepared:
+            _warn_of_unprepared(self._study)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("trial %d: finished with %s", trial.number, attempt.value)
+        return attempt.value
 
     def _await_start(self, context: Context) -> None:
         """One after another: threads that build models at once spend their time on handing the interpreter on."""
-        before, self._latest = self._latest, context.begun
+        before, Search._latest = Search._latest, context.begun
         if before is not None:
             before.wait(STAGGER_S)
 
@@ -371,28 +419,20 @@ def _refuse_outside(name: str, value: Any, distribution: Any) -> None:
         )
 
 
-def _note_constraint(trial: optuna.Trial, context: Context, lack: float) -> None:
-    """For an objective that has called `memory_constraint`."""
-    if context.notes_memory:
-        trial.set_constraint(LACK, lack)
+_warned: dict[tuple[str, str], object] = {}  # studies, and of what
 
 
-_unprepared: dict[str, object] = {}  # studies that were warned of
+def _is_first(study: optuna.Study, what: str) -> bool:
+    mine = object()
+    return _warned.setdefault((study.study_name, what), mine) is mine  # trials end in several threads
 
 
-def _warn_of_unprepared(study: str) -> None:
+def _warn_of_unprepared(study: optuna.Study) -> None:
     """Once a study, of an objective that has come to its end: one that is pruned before may have had nothing to
     prepare yet."""
-    mine = object()
-    if _unprepared.setdefault(study, mine) is mine:  # trials end in several threads
+    if _is_first(study, "unprepared"):
         logger.warning(
             "a trial of study %s has ended without a call of hydra_tune.prepare: whatever it has computed was beside "
             "the pool, and beyond its budgets. Give prepare its model, optimizer and loaders.",
-            study,
+            study.study_name,
         )
-
-
-def _keep_figures(trial: optuna.Trial, context: Context) -> None:
-    """Of the last model that the objective prepared."""
-    if context.trials:
-        trial.set_user_attr(FIGURES, context.trials[-1].pool.figures(context.trials[-1]))

@@ -198,6 +198,22 @@ def test_no_more_live_than_are_asked_for():
     assert most_at_once(8 * a_trial, n_trials=1) == 1
 
 
+@pytest.mark.parametrize(("n_jobs", "instead"), [(4, "Write concurrency=4"), (1, "Write concurrency=1"), (-1, "Leave")])
+def test_n_jobs_is_refused_with_the_name_of_what_says_it_here(n_jobs, instead):
+    """It was a TypeError."""
+    pool, study = hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]), optuna.create_study()
+    for call in (
+        lambda: hydra_tune.HydraTrialRunner(pool, n_jobs=n_jobs),
+        lambda: hydra_tune.HydraTrialRunner(pool).optimize(study, lambda trial: 0.0, 1, n_jobs=n_jobs),
+        lambda: hydra_tune.optimize(study, lambda trial: 0.0, 1, pool=pool, n_jobs=n_jobs),
+    ):
+        with pytest.raises(hydra_tune.ConfigError, match=rf"^concurrency, of .*; got n_jobs={n_jobs}\. {instead}"):
+            call()
+    assert not study.trials
+    with pytest.raises(TypeError, match="n_job"):
+        hydra_tune.HydraTrialRunner(pool, n_job=2)
+
+
 def test_a_search_that_grows_ends_when_it_is_stopped_or_its_time_is_over():
     def objective(trial):
         hydra_tune.prepare(Net(depth=3))(torch.randn(4, WIDTH)).sum().backward()

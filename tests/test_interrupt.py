@@ -175,6 +175,22 @@ def test_a_trial_carries_the_pools_figures():
     assert json.loads(json.dumps(figures)) == figures
 
 
+def test_of_several_models_a_trial_carries_the_figures_of_the_one_that_made_the_most_steps():
+    """A model that was released and prepared again to be evaluated left the evaluation's."""
+
+    def objective(trial):
+        for steps, depth in ((3, 2), (3, 6), (1, 2)):
+            model = hydra_tune.prepare(Net(depth=depth))
+            for _ in range(steps):
+                model(torch.randn(4, WIDTH)).sum().backward()
+            hydra_tune.release(model)
+        return 1.0
+
+    figures = search_with(objective, 1).trials[0].user_attrs["hydra_tune"]
+    assert figures["steps"] == 3
+    assert figures["weight_bytes"] >= sum(4 * p.numel() for p in Net(depth=6).parameters()), "the last among equals"
+
+
 def test_errors_of_a_search_are_its_own_in_the_thread_it_was_called_in():
     def objective(trial):
         raise ValueError(f"of trial {trial.number}")

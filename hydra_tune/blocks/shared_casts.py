@@ -29,7 +29,7 @@ class OtherBranchError(PrepareError):
         )
 
 
-dtype_of = torch.Tensor.dtype.__get__  # in truth
+dtype_of = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # in truth
 
 
 @cache

@@ -11,7 +11,9 @@ import copy
 import functools
 import inspect
 import logging
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,7 +91,8 @@ class PooledTrainer:
     # ---- placement ----
 
     def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        with _precision_of(self.args):
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.device_placement = False  # type: ignore[attr-defined]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -240,6 +243,26 @@ def _reports_itself(trainer: Any) -> bool:
     """A `Trainer.hyperparameter_search` does, and Ray Train's callback."""
     callbacks = trainer.callback_handler.callbacks
     return trainer.hp_search_backend is not None or any(type(c).__module__.startswith("ray.train") for c in callbacks)
+
+
+_environment = threading.Lock()
+
+
+@contextmanager
+def _precision_of(args: Any) -> Iterator[None]:
+    """Transformers 4 tells accelerate by the process's environment, where the precision of one trainer stays for all
+    that come after it."""
+    if hasattr(args, "mixed_precision"):
+        yield
+        return
+    name, wanted = "ACCELERATE_MIXED_PRECISION", "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+    with _environment:
+        before = os.environ.get(name)
+        os.environ[name] = wanted
+        try:
+            yield
+        finally:
+            os.environ[name] = before or "no"
 
 
 # ---- as a trainer is made ----

@@ -62,7 +62,8 @@ FEATURES = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 leaves there what it was told last
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hydra_tune.integrations.ray_trainable import trainable
     from hydra_tune.integrations.rung_pruner import RungPruner
     from hydra_tune.integrations.trainer_callback import HydraTrainerCallback
+    from hydra_tune.integrations.trainer_search import hyperparameter_search
     from hydra_tune.pool import ShardPool
     from hydra_tune.preparation import prepare, release, resume_step
     from hydra_tune.simulation import simulate
@@ -38,6 +39,7 @@ __all__ = [
     "ShardPool",
     "TrialStopped",
     "calibrate",
+    "hyperparameter_search",
     "memory_constraint",
     "optimize",
     "prepare",
@@ -54,6 +56,7 @@ _HOME = {
     "RungPruner": "hydra_tune.integrations.rung_pruner",
     "ShardPool": "hydra_tune.pool",
     "calibrate": "hydra_tune.calibration",
+    "hyperparameter_search": "hydra_tune.integrations.trainer_search",
     "memory_constraint": "hydra_tune.integrations.memory_constraint",
     "optimize": "hydra_tune.integrations.optuna_runner",
     "prepare": "hydra_tune.preparation",

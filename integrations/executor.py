@@ -12,10 +12,12 @@ from ray.tune import PlacementGroupFactory
 
 from hydra_tune.config import parse_bytes
 from hydra_tune.errors import ConfigError
+from hydra_tune.integrations import trainer_backend
 from hydra_tune.integrations.pool_spec import PoolSpec
 from hydra_tune.policy import policy_named
 
 _SMALLEST_CPU = 1e-4  # that Ray tells from nothing
+trainer_backend.install()
 
 
 class HydraExecutor(PlacementGroupFactory):

@@ -74,6 +74,7 @@ class Pooling:
     prepared: list[nn.Module] = field(default_factory=list)
     checkpointed: list[nn.Module] = field(default_factory=list)  # whose gradient checkpointing is switched off
     checkpoints: FrameworkCheckpoints | None = None
+    has_own_folder: bool = False  # of the trial that has made the trainer
     is_training: bool = False
     was_due: bool = False  # the checkpoint that is written
 
@@ -101,6 +102,7 @@ class PooledTrainer:
     def _prepare(self, optimizer: Any = None, total_steps: int | None = None) -> None:
         model, pooling = self.model, self.pooling
         _refuse_model(model)
+        _refuse_device(self.accelerator.device, pooling.pool or current_context().pool or default_pool())  # type: ignore[attr-defined]
         for module in model.modules():
             if vars(module).get("gradient_checkpointing"):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
@@ -151,6 +153,11 @@ class PooledTrainer:
             self._release()
 
     # ---- what a Trainer does ----
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self.pooling.has_own_folder:
+            return str(self.args.output_dir)
+        return str(super()._get_output_dir(trial))  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         self.pooling.checkpoints = FrameworkCheckpoints.of_running_trial()
@@ -275,18 +282,29 @@ _NAMES = list(inspect.signature(_stock_init).parameters)[1:]
 def _init(self: Any, *args: Any, **kwargs: Any) -> None:
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     ours = [each for each in given.get("callbacks") or () if _is_ours(each)]
-    if ours and not isinstance(self, PooledTrainer):
+    if (ours or getattr(_local, "all_are_pooled", False)) and not isinstance(self, PooledTrainer):
         guards.install()
         kind: Any = type(self)
         self.__class__ = _pooled(kind)
-        pool = None if isinstance(ours[0], type) else ours[0].pool
-        given["args"] = _own_arguments(given.get("args"), pool)
-        self.pooling = Pooling(pool)
+        folder = trial_folder()
+        self.pooling = Pooling(getattr(ours[0], "pool", None) if ours else None, has_own_folder=folder is not None)
+        given["args"] = _own_arguments(given.get("args"), folder)
         _refuse_model(given.get("model"))
     _stock_init(self, **given)
 
 
 transformers.Trainer.__init__ = _init
+_local = threading.local()
+
+
+@contextmanager
+def pooled_trainers() -> Iterator[None]:
+    """Those that the calling thread makes within are, with the callback or without."""
+    _local.all_are_pooled = True
+    try:
+        yield
+    finally:
+        _local.all_are_pooled = False
 
 
 def _is_ours(callback: Any) -> bool:
@@ -302,13 +320,13 @@ def _unpickled(kind: type) -> Any:
     return object.__new__(_pooled(kind))
 
 
-def _own_arguments(given: Any, pool: ShardPool | None) -> Any:
+def _own_arguments(given: Any, folder: str | None) -> Any:
     """A copy, in which a trial has an output folder of its own, and tensors go where the model is."""
     args = copy.copy(given or transformers.TrainingArguments("tmp_trainer"))
-    _refuse_arguments(args, pool or current_context().pool or default_pool())
+    _refuse_arguments(args)
     _place(args, _CPU)
     args._n_gpu = min(args.n_gpu, 1)
-    if (folder := trial_folder()) is not None:
+    if folder is not None:
         args.output_dir = str(Path(args.output_dir) / folder)
     return args
 
@@ -321,7 +339,7 @@ def _place(args: Any, device: torch.device) -> None:
             vars(args)[name] = device
 
 
-def _refuse_arguments(args: Any, pool: ShardPool) -> None:
+def _refuse_arguments(args: Any) -> None:
     """Raises:
     ConfigError: an argument says where the model is to be, or how it is split.
     """
@@ -339,12 +357,17 @@ def _refuse_arguments(args: Any, pool: ShardPool) -> None:
             f"the pool decides where a model and its parts are, and runs it as it is written, but TrainingArguments "
             f"has {', '.join(found)}. Leave that out, or leave HydraTrainerCallback out."
         )
-    wanted, there = args.device.type, pool.devices[0].torch_device.type
-    if wanted != there:
-        advice = "use_cpu=True" if there == "cpu" else "use_cpu=False"
+
+
+def _refuse_device(wanted: torch.device, pool: ShardPool) -> None:
+    """Raises:
+    ConfigError: the trainer computes on another kind of device than the pool.
+    """
+    there = pool.devices[0].torch_device.type
+    if wanted.type != there:
         raise ConfigError(
-            f"a trainer and its pool use one kind of device, but the pool has {there} and TrainingArguments says "
-            f"{wanted}. Write TrainingArguments({advice}), or give the pool other devices=."
+            f"a trainer and its pool use one kind of device, but the pool has {there} and the trainer {wanted.type}. "
+            f"Write TrainingArguments(use_cpu={there == 'cpu'}), or give the pool other devices=."
         )
 
 

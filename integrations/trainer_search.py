@@ -18,7 +18,6 @@ from transformers.trainer_utils import (
     default_compute_objective,
     default_hp_space_optuna,
     default_hp_space_ray,
-    number_of_arguments,
 )
 
 from hydra_tune.errors import ConfigError
@@ -43,7 +42,7 @@ def hyperparameter_search(
     """`transformers.Trainer.hyperparameter_search`, whose trials train side by side, however large each is.
 
     Args:
-        make_trainer: makes a trainer, of the trial if it takes one argument (an `optuna.Trial`, or Ray Tune's config).
+        make_trainer: makes a trainer, of the trial if it asks for an argument (an `optuna.Trial`, or Ray Tune's config).
             Its `callbacks` need not have `HydraTrainerCallback`.
         hp_space: a trial's values for attributes of `TrainingArguments`, or Ray Tune's search space; by default
             transformers' own for the backend.
@@ -74,8 +73,10 @@ def hyperparameter_search(
 
 
 def _made(make_trainer: Callable[..., Trainer], trial: Any) -> Any:
+    takes = inspect.signature(make_trainer).parameters.values()
+    asks = any(each.default is each.empty and each.kind is not each.VAR_KEYWORD for each in takes)
     with pooled_trainers():
-        return make_trainer(trial) if number_of_arguments(make_trainer) else make_trainer()
+        return make_trainer(trial) if asks else make_trainer()
 
 
 def _of_search(trainer: Any, backend: HPSearchBackend, hp_space: Any, objective_of: Callable[..., Any]) -> None:

@@ -21,10 +21,10 @@ def gpt(layers=8, width=64):
     return GPT2LMHeadModel(config)
 
 
-def llama(**options):
+def llama(layers=8, **options):
     """13 MB of weights."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=8,
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=layers,
                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
                          eos_token_id=1, bos_token_id=2, use_cache=False, **options)  # fmt: skip
     return LlamaForCausalLM(config)

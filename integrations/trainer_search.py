@@ -42,8 +42,8 @@ def hyperparameter_search(
     """`transformers.Trainer.hyperparameter_search`, whose trials train side by side, however large each is.
 
     Args:
-        make_trainer: makes a trainer, of the trial if it asks for an argument (an `optuna.Trial`, or Ray Tune's config).
-            Its `callbacks` need not have `HydraTrainerCallback`.
+        make_trainer: makes a trainer, of the trial if it asks for an argument (an `optuna.Trial`, or the config of Ray
+            Tune). Its `callbacks` need not have `HydraTrainerCallback`.
         hp_space: a trial's values for attributes of `TrainingArguments`, or Ray Tune's search space; by default
             transformers' own for the backend.
         n_trials: trials to run.
@@ -74,7 +74,7 @@ def hyperparameter_search(
 
 def _made(make_trainer: Callable[..., Trainer], trial: Any) -> Any:
     takes = inspect.signature(make_trainer).parameters.values()
-    asks = any(each.default is each.empty and each.kind is not each.VAR_KEYWORD for each in takes)
+    asks = any(each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD for each in takes)
     with pooled_trainers():
         return make_trainer(trial) if asks else make_trainer()
 

@@ -77,5 +77,5 @@ def test_an_evaluation_reports_all_metrics(tmp_path):
 
 
 def test_a_search_on_ray_needs_an_executor():
-    with pytest.raises(hydra_tune.ConfigError, match="got None. Write resources="):
+    with pytest.raises(hydra_tune.ConfigError, match="HydraExecutor, got None"):
         hydra_tune.hyperparameter_search(make, space, 1, backend="ray")

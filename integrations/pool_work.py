@@ -43,6 +43,7 @@ def _serve(attempt: Attempt, kind: Any, session: TrialSession) -> None:
             call = attempt.await_answer()
             if call.method == "reset":
                 attempt.is_now(call.arguments[0].get(TRIAL_INFO))
+                session.enter(call.options["storage"])
             options = {**call.options, **quiet} if call.method == "reset" else call.options
             value = getattr(trainable, call.method)(*call.arguments, **options)
     finally:

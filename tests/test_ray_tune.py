@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -224,6 +225,88 @@ def test_context_and_output_are_the_trials_own(run):
         assert trial.last_result["told"] == [trial.trial_id, str(trial), trial.experiment_dir_name]
         log = Path(trial.storage.trial_working_directory, "stdout").read_text()
         assert [line for line in log.splitlines() if "told" in line] == [f"told to its own log {n}"]
+
+
+def train_with_relative_checkpoints(config: dict[str, Any]) -> None:
+    """As Ray's own example of population based training does."""
+    folder = Path("my_model")
+    folder.mkdir(exist_ok=True)
+    for step in range(3):
+        (folder / "whose").write_text(f"{config['n']} {step}")
+        others_write_too = torch.utils.data.DataLoader(WorkingDirectory(), num_workers=1, batch_size=None)
+        directories = [os.getcwd(), *others_write_too]  # noqa: PTH109
+        report = {"step": step, "directories": directories, "pool": os.getpid()}
+        tune.report(report, checkpoint=tune.Checkpoint.from_directory("my_model"))
+
+
+class WorkingDirectory(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return os.getcwd()  # noqa: PTH109
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads share it elsewhere")
+def test_each_trial_has_its_own_working_directory(run):
+    """And the processes that it starts."""
+    ended = run(train_with_relative_checkpoints, config={"n": tune.grid_search([1, 2, 3, 4])}).trials
+    assert len({trial.last_result["pool"] for trial in ended}) == 1
+    for n, trial in enumerate(ended, 1):
+        assert trial.last_result["directories"] == [trial.storage.trial_working_directory] * 2
+        kept = [Path(trial.path, f"checkpoint_00000{step}", "whose").read_text() for step in range(3)]
+        assert kept == [f"{n} {step}" for step in range(3)]
+
+
+def where(config: dict[str, Any]) -> dict[str, Any]:
+    return {"directory": os.getcwd()}  # noqa: PTH109
+
+
+@pytest.mark.proof
+def test_trials_stay_in_the_processs_directory_where_stock_tunes_do(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
+    (stock,) = ray.tune.run(where, verbose=0, storage_path=str(tmp_path)).trials
+    (ours,) = run(where).trials
+    assert ours.last_result["directory"] == stock.last_result["directory"]
+
+
+class Moves(ray.tune.Trainable):
+    def step(self):
+        return {"directory": os.getcwd(), "done": True}  # noqa: PTH109
+
+    def save_checkpoint(self, folder):
+        pass
+
+    def load_checkpoint(self, folder):
+        pass
+
+    def reset_config(self, config):
+        return True
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(sys.platform != "linux", reason="threads share it elsewhere")
+def test_a_class_that_is_reset_moves_to_the_next_trials_directory(run):
+    ended = run(Moves, config={"n": tune.grid_search([1, 2])}, reuse_actors=True, max_concurrent_trials=1).trials
+    assert len({trial.last_result["pid"] for trial in ended}) == 1
+    assert all(trial.last_result["directory"] == trial.storage.trial_working_directory for trial in ended)
+
+
+@ray.remote
+def evaluate(step: int) -> int:
+    return step + 1
+
+
+def train_with_child_tasks(config: dict[str, Any]) -> None:
+    for step in range(2):
+        tune.report({"evaluated": ray.get(evaluate.remote(step))})
+
+
+def test_trials_that_fill_the_pool_leave_cpus_to_the_tasks_that_they_wait_for(run):
+    """Their proxies once held all CPUs of the node, and such tasks never began."""
+    ended = run(train_with_child_tasks, config={"n": tune.grid_search(list(range(6)))}, time_budget_s=120).trials
+    results = [trial.last_result for trial in ended]
+    assert [(result["training_iteration"], result["evaluated"]) for result in results] == [(2, 2)] * 6
 
 
 class Counting(ray.tune.Trainable):

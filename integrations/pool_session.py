@@ -10,12 +10,13 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from ray.train._internal import session as tune_session
 
 from hydra_tune.integrations import working_directory
 from hydra_tune.integrations.attempt import Attempt
 from hydra_tune.integrations.messages import Printed
-from hydra_tune.tree import tensors_in
+from hydra_tune.tree import map_tensors, tensors_in
 
 _current: ContextVar[TrialSession | None] = ContextVar("hydra_tune trial", default=None)
 
@@ -33,6 +34,7 @@ class TrialSession:
         self.__dict__.update(attempt.order.surroundings)
 
     def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
+        metrics = plain(metrics)
         if tensors_in(metrics):
             raise ValueError(
                 "metrics are plain numbers, but a torch.Tensor was reported. Write .item(), or put it in a checkpoint."
@@ -53,6 +55,15 @@ class TrialSession:
         """The working directory that is the trial's under stock Tune, unless `RAY_CHDIR_TO_TRIAL_DIR=0`."""
         if self.has_working_directory:
             working_directory.enter(storage.trial_working_directory)
+
+
+def plain(metrics: Any) -> Any:
+    """With zero-dimensional tensors as numbers: a proxy has no torch, and no GPU."""
+    return map_tensors(_number, metrics) if tensors_in(metrics) else metrics
+
+
+def _number(tensor: torch.Tensor) -> Any:
+    return tensor if tensor.dim() else tensor.item()
 
 
 def _absolute(checkpoint: Any) -> Any:

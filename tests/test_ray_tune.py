@@ -133,7 +133,8 @@ def test_run_takes_resources_literally(tmp_path):
 
 def train_reporting(config: dict[str, Any]) -> None:
     for loss in steps(config):
-        tune.report({"loss": loss})
+        print("seed", config["seed"])
+        tune.report({"loss": loss, "directory": tune.get_context().get_storage().trial_working_directory})
 
 
 @pytest.mark.proof
@@ -142,14 +143,75 @@ def test_a_tuner_takes_resources(tmp_path):
         train_reporting,
         resources=HydraExecutor(BUDGET, devices=["cpu"], concurrency=6),
         param_space={"seed": tune.grid_search([1, 2])},
-        run_config=tune.RunConfig(storage_path=str(tmp_path), name="sweep", verbose=0),
+        run_config=tune.RunConfig(storage_path=str(tmp_path), name="sweep", verbose=0, log_to_file=("out", "err")),
     )
     results = tuner.fit()
     assert [result.metrics["training_iteration"] for result in results] == [4, 4]
+    for result in results:
+        log = Path(result.metrics["directory"], "out").read_text()
+        assert log.splitlines().count(f"seed {result.config['seed']}") == 4
     again = tune.Tuner.restore(
-        str(tmp_path / "sweep"), train_reporting, resources=HydraExecutor(BUDGET, devices=["cpu"], concurrency=6)
+        str(tmp_path / "sweep"), train_reporting, True, resources=HydraExecutor(BUDGET, devices=["cpu"], concurrency=6)
     )
     assert {result.metrics["loss"] for result in again.fit()} == {result.metrics["loss"] for result in results}
+
+
+def report_tensors(config: dict[str, Any]) -> dict[str, Any]:
+    loss = torch.tensor(config["n"] / 8, requires_grad=True)
+    tune.report({"loss": loss, "nested": {"bf16": loss.bfloat16()}})
+    return {"loss": 2 * loss, "trained_in": os.getpid()}
+
+
+def test_the_config_may_come_second_and_metrics_may_be_tensors_of_one_number(executor, tmp_path):
+    results = []
+
+    class Watch(ray.tune.Callback):
+        def on_trial_result(self, iteration, trials, trial, result, **info):
+            results.append((result["loss"], type(result["loss"])))
+
+    options = {"verbose": 0, "storage_path": str(tmp_path), "callbacks": [Watch()]}
+    tune.run(report_tensors, {"n": 3}, resources=executor, **options)
+    assert results == [(0.375, float), (0.75, float)]
+
+
+def test_experiments_take_resources(executor, tmp_path):
+    """Each its own, or all the same."""
+    options = {"config": {"n": 1}, "storage_path": str(tmp_path)}
+    experiments = [
+        tune.Experiment("a", report_tensors, resources=executor, **options),
+        tune.Experiment("b", report_tensors, **options),
+    ]
+    ended = tune.run_experiments(experiments, resources=executor, verbose=0)
+    assert {(trial.status, trial.experiment_dir_name) for trial in ended} == {("TERMINATED", "a"), ("TERMINATED", "b")}
+    (pool,) = {trial.last_result["trained_in"] for trial in ended}
+    assert pool not in {trial.last_result["pid"] for trial in ended}
+
+
+@pytest.mark.proof
+def test_experiments_may_be_specifications_or_given_to_run(executor, tmp_path):
+    spec = {"run": report_tensors, "config": {"n": 1}, "storage_path": str(tmp_path)}
+    (trial,) = tune.run_experiments({"a": spec}, resources=executor, verbose=0)
+    assert trial.last_result["trained_in"] != trial.last_result["pid"]
+    experiment = tune.Experiment("b", **spec)
+    (trial,) = tune.run(experiment, resources=executor, verbose=0).trials
+    assert trial.last_result["trained_in"] != trial.last_result["pid"]
+
+
+def leave(config: dict[str, Any]) -> None:
+    tune.report({"a": 1})
+    sys.exit(config["code"])
+
+
+@pytest.mark.proof
+def test_who_exits_fails_whatever_the_code_as_under_stock_tune(run, executor, tmp_path):
+    """There a trial's process dies, or waits for a result that never comes; here it would be everybody's."""
+    config = {"code": tune.grid_search([0, None, 1])}
+    stock = {"verbose": 0, "storage_path": str(tmp_path), "raise_on_failed_trial": False}
+    for ended in (run(leave, config=config).trials, ray.tune.run(leave, config=config, **stock).trials):
+        assert [(trial.status, trial.last_result["a"]) for trial in ended] == [("ERROR", 1)] * 3
+    (trial,) = run(leave, config={"code": 0}).trials
+    assert "returning or by an exception, got SystemExit(0)" in Path(trial.error_file).read_text()
+    empty_pool(executor)
 
 
 def train_with_checkpoints(config: dict[str, Any]) -> None:
@@ -399,6 +461,8 @@ def test_what_cannot_be_run_is_refused(executor, tmp_path):
         tune.run(train_steps, resources={"cpu": 1})
     with pytest.raises(hydra_tune.ConfigError, match="resources_per_trial"):
         tune.run(train_steps, resources=executor, resources_per_trial={"cpu": 1})
+    with pytest.raises(hydra_tune.ConfigError, match=r"'train_steps' was made by ray\.tune\.Experiment"):
+        tune.run(ray.tune.Experiment("a", train_steps, storage_path=str(tmp_path)), resources=executor)
     lock = threading.Lock()
     with pytest.raises(hydra_tune.ConfigError, match="cannot be pickled"):
         tune.run(lambda config: lock, resources=executor, storage_path=str(tmp_path), verbose=0)

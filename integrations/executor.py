@@ -86,8 +86,9 @@ class HydraExecutor(PlacementGroupFactory):
     @classmethod
     def slot(cls, spec: PoolSpec) -> HydraExecutor:
         """What the proxy of one trial asks of Ray: a share of the smallest node's memory. Of what each node has and a
-        placement group knows, that alone leaves the CPUs to tasks that trials start, for which trials wait."""
-        shares = [node["memory"] / spec.places(int(node.get("GPU", 0))) for node in eligible_nodes()]
+        placement group knows, that alone leaves the CPUs to tasks that trials start, for which trials wait. Half a
+        share stays for those, too: too little for one more proxy."""
+        shares = [node["memory"] / (spec.places(int(node.get("GPU", 0))) + 0.5) for node in eligible_nodes()]
         slot = object.__new__(cls)
         slot.spec = spec
         slot._is_slot = True

@@ -275,6 +275,8 @@ def test_generators_outputs_and_parameters(run):
 def tell(config):
     context = tune.get_context()
     print("told to its own log", config["n"])
+    tune.report({})
+    assert Path("stdout").read_text().endswith(f"own log {config['n']}\n"), "while it runs"
     return {
         "told": [context.get_trial_id(), context.get_trial_name(), context.get_experiment_name()],
         "dir": context.get_trial_dir(),
@@ -354,7 +356,13 @@ def test_a_class_that_is_reset_moves_to_the_next_trials_directory(run):
     assert all(trial.last_result["directory"] == trial.storage.trial_working_directory for trial in ended)
 
 
-@ray.remote
+def test_a_node_has_memory_for_as_many_slots_as_places_and_half_a_one(executor):
+    (slot,) = HydraExecutor.slot(executor.spec).bundles
+    assert ray.cluster_resources()["memory"] / slot["memory"] == pytest.approx(6.5)
+    assert slot["CPU"] < 1e-3
+
+
+@ray.remote(memory=2**20)  # as those of Ray Data ask for some
 def evaluate(step: int) -> int:
     return step + 1
 
@@ -365,7 +373,7 @@ def train_with_child_tasks(config: dict[str, Any]) -> None:
 
 
 def test_trials_that_fill_the_pool_leave_cpus_to_the_tasks_that_they_wait_for(run):
-    """Their proxies once held all CPUs of the node, and such tasks never began."""
+    """Their proxies once held all CPUs of the node, and such tasks never began. Nor do proxies hold all its memory."""
     ended = run(train_with_child_tasks, config={"n": tune.grid_search(list(range(6)))}, time_budget_s=120).trials
     results = [trial.last_result for trial in ended]
     assert [(result["training_iteration"], result["evaluated"]) for result in results] == [(2, 2)] * 6

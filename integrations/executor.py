@@ -16,7 +16,7 @@ from hydra_tune.integrations import trainer_backend
 from hydra_tune.integrations.pool_spec import PoolSpec
 from hydra_tune.policy import policy_named
 
-_SMALLEST_CPU = 1e-4  # that Ray tells from nothing
+_SMALLEST_CPU = 1e-4  # that Ray tells from nothing: it keeps a proxy off nodes that have none
 trainer_backend.install()
 
 
@@ -87,16 +87,15 @@ class HydraExecutor(PlacementGroupFactory):
 
     @classmethod
     def slot(cls, spec: PoolSpec) -> HydraExecutor:
-        """What the proxy of one trial asks of Ray: a share of the smallest node's CPUs, and its memory."""
-        shares = [node["CPU"] / spec.places(int(node.get("GPU", 0))) for node in eligible_nodes()]
+        """What the proxy of one trial asks of Ray: a share of the smallest node's memory. Of what each node has and a
+        placement group knows, that alone leaves the CPUs to tasks that trials start, for which trials wait. Half a
+        share stays for those, too: too little for one more proxy."""
+        shares = [node["memory"] / (spec.places(int(node.get("GPU", 0))) + 0.5) for node in eligible_nodes()]
         slot = object.__new__(cls)
         slot.spec = spec
         slot._is_slot = True
-        cpus = floor(min(shares, default=1.0) / _SMALLEST_CPU) * _SMALLEST_CPU
-        bundle: dict[str, float] = {"CPU": max(_SMALLEST_CPU, round(cpus, 4))}
-        if spec.trial_memory is not None:
-            bundle["memory"] = spec.trial_memory
-        PlacementGroupFactory.__init__(slot, [bundle])
+        memory = max(floor(min(shares, default=1.0)), spec.trial_memory or 0)
+        PlacementGroupFactory.__init__(slot, [{"CPU": _SMALLEST_CPU, "memory": memory}])
         return slot
 
     def __eq__(self, other: object) -> bool:
@@ -132,5 +131,6 @@ class HydraExecutor(PlacementGroupFactory):
 
 
 def eligible_nodes() -> list[dict[str, float]]:
-    """The resources of each node that has a CPU for a trial's proxy."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    """The resources of each node that takes trials' proxies: one without CPUs, as a cluster's head may be, does not."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [resources for resources in alive if resources.get("CPU") and resources.get("memory")]

@@ -11,7 +11,8 @@ from ray import cloudpickle
 
 class Order(NamedTuple):
     """What a pool is to run as a trial's next attempt, which its line tells from the others. `payload` is a pickled
-    function or class; `surroundings` are what `ray.tune.get_context()` tells."""
+    function or class; `surroundings` are what `ray.tune.get_context()` tells, and whether the trial has a working
+    directory of its own."""
 
     job: str
     payload: bytes

@@ -166,7 +166,9 @@ class PoolLink:
         except (EOFError, OSError) as error:
             raise PoolLostError(f"the pool's process has died: {str(error) or 'its line has ended'}.") from None
         if isinstance(message, Printed):
-            getattr(sys, message.stream).write(message.text)
+            stream = getattr(sys, message.stream)
+            stream.write(message.text)
+            stream.flush()  # into the file of `log_to_file`, which somebody may watch
         if isinstance(message, Raised):
             raise cloudpickle.loads(message.error) from (RemoteTraceback(message.text) if message.text else None)
         return message

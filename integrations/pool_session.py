@@ -3,15 +3,20 @@ trial its own. Tune keeps one session a process; here one stands for all, and as
 
 from __future__ import annotations
 
+import copy
+import os
 import sys
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from ray.train._internal import session as tune_session
 
+from hydra_tune.integrations import working_directory
 from hydra_tune.integrations.attempt import Attempt
 from hydra_tune.integrations.messages import Printed
-from hydra_tune.tree import tensors_in
+from hydra_tune.tree import map_tensors, tensors_in
 
 _current: ContextVar[TrialSession | None] = ContextVar("hydra_tune trial", default=None)
 
@@ -24,14 +29,17 @@ class TrialSession:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self.loaded_checkpoint: Any = None
+        self.storage: Any = None
+        self.has_working_directory = False
         self.__dict__.update(attempt.order.surroundings)
 
     def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
+        metrics = plain(metrics)
         if tensors_in(metrics):
             raise ValueError(
                 "metrics are plain numbers, but a torch.Tensor was reported. Write .item(), or put it in a checkpoint."
             )
-        persisted = self._attempt.report(metrics, checkpoint)
+        persisted = self._attempt.report(metrics, None if checkpoint is None else _absolute(checkpoint))
         if persisted is not None:
             self.loaded_checkpoint = persisted
 
@@ -39,8 +47,32 @@ class TrialSession:
         self._attempt.say(Printed(stream, text))
 
     def make_current(self) -> None:
-        """In the calling thread."""
+        """In the calling thread, in the trial's working directory."""
         _current.set(self)
+        self.enter(self.storage)
+
+    def enter(self, storage: Any) -> None:
+        """The working directory that is the trial's under stock Tune, unless `RAY_CHDIR_TO_TRIAL_DIR=0`."""
+        if self.has_working_directory:
+            working_directory.enter(storage.trial_working_directory)
+
+
+def plain(metrics: Any) -> Any:
+    """With zero-dimensional tensors as numbers: a proxy has no torch, and no GPU."""
+    return map_tensors(_number, metrics) if tensors_in(metrics) else metrics
+
+
+def _number(tensor: torch.Tensor) -> Any:
+    return tensor if tensor.dim() else tensor.item()
+
+
+def _absolute(checkpoint: Any) -> Any:
+    """For the proxy, which persists it, has another working directory."""
+    if checkpoint.filesystem.type_name != "local":
+        return checkpoint
+    absolute = copy.copy(checkpoint)
+    absolute.path = str(Path(checkpoint.path).absolute())
+    return absolute
 
 
 class _Session:
@@ -76,6 +108,7 @@ class _Stream:
 
 def install() -> None:
     """In a pool's process, once."""
+    os.environ.setdefault("TUNE_ORIG_WORKING_DIR", str(Path.cwd()))  # as stock Tune does before it leaves it
     of_process: Any = tune_session
     of_process._session = _Session()
     streams: Any = sys

@@ -14,7 +14,7 @@ from ray.tune.result import DEFAULT_METRIC, TRIAL_INFO
 from hydra_tune.errors import ResumeError
 from hydra_tune.integrations.attempt import Attempt
 from hydra_tune.integrations.messages import Returned
-from hydra_tune.integrations.pool_session import TrialSession
+from hydra_tune.integrations.pool_session import TrialSession, plain
 
 
 def train(attempt: Attempt) -> Any:
@@ -24,7 +24,7 @@ def train(attempt: Attempt) -> Any:
     if inspect.isclass(work):
         return _serve(attempt, work, session)
     if not inspect.isgeneratorfunction(work):
-        return work(attempt.order.config)
+        return plain(work(attempt.order.config))
     for output in work(attempt.order.config):
         if output:
             session.report(output if isinstance(output, dict) else {DEFAULT_METRIC: output})
@@ -43,8 +43,9 @@ def _serve(attempt: Attempt, kind: Any, session: TrialSession) -> None:
             call = attempt.await_answer()
             if call.method == "reset":
                 attempt.is_now(call.arguments[0].get(TRIAL_INFO))
+                session.enter(call.options["storage"])
             options = {**call.options, **quiet} if call.method == "reset" else call.options
-            value = getattr(trainable, call.method)(*call.arguments, **options)
+            value = plain(getattr(trainable, call.method)(*call.arguments, **options))
     finally:
         trainable.stop()
 

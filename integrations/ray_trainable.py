@@ -7,11 +7,13 @@ checkpoints itself.
 from __future__ import annotations
 
 import inspect
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
 from ray.tune import Trainable, get_checkpoint, get_context
 from ray.tune import report as tune_report
 from ray.tune.result import TRIAL_INFO
@@ -67,6 +69,11 @@ def _resource_request(spec: PoolSpec) -> Any:
     return classmethod(default_resource_request)
 
 
+def _has_working_directory() -> bool:
+    """Of its own, as the driver's environment says, which Tune hands on to its trials."""
+    return bool(int(os.environ.get(RAY_CHDIR_TO_TRIAL_DIR, "1")))
+
+
 def _refuse_other_resources(proxy: Trainable) -> None:
     resources = proxy.trial_resources
     if resources is not None and not isinstance(resources, HydraExecutor):
@@ -90,6 +97,7 @@ def _function_proxy(train: Callable[..., Any], spec: PoolSpec) -> type:
             "trial_dir": context.get_trial_dir(),
             "experiment_name": context.get_experiment_name(),
             "storage": context.get_storage(),
+            "has_working_directory": _has_working_directory(),
             "loaded_checkpoint": get_checkpoint(),
         }
         link.begin(payload.pickled(), config, surroundings)
@@ -165,6 +173,7 @@ def _class_proxy(train: type[Trainable], spec: PoolSpec) -> type:
                 "trial_dir": self.logdir,
                 "experiment_name": getattr(info, "experiment_name", None),
                 "storage": self._storage,
+                "has_working_directory": _has_working_directory(),
             }
             self._link.begin(payload.pickled(), self._with_info(config), surroundings)
             self._link.await_value()

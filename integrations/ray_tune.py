@@ -1,4 +1,5 @@
-"""`ray.tune`, whose `run`, `Tuner` and `with_resources` understand a `HydraExecutor`; all else is its own.
+"""`ray.tune`, whose `run`, `Tuner`, `Experiment`, `run_experiments` and `with_resources` understand a `HydraExecutor`;
+all else is its own.
 
 from hydra_tune import HydraExecutor, tune
 
@@ -8,16 +9,16 @@ tune.run(train, config=space, resources=HydraExecutor(memory="20GiB"))
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import ray
 import ray.tune
 
 from hydra_tune.errors import ConfigError
+from hydra_tune.integrations import ray_trainable
 from hydra_tune.integrations.executor import HydraExecutor, eligible_nodes
 from hydra_tune.integrations.pool_keeper import pools_for
-from hydra_tune.integrations.ray_trainable import trainable
 
 
 def __getattr__(name: str) -> Any:
@@ -28,26 +29,89 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *dir(ray.tune)})
 
 
-def with_resources(train: Any, resources: Any) -> Any:
+def with_resources(trainable: Any, resources: Any) -> Any:
     """`ray.tune.with_resources`; with a `HydraExecutor`, a trainable whose trials run in its pools."""
     if isinstance(resources, HydraExecutor):
-        return trainable(train, resources)
-    return ray.tune.with_resources(train, resources)
+        return ray_trainable.trainable(trainable, resources)
+    return ray.tune.with_resources(trainable, resources)
 
 
-def run(run_or_experiment: Any, *, resources: HydraExecutor | None = None, **options: Any) -> Any:
+def run(
+    run_or_experiment: Any,
+    config: dict[str, Any] | None = None,
+    *,
+    resources: HydraExecutor | None = None,
+    **options: Any,
+) -> Any:
     """`ray.tune.run`, each argument with the meaning it has there; with `resources`, over a pool a node.
 
     Raises:
         ConfigError: `resources` is no `HydraExecutor`, or the trial's resources are given twice.
     """
+    with ExitStack() as pools:
+        several = isinstance(run_or_experiment, list)
+        given = run_or_experiment if several else [run_or_experiment]
+        experiments: Any = [_over_pools(each, resources, pools, options.get("resources_per_trial")) for each in given]
+        executor = resources or getattr(experiments[0], "executor", None)
+        unlimited = options.get("max_concurrent_trials") is None and _needs_limit(options.get("search_alg"))
+        if executor is not None and unlimited:
+            options["max_concurrent_trials"] = _places(executor)
+        return ray.tune.run(experiments if several else experiments[0], config=config, **options)
+
+
+class Experiment(ray.tune.Experiment):
+    """`ray.tune.Experiment`, each argument with the meaning it has there; with `resources`, over a pool a node."""
+
+    def __init__(self, name: str, run: Any, *, resources: HydraExecutor | None = None, **options: Any) -> None:
+        self._given = {"name": name, "run": run, **options}
+        self.executor = resources
+        if resources is not None:
+            run = _wrapped(run, resources, options.get("resources_per_trial"))
+        super().__init__(name, run, **options)
+
+    def over(self, resources: HydraExecutor) -> Experiment:
+        """The same over pools, unless it has its own."""
+        return Experiment(**self._given, resources=resources) if self.executor is None else self
+
+
+def run_experiments(
+    experiments: Any, *arguments: Any, resources: HydraExecutor | None = None, **options: Any
+) -> list[Any]:
+    """`ray.tune.run_experiments`, likewise."""
+    with ExitStack() as pools:
+        over = [_over_pools(each, resources, pools) for each in _listed(experiments)]
+        trials: list[Any] = ray.tune.run_experiments(over, *arguments, **options)
+        return trials
+
+
+def _listed(experiments: Any) -> list[Any]:
+    """Specifications by name are experiments, too."""
+    if isinstance(experiments, dict):
+        return [Experiment.from_json(name, spec) for name, spec in experiments.items()]
+    return experiments if isinstance(experiments, list) else [experiments]
+
+
+def _over_pools(experiment: Any, resources: HydraExecutor | None, pools: ExitStack, per_trial: Any = None) -> Any:
+    """What Tune runs in its place; its pools stay until `pools` is closed.
+
+    Raises:
+        ConfigError: an experiment of `ray.tune`, which has made something else of its function.
+    """
+    if isinstance(experiment, Experiment):
+        over = experiment if resources is None else experiment.over(resources)
+        if over.executor is not None:
+            pools.enter_context(pools_for(over.executor.spec, over.run_identifier))
+        return over
     if resources is None:
-        return ray.tune.run(run_or_experiment, **options)
-    train = _wrapped(run_or_experiment, resources, options.get("resources_per_trial"))
-    if options.get("max_concurrent_trials") is None and _needs_limit(options.get("search_alg")):
-        options["max_concurrent_trials"] = _places(resources)
-    with pools_for(resources.spec, train.__name__):
-        return ray.tune.run(train, **options)
+        return experiment
+    if isinstance(experiment, ray.tune.Experiment):
+        raise ConfigError(
+            "an experiment over pools is made by tune.Experiment of `from hydra_tune import tune`, but that of "
+            f"{experiment.run_identifier!r} was made by ray.tune.Experiment. Make it so."
+        )
+    proxy = _wrapped(experiment, resources, per_trial)
+    pools.enter_context(pools_for(resources.spec, proxy.__name__))
+    return proxy
 
 
 class Tuner(ray.tune.Tuner):
@@ -66,7 +130,7 @@ class Tuner(ray.tune.Tuner):
 
     @classmethod
     def restore(  # type: ignore[override]
-        cls, path: str, train: Any = None, *, resources: HydraExecutor | None = None, **options: Any
+        cls, path: str, train: Any = None, *arguments: Any, resources: HydraExecutor | None = None, **options: Any
     ) -> ray.tune.Tuner:
         """`ray.tune.Tuner.restore`, likewise."""
         train = options.pop("trainable", train)
@@ -74,7 +138,7 @@ class Tuner(ray.tune.Tuner):
             train = _wrapped(train, resources)
         tuner = object.__new__(cls)
         pools = None if resources is None else (resources.spec, train.__name__)
-        tuner.__dict__ = {**vars(ray.tune.Tuner.restore(path, train, **options)), "_pools": pools}
+        tuner.__dict__ = {**vars(ray.tune.Tuner.restore(path, train, *arguments, **options)), "_pools": pools}
         return tuner
 
     def fit(self) -> ray.tune.ResultGrid:
@@ -92,7 +156,7 @@ def _wrapped(train: Any, resources: Any, per_trial: Any = None) -> type:
         )
     if per_trial is not None:
         raise ConfigError("trials of a pool own nothing of their node: leave resources_per_trial= out.")
-    proxy: type = trainable(train, resources)
+    proxy: type = ray_trainable.trainable(train, resources)
     if not ray.is_initialized():
         ray.init()
     return proxy

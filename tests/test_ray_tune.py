@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -132,7 +133,8 @@ def test_run_takes_resources_literally(tmp_path):
 
 def train_reporting(config: dict[str, Any]) -> None:
     for loss in steps(config):
-        tune.report({"loss": loss})
+        print("seed", config["seed"])
+        tune.report({"loss": loss, "directory": tune.get_context().get_storage().trial_working_directory})
 
 
 @pytest.mark.proof
@@ -141,14 +143,75 @@ def test_a_tuner_takes_resources(tmp_path):
         train_reporting,
         resources=HydraExecutor(BUDGET, devices=["cpu"], concurrency=6),
         param_space={"seed": tune.grid_search([1, 2])},
-        run_config=tune.RunConfig(storage_path=str(tmp_path), name="sweep", verbose=0),
+        run_config=tune.RunConfig(storage_path=str(tmp_path), name="sweep", verbose=0, log_to_file=("out", "err")),
     )
     results = tuner.fit()
     assert [result.metrics["training_iteration"] for result in results] == [4, 4]
+    for result in results:
+        log = Path(result.metrics["directory"], "out").read_text()
+        assert log.splitlines().count(f"seed {result.config['seed']}") == 4
     again = tune.Tuner.restore(
-        str(tmp_path / "sweep"), train_reporting, resources=HydraExecutor(BUDGET, devices=["cpu"], concurrency=6)
+        str(tmp_path / "sweep"), train_reporting, True, resources=HydraExecutor(BUDGET, devices=["cpu"], concurrency=6)
     )
     assert {result.metrics["loss"] for result in again.fit()} == {result.metrics["loss"] for result in results}
+
+
+def report_tensors(config: dict[str, Any]) -> dict[str, Any]:
+    loss = torch.tensor(config["n"] / 8, requires_grad=True)
+    tune.report({"loss": loss, "nested": {"bf16": loss.bfloat16()}})
+    return {"loss": 2 * loss, "trained_in": os.getpid()}
+
+
+def test_the_config_may_come_second_and_metrics_may_be_tensors_of_one_number(executor, tmp_path):
+    results = []
+
+    class Watch(ray.tune.Callback):
+        def on_trial_result(self, iteration, trials, trial, result, **info):
+            results.append((result["loss"], type(result["loss"])))
+
+    options = {"verbose": 0, "storage_path": str(tmp_path), "callbacks": [Watch()]}
+    tune.run(report_tensors, {"n": 3}, resources=executor, **options)
+    assert results == [(0.375, float), (0.75, float)]
+
+
+def test_experiments_take_resources(executor, tmp_path):
+    """Each its own, or all the same."""
+    options = {"config": {"n": 1}, "storage_path": str(tmp_path)}
+    experiments = [
+        tune.Experiment("a", report_tensors, resources=executor, **options),
+        tune.Experiment("b", report_tensors, **options),
+    ]
+    ended = tune.run_experiments(experiments, resources=executor, verbose=0)
+    assert {(trial.status, trial.experiment_dir_name) for trial in ended} == {("TERMINATED", "a"), ("TERMINATED", "b")}
+    (pool,) = {trial.last_result["trained_in"] for trial in ended}
+    assert pool not in {trial.last_result["pid"] for trial in ended}
+
+
+@pytest.mark.proof
+def test_experiments_may_be_specifications_or_given_to_run(executor, tmp_path):
+    spec = {"run": report_tensors, "config": {"n": 1}, "storage_path": str(tmp_path)}
+    (trial,) = tune.run_experiments({"a": spec}, resources=executor, verbose=0)
+    assert trial.last_result["trained_in"] != trial.last_result["pid"]
+    experiment = tune.Experiment("b", **spec)
+    (trial,) = tune.run(experiment, resources=executor, verbose=0).trials
+    assert trial.last_result["trained_in"] != trial.last_result["pid"]
+
+
+def leave(config: dict[str, Any]) -> None:
+    tune.report({"a": 1})
+    sys.exit(config["code"])
+
+
+@pytest.mark.proof
+def test_who_exits_fails_whatever_the_code_as_under_stock_tune(run, executor, tmp_path):
+    """There a trial's process dies, or waits for a result that never comes; here it would be everybody's."""
+    config = {"code": tune.grid_search([0, None, 1])}
+    stock = {"verbose": 0, "storage_path": str(tmp_path), "raise_on_failed_trial": False}
+    for ended in (run(leave, config=config).trials, ray.tune.run(leave, config=config, **stock).trials):
+        assert [(trial.status, trial.last_result["a"]) for trial in ended] == [("ERROR", 1)] * 3
+    (trial,) = run(leave, config={"code": 0}).trials
+    assert "returning or by an exception, got SystemExit(0)" in Path(trial.error_file).read_text()
+    empty_pool(executor)
 
 
 def train_with_checkpoints(config: dict[str, Any]) -> None:
@@ -212,6 +275,8 @@ def test_generators_outputs_and_parameters(run):
 def tell(config):
     context = tune.get_context()
     print("told to its own log", config["n"])
+    tune.report({})
+    assert Path("stdout").read_text().endswith(f"own log {config['n']}\n"), "while it runs"
     return {
         "told": [context.get_trial_id(), context.get_trial_name(), context.get_experiment_name()],
         "dir": context.get_trial_dir(),
@@ -224,6 +289,94 @@ def test_context_and_output_are_the_trials_own(run):
         assert trial.last_result["told"] == [trial.trial_id, str(trial), trial.experiment_dir_name]
         log = Path(trial.storage.trial_working_directory, "stdout").read_text()
         assert [line for line in log.splitlines() if "told" in line] == [f"told to its own log {n}"]
+
+
+def train_with_relative_checkpoints(config: dict[str, Any]) -> None:
+    """As Ray's own example of population based training does."""
+    folder = Path("my_model")
+    folder.mkdir(exist_ok=True)
+    for step in range(3):
+        (folder / "whose").write_text(f"{config['n']} {step}")
+        others_write_too = torch.utils.data.DataLoader(WorkingDirectory(), num_workers=1, batch_size=None)
+        directories = [os.getcwd(), *others_write_too]  # noqa: PTH109
+        report = {"step": step, "directories": directories, "pool": os.getpid()}
+        tune.report(report, checkpoint=tune.Checkpoint.from_directory("my_model"))
+
+
+class WorkingDirectory(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return os.getcwd()  # noqa: PTH109
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads share it elsewhere")
+def test_each_trial_has_its_own_working_directory(run):
+    """And the processes that it starts."""
+    ended = run(train_with_relative_checkpoints, config={"n": tune.grid_search([1, 2, 3, 4])}).trials
+    assert len({trial.last_result["pool"] for trial in ended}) == 1
+    for n, trial in enumerate(ended, 1):
+        assert trial.last_result["directories"] == [trial.storage.trial_working_directory] * 2
+        kept = [Path(trial.path, f"checkpoint_00000{step}", "whose").read_text() for step in range(3)]
+        assert kept == [f"{n} {step}" for step in range(3)]
+
+
+def where(config: dict[str, Any]) -> dict[str, Any]:
+    return {"directory": os.getcwd()}  # noqa: PTH109
+
+
+@pytest.mark.proof
+def test_trials_stay_in_the_processs_directory_where_stock_tunes_do(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
+    (stock,) = ray.tune.run(where, verbose=0, storage_path=str(tmp_path)).trials
+    (ours,) = run(where).trials
+    assert ours.last_result["directory"] == stock.last_result["directory"]
+
+
+class Moves(ray.tune.Trainable):
+    def step(self):
+        return {"directory": os.getcwd(), "done": True}  # noqa: PTH109
+
+    def save_checkpoint(self, folder):
+        pass
+
+    def load_checkpoint(self, folder):
+        pass
+
+    def reset_config(self, config):
+        return True
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(sys.platform != "linux", reason="threads share it elsewhere")
+def test_a_class_that_is_reset_moves_to_the_next_trials_directory(run):
+    ended = run(Moves, config={"n": tune.grid_search([1, 2])}, reuse_actors=True, max_concurrent_trials=1).trials
+    assert len({trial.last_result["pid"] for trial in ended}) == 1
+    assert all(trial.last_result["directory"] == trial.storage.trial_working_directory for trial in ended)
+
+
+def test_a_node_has_memory_for_as_many_slots_as_places_and_half_a_one(executor):
+    (slot,) = HydraExecutor.slot(executor.spec).bundles
+    assert ray.cluster_resources()["memory"] / slot["memory"] == pytest.approx(6.5)
+    assert slot["CPU"] < 1e-3
+
+
+@ray.remote(memory=2**20)  # as those of Ray Data ask for some
+def evaluate(step: int) -> int:
+    return step + 1
+
+
+def train_with_child_tasks(config: dict[str, Any]) -> None:
+    for step in range(2):
+        tune.report({"evaluated": ray.get(evaluate.remote(step))})
+
+
+def test_trials_that_fill_the_pool_leave_cpus_to_the_tasks_that_they_wait_for(run):
+    """Their proxies once held all CPUs of the node, and such tasks never began. Nor do proxies hold all its memory."""
+    ended = run(train_with_child_tasks, config={"n": tune.grid_search(list(range(6)))}, time_budget_s=120).trials
+    results = [trial.last_result for trial in ended]
+    assert [(result["training_iteration"], result["evaluated"]) for result in results] == [(2, 2)] * 6
 
 
 class Counting(ray.tune.Trainable):
@@ -316,6 +469,8 @@ def test_what_cannot_be_run_is_refused(executor, tmp_path):
         tune.run(train_steps, resources={"cpu": 1})
     with pytest.raises(hydra_tune.ConfigError, match="resources_per_trial"):
         tune.run(train_steps, resources=executor, resources_per_trial={"cpu": 1})
+    with pytest.raises(hydra_tune.ConfigError, match=r"'train_steps' was made by ray\.tune\.Experiment"):
+        tune.run(ray.tune.Experiment("a", train_steps, storage_path=str(tmp_path)), resources=executor)
     lock = threading.Lock()
     with pytest.raises(hydra_tune.ConfigError, match="cannot be pickled"):
         tune.run(lambda config: lock, resources=executor, storage_path=str(tmp_path), verbose=0)

@@ -109,11 +109,9 @@ class PooledTrainer:
                 pooling.checkpointed.append(module)
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wraps it
         try:
-            for other in self._other_models(model):
-                prepare(other, pool=pooling.pool)
-                pooling.prepared.append(other)
-            prepare(model, optimizer, pool=pooling.pool, total_steps=total_steps)
-            pooling.prepared.append(model)
+            for each in (*self._other_models(model), model):
+                prepare(each, _if_it_steps(optimizer, each), pool=pooling.pool, total_steps=total_steps)
+                pooling.prepared.append(each)
         except BaseException:
             self._release()
             raise
@@ -122,15 +120,19 @@ class PooledTrainer:
         _place(self.args, trial.device.torch_device)
 
     def _other_models(self, model: nn.Module) -> list[nn.Module]:
-        """Of the trainer, that have weights of their own: a reference model, reward models."""
-        values = [each for v in vars(self).values() for each in (v if isinstance(v, (list, tuple)) else (v,))]
-        seen = {id(p) for p in model.parameters()}
-        found: list[nn.Module] = []
-        for value in values:
-            if isinstance(value, nn.Module) and (weights := {id(p) for p in value.parameters()}):
-                if weights.isdisjoint(seen):
-                    found.append(value)
+        """Of the trainer, with weights of their own: a reference model, reward models, layers of a loss."""
+        values = [value for name, value in vars(self).items() if name not in ("train_dataset", "eval_dataset")]
+        several = [v for v in values if isinstance(v, (list, tuple, dict))]
+        values += [each for v in several for each in (v.values() if isinstance(v, dict) else v)]
+        left = [value for value in values if isinstance(value, nn.Module)]
+        found, seen = list[nn.Module](), {id(p) for p in model.parameters()}
+        for value in left:  # which grows meanwhile
+            weights = {id(p) for p in value.parameters()}
+            if weights and weights.isdisjoint(seen):
+                found.append(value)
                 seen |= weights
+            elif not weights <= seen:
+                left += value.children()  # it has the model within
         return found
 
     def _release(self) -> None:
@@ -250,6 +252,11 @@ def _reports_itself(trainer: Any) -> bool:
     """A `Trainer.hyperparameter_search` does, and Ray Train's callback."""
     callbacks = trainer.callback_handler.callbacks
     return trainer.hp_search_backend is not None or any(type(c).__module__.startswith("ray.train") for c in callbacks)
+
+
+def _if_it_steps(optimizer: Any, model: nn.Module) -> Any:
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
+    return None if stepped.isdisjoint(map(id, model.parameters())) else optimizer
 
 
 _environment = threading.Lock()

@@ -464,3 +464,44 @@ def test_adapters_as_they_are(tmp_path, options):
         with hydra_tune.ShardPool(["cpu"], budget) as pool:
             callbacks = [hydra_tune.HydraTrainerCallback(pool)]
             assert equal(trained(tmp_path, callbacks, model=adapted, **options), alone)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("order", ["pool first", "accelerate first"])
+def test_a_loop_with_an_accelerator(order, precision):
+    """Two in objectives side by side, with gradient accumulation."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    def train(prepare):
+        torch.manual_seed(0)
+        accelerator = Accelerator(
+            cpu=True, mixed_precision=precision, gradient_accumulation_steps=2, device_placement=False
+        )
+        model, losses = gpt(), []
+        optimizer, loader = torch.optim.AdamW(model.parameters(), lr=1e-3), DataLoader(DATA[:12], batch_size=2)
+        if prepare and order == "pool first":
+            hydra_tune.prepare(model, optimizer)
+        wrapped, stepping, loader = accelerator.prepare(model, optimizer, loader)
+        if prepare and order == "accelerate first":
+            hydra_tune.prepare(model, optimizer)
+        for batch in loader:
+            with accelerator.accumulate(wrapped):
+                loss = wrapped(**batch).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+                stepping.step()
+                stepping.zero_grad()
+                losses.append(loss.item())
+        return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    with current_trial.running(optuna.create_study().ask()):  # whose accelerate states are fresh
+        alone = train(False)
+    together = {}
+
+    def objective(trial):
+        together[trial.number] = train(True)
+        return 0.0
+
+    searched(objective, 2)
+    assert [equal(together[number], alone) for number in range(2)] == [True, True]

@@ -36,6 +36,7 @@ from hydra_tune.root import trial_of
 
 logger = logging.getLogger("hydra_tune")
 _CPU = torch.device("cpu")
+_local = threading.local()
 _DEVICE_CACHES = ("_setup_devices", "__cached__setup_devices")  # of TrainingArguments.device, in transformers 5 and 4
 
 
@@ -64,6 +65,13 @@ class HydraTrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if pool is not None and not isinstance(pool, ShardPool):
             raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
         self.pool = pool
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if not getattr(_local, "trains", False):
+            raise ConfigError(
+                "a trainer is told of the pool as it is made, but this one got HydraTrainerCallback later. Write "
+                "Trainer(..., callbacks=[hydra_tune.HydraTrainerCallback()])."
+            )
 
 
 @dataclass
@@ -167,9 +175,11 @@ class PooledTrainer:
             resume_from_checkpoint = self.pooling.checkpoints.newest()
         events = _Events(self)
         self.add_callback(events)  # type: ignore[attr-defined]
+        _local.trains = True
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         finally:
+            _local.trains = False
             self.remove_callback(events)  # type: ignore[attr-defined]
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +311,6 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 transformers.Trainer.__init__ = _init
-_local = threading.local()
 
 
 @contextmanager

@@ -287,6 +287,14 @@ def test_a_model_that_is_placed_or_quantized_is_refused_by_name(tmp_path):
             Trainer(model, arguments(tmp_path), callbacks=callbacks)
 
 
+def test_a_callback_that_comes_too_late_is_refused(tmp_path):
+    """It would train beside the pool, in silence; on a GPU the model is there by then."""
+    trainer = Trainer(gpt(), arguments(tmp_path), train_dataset=DATA)
+    trainer.add_callback(hydra_tune.HydraTrainerCallback())
+    with pytest.raises(hydra_tune.ConfigError, match=r"got HydraTrainerCallback later"):
+        trainer.train()
+
+
 def test_the_arguments_are_the_user_s_own(tmp_path):
     """One object may be given to several trainers: a trial's folder and device are in a copy."""
     args, folders = arguments(tmp_path), []

@@ -399,7 +399,7 @@ def served(pool, states, kind, calls, lr=0.1, names=None):
     said = Said()
     attempt = Attempt(pool, order, said, pool_work.train, lambda: None, states)
     for method, *arguments in calls:
-        attempt.answer(Call(method, tuple(arguments), {}))
+        attempt.answer(Call(method, tuple(arguments), {"storage": None} if method == "reset" else {}))
     attempt.start()
     while attempt.is_alive and len(said) <= len(calls):
         attempt._thread.join(0.01)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,19 @@ from hydra_tune.integrations.current_trial import current_trial
 from hydra_tune.resumption import Resumption
 
 _NAME = "framework.json"
+_trainings: weakref.WeakKeyDictionary[Resumption, int] = weakref.WeakKeyDictionary()  # so many has a trial begun
 
 
 class FrameworkCheckpoints:
-    """Of the running trial."""
+    """Of one training of the running trial. What is written to `folder`, which goes with the trial, has a name that
+    begins with `prefix`: a later training goes on from none of an earlier one."""
 
     def __init__(self, resumption: Resumption, folder: Path) -> None:
         resumption.leave_to_framework()
+        _trainings[resumption] = number = _trainings.get(resumption, 0) + 1
+        self.prefix = f"training-{number}-step-"
+        self.folder = folder
         self._resumption = resumption
-        self._folder = folder
         self._last_step, self._last_s = 0, time.monotonic()
 
     @classmethod
@@ -43,6 +48,11 @@ class FrameworkCheckpoints:
                 return str(path)
         return None
 
+    def newest_of_training(self) -> str | None:
+        """`newest`, if its name says that it is of this training."""
+        path = self.newest()
+        return path if path is not None and Path(path).name.startswith(self.prefix) else None
+
     def goes_on_from(self, step: int) -> None:
         trial = current_trial()
         if trial is not None and trial.optuna is not None:
@@ -59,21 +69,21 @@ class FrameworkCheckpoints:
     def note(self, path: str | Path, step: int, *, was_due: bool) -> None:
         """The framework has written one, all of it. The one before, if it was written only because it was due, goes."""
         self._last_step, self._last_s = step, time.monotonic()
-        before = _read(self._folder)
+        before = _read(self.folder)
         text = json.dumps({"path": str(Path(path).absolute()), "step": step, "was_due": was_due})
-        self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._folder / (_NAME + ".unfinished")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self.folder / (_NAME + ".unfinished")
         unfinished.write_text(text)
-        unfinished.replace(self._folder / _NAME)
-        (self._folder / "deaths").unlink(missing_ok=True)  # it has come further
+        unfinished.replace(self.folder / _NAME)
+        (self.folder / "deaths").unlink(missing_ok=True)  # it has come further
         if before.get("was_due") and before["path"] != str(Path(path).absolute()):
             _remove(before["path"])
 
     def end(self) -> None:
         """The training is over: what was written only because it was due is of no use any more."""
-        note = _read(self._folder)
+        note = _read(self.folder)
         if note.get("was_due"):
-            (self._folder / _NAME).unlink()
+            (self.folder / _NAME).unlink()
             _remove(note["path"])
 
 

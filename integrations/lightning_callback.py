@@ -11,19 +11,22 @@ stays in host memory, is prepared for as long as it trains or evaluates, and run
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from abc import ABC
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+import torchmetrics
 import wrapt
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from hydra_tune.context import current_context
 from hydra_tune.errors import ConfigError, PrepareError
@@ -38,6 +41,7 @@ from hydra_tune.preparation import prepare, release
 from hydra_tune.root import trial_of
 from hydra_tune.tree import tensors_in
 
+logger = logging.getLogger("hydra_tune")
 _CPU = torch.device("cpu")
 _KEY = "hydra_tune"  # of a checkpoint
 _PRECISIONS = {"HalfPrecision", "DoublePrecision", "BitsandbytesPrecision", "TransformerEnginePrecision"}
@@ -69,12 +73,16 @@ class HydraLightningCallback:
             raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
         self.pool = pool
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if not isinstance(trainer, PooledTrainer):
-            raise ConfigError(
-                "a Trainer is told of the pool as it is made, but this one got HydraLightningCallback later, from "
-                "configure_callbacks perhaps. Write Trainer(callbacks=[hydra_tune.HydraLightningCallback()])."
-            )
+    @property
+    def state_key(self) -> str:
+        """A Trainer that has been told of this callback has put one of its own package in its place."""
+        raise ConfigError(
+            "a Trainer is told of the pool as it is made, but this one got HydraLightningCallback later, perhaps from "
+            "configure_callbacks. Write Trainer(callbacks=[hydra_tune.HydraLightningCallback()])."
+        )
+
+    def on_exception(self, *_: Any) -> None:
+        """That one, for example."""
 
 
 @dataclass
@@ -157,15 +165,13 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
     while the module is prepared, else host memory."""
 
     pool: ShardPool | None
-    device: torch.device  # that the Trainer was given
-    accelerator: Any
     lightning_module: Any
     optimizers: list[Any]
     precision_plugin: Any
     _step: StepForward | None = None  # while the module is prepared
 
     def setup_environment(self) -> None:
-        self.accelerator.setup_device(self.device)
+        """Which of several GPUs it uses is the pool's business."""
 
     def model_to_device(self) -> None:
         """It stays in host memory."""
@@ -198,9 +204,9 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
         if device.type == "cuda":
             torch.cuda.set_device(device)
         for each in (module or self.lightning_module).modules():
-            if isinstance(getattr(each, "_defaults", None), dict):  # a metric of torchmetrics, in no block
+            if isinstance(each, torchmetrics.Metric):
                 _move_metric(each, device)
-            elif isinstance(vars(each).get("_device"), torch.device):
+            elif isinstance(vars(each).get("_device"), torch.device):  # a LightningModule, within one perhaps
                 each._device = device
 
     def teardown(self) -> None:
@@ -245,11 +251,12 @@ class StepForward:
         self.module = module
         self._own = own_forward_of(module)
         self._to_run: Callable[[], Any] | None = None
-        module.forward = self  # type: ignore[assignment]
+        module.forward = self
 
     @property
     def _original(self) -> Callable[..., Any]:
-        return type(self.module).forward.__get__(self.module) if self._own is None else self._own
+        of_class: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return of_class if self._own is None else self._own
 
     def run(self, step: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
         """`tensors`, of the batch, tell the pool how large it is. No hook on the module is called: in plain Lightning
@@ -265,14 +272,14 @@ class StepForward:
         return self._original(*args, **kwargs) if step is None else step()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module runs its own forward."""
-        return getattr, (self.module, "forward")
+        """A copy of the module is plain."""
+        return (getattr, (self.module, "forward")) if self._own is None else (itemgetter(0), ((self._own,),))
 
     def give_back(self) -> None:
         if vars(self.module).get("forward") is self:
             del self.module.forward
             if self._own is not None:
-                self.module.forward = self._own  # type: ignore[method-assign]
+                self.module.forward = self._own
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
@@ -281,7 +288,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.each = optimizers
-        self._optimizer_step_pre_hooks = {}  # type: ignore[assignment]  # that it takes hooks
+        self._optimizer_step_pre_hooks = {}  # it takes hooks
 
     @classmethod
     def of(cls, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
@@ -298,6 +305,9 @@ class SeveralOptimizers(torch.optim.Optimizer):
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return {key: value for each in self.each for key, value in each.defaults.items()}
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("several are stepped one by one")
 
     def state_dict(self) -> dict[str, Any]:
         return {str(i): each.state_dict() for i, each in enumerate(self.each)}
@@ -329,10 +339,13 @@ class PooledFitLoop:
         middle of an epoch it would begin a new order of the data."""
         super().on_advance_end()  # type: ignore[misc]
         checkpoints, step = self.trainer.pooling.checkpoints, self.epoch_loop.batch_progress.total.ready
-        if checkpoints is not None and checkpoints.is_due(step):
-            path = checkpoints.folder / f"{checkpoints.prefix}{step}.ckpt"
-            self.trainer.save_checkpoint(path)
-            checkpoints.note(path, step, was_due=True)
+        if checkpoints is not None and not checkpoints.is_behind and checkpoints.is_due(step):
+            path = checkpoints.folder / f"training-{checkpoints.number}-step-{step}.ckpt"
+            try:
+                self.trainer.save_checkpoint(path)
+                checkpoints.note(path, step, was_due=True)
+            except OSError as error:  # a full disk
+                logger.warning("no checkpoint could be written to %s (%s); the training goes on", path, error)
 
 
 class PooledEvents:
@@ -403,7 +416,7 @@ def _total_steps(trainer: Any) -> int | None:
 def _move_metric(metric: Any, device: torch.device) -> None:
     """What it has added up, in attributes; a metric that has weights keeps them where the pool has them."""
     for name in metric._defaults:
-        setattr(metric, name, tree_map(lambda x: x.to(device), getattr(metric, name)))
+        setattr(metric, name, tree_map_only(torch.Tensor, lambda x: x.to(device), getattr(metric, name)))
     metric._device = device
 
 
@@ -411,7 +424,7 @@ def _move_metric(metric: Any, device: torch.device) -> None:
 
 
 @functools.cache
-def _comes_before(kind: type, own: type) -> type:
+def _comes_before(kind: Any, own: Any) -> type:
     return type(own.__name__, (kind, own), {"__module__": own.__module__, "__doc__": own.__doc__})
 
 
@@ -422,7 +435,7 @@ def _is_ours(callback: Any) -> bool:
 def _watch(module: Any) -> None:
     """`module` has a Trainer."""
     stock = module.Trainer.__init__
-    bases = (HydraLightningCallback, PooledEvents, module.Callback)
+    bases = (PooledEvents, module.Callback, HydraLightningCallback)
     of_package = type("HydraLightningCallback", bases, {"__module__": __name__})
 
     @functools.wraps(stock)
@@ -437,7 +450,7 @@ def _watch(module: Any) -> None:
         pool = None if isinstance(ours[0], type) else ours[0].pool
         kwargs["callbacks"] = [of_package(pool) if _is_ours(each) else each for each in callbacks]
         if (folder := trial_folder()) is not None:
-            kwargs["default_root_dir"] = _own_folder(kwargs.get("default_root_dir") or os.getcwd(), folder)
+            kwargs["default_root_dir"] = _own_folder(kwargs.get("default_root_dir") or Path.cwd(), folder)
         for name in _FOR_THE_PROCESS:
             if kwargs.get(name) and has_company():
                 warn_of(f"Trainer({name}=...)", "Set it once, before the search")
@@ -453,16 +466,17 @@ def _watch(module: Any) -> None:
 def _pool_trainer(trainer: Any, pool: ShardPool | None) -> None:
     trainer.pooling = Pooling(pool)
     strategy = trainer.strategy
-    strategy.pool, strategy.device, strategy._root_device = pool, strategy.root_device, _CPU
+    strategy.pool, strategy._root_device = pool, _CPU
     # CUDA's free the workspaces of cuBLAS in the whole process, which kernels of other trials may be about to use
     strategy.accelerator.setup = strategy.accelerator.teardown = lambda *_: None
     for each, kind in ((strategy, PooledStrategy), (trainer.fit_loop, PooledFitLoop), (trainer, PooledTrainer)):
-        each.__class__ = _comes_before(kind, type(each))
+        own: Any = type(each)
+        each.__class__ = _comes_before(kind, own)
 
 
 def _own_folder(path: Any, folder: str) -> str:
     path = os.fspath(path)
-    return path if folder in Path(path).parts else os.path.join(path, folder)  # it may be an address
+    return path if folder in Path(path).parts else f"{path.rstrip('/')}/{folder}"  # it may be an address
 
 
 def _give_own_folders(trainer: Any, folder: str) -> None:
@@ -471,8 +485,9 @@ def _give_own_folders(trainer: Any, folder: str) -> None:
         if getattr(callback, "dirpath", None) is not None:
             callback.dirpath = _own_folder(callback.dirpath, folder)
     for logger in trainer.loggers:
-        if isinstance(getattr(logger, "_root_dir", None), (str, os.PathLike)):  # of CSV files, or of TensorBoard
-            logger._root_dir = _own_folder(logger._root_dir, folder)
+        for name in ("_root_dir", "_save_dir"):  # of CSV files, or of TensorBoard
+            if isinstance(vars(logger).get(name), (str, os.PathLike)):
+                setattr(logger, name, _own_folder(getattr(logger, name), folder))
 
 
 def _refuse_trainer(trainer: Any, pool: ShardPool) -> None:

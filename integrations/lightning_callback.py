@@ -169,6 +169,7 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
     optimizers: list[Any]
     precision_plugin: Any
     _step: StepForward | None = None  # while the module is prepared
+    _summaries: Sequence[Any] = ()  # that were made before
 
     def setup_environment(self) -> None:
         """Which of several GPUs it uses is the pool's business."""
@@ -178,7 +179,18 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)  # type: ignore[misc]
+        self._summarize(trainer)
         self._prepare(trainer)
+
+    def _summarize(self, trainer: Any) -> None:
+        """Before the module is prepared: a ModelSummary runs its example with hooks on all modules of the process."""
+        module = self.lightning_module
+        if trainer.state.fn == "fit" and getattr(module, "example_input_array", None) is not None:
+            summaries = [each for each in trainer.callbacks if _is_a("ModelSummary", each)]
+            for each in summaries:
+                each.on_fit_start(trainer, module)
+                each.on_fit_start = lambda *_: None
+            self._summaries = summaries
 
     def _prepare(self, trainer: Any) -> None:
         module, trains = self.lightning_module, trainer.state.fn == "fit"
@@ -197,6 +209,9 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
                 release(step.module)
             step.give_back()
             self._place(_CPU, step.module)
+        for each in self._summaries:
+            vars(each).pop("on_fit_start", None)
+        self._summaries = ()
 
     def _place(self, device: torch.device, module: nn.Module | None = None) -> None:
         """Where batches go, and what a module that is asked says."""
@@ -428,6 +443,11 @@ def _comes_before(kind: Any, own: Any) -> type:
     return type(own.__name__, (kind, own), {"__module__": own.__module__, "__doc__": own.__doc__})
 
 
+def _is_a(name: str, value: Any) -> bool:
+    """Of that class, of whichever of the two packages."""
+    return any(kind.__name__ == name for kind in type(value).__mro__)
+
+
 def _is_ours(callback: Any) -> bool:
     return callback is HydraLightningCallback or isinstance(callback, HydraLightningCallback)
 
@@ -495,7 +515,7 @@ def _refuse_trainer(trainer: Any, pool: ShardPool) -> None:
     ConfigError: an argument says where the module is to be, how it is split, or what its weights are made.
     """
     strategy, precision = trainer.strategy, type(trainer.precision_plugin)
-    is_single = any(kind.__name__ == "SingleDeviceStrategy" for kind in type(strategy).__mro__)
+    is_single = _is_a("SingleDeviceStrategy", strategy)
     wanted, there = strategy.root_device.type, pool.devices[0].torch_device.type
     if not is_single or trainer.num_devices > 1:
         raise ConfigError(

@@ -1,11 +1,14 @@
 """LightningModules small enough to train in a test, and a Trainer that says nothing."""
 
-import lightning
+import copy
+
+import lightning.pytorch
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
+import hydra_tune.root
 
 WIDTH, CLASSES = 32, 8
 SPILLED, RESIDENT = 100 << 10, 16 << 20  # the weights take 140 KiB
@@ -75,7 +78,7 @@ def loaders():
 
 def left_by(module, used):
     """What a training has changed, and the random state."""
-    states = [v for o in used.optimizers for s in o.state.values() for v in s.values()]
+    states = [v for o in used.optimizers for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     tensors = [*module.state_dict().values(), *states, torch.get_rng_state()]
     metrics = {name: value.item() for name, value in used.callback_metrics.items()}
     return list(module.losses), metrics, [t.clone() for t in tensors]
@@ -192,6 +195,40 @@ class ByHand(Classifier):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+class WithAnExample(Classifier):
+    """Which a ModelSummary runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.randn(4, WIDTH)
+
+
+class Unfreezes(lightning.pytorch.callbacks.BaseFinetuning):
+    """Some layers are trained from the second epoch on, as a group of their own."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.layers, train_bn=False)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.layers[4:], optimizer, lr=0.001)
+
+
+class TrainsSome(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+class Copies(lightning.Callback):
+    """A copy of the module in the middle of its training is a plain one."""
+
+    def on_train_epoch_end(self, trainer, module):
+        twin = copy.deepcopy(module).eval()
+        assert hydra_tune.root.trial_of(twin) is None
+        with torch.no_grad():
+            module.losses.append(twin(torch.ones(2, WIDTH)).sum().item())
 
 
 class Scheduled(Classifier):

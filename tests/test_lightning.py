@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.integrations import process_settings
+from hydra_tune.integrations import current_trial, framework_checkpoints, process_settings
 from hydra_tune.root import trial_of
 
 lightning = pytest.importorskip("lightning")
+lightning_callback = pytest.importorskip("hydra_tune.integrations.lightning_callback")
 
 from lightning.pytorch.callbacks import (  # noqa: E402
     EarlyStopping,
@@ -34,6 +35,7 @@ from lightning_modules import (  # noqa: E402
     WIDTH,
     ByHand,
     Classifier,
+    Copies,
     Draws,
     Gan,
     ItselfAndParts,
@@ -42,6 +44,9 @@ from lightning_modules import (  # noqa: E402
     PartsOnly,
     Plateau,
     Scheduled,
+    TrainsSome,
+    Unfreezes,
+    WithAnExample,
     equal,
     in_pool,
     left_by,
@@ -62,14 +67,15 @@ pytestmark = [
 BUDGETS = {"spilled": SPILLED, "resident": RESIDENT}
 MODULES = [Classifier, PartsOnly, ItselfAndParts, Gan, ByHand, Scheduled, Plateau, Measured, Draws]
 FEATURES = {
-    "accumulation": {"accumulate_grad_batches": 2},
-    "clipping": {"gradient_clip_val": 0.1},
-    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "bf16-mixed": {"precision": "bf16-mixed"},
-    "validation in the epoch": {"val_check_interval": 2},
+    "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    "bf16-mixed": {"precision": "bf16-mixed", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "validation in the epoch": {"val_check_interval": 2, "max_epochs": 1},
     "steps, not epochs": {"max_steps": 5, "max_epochs": -1},
     "early stopping": {"more": [lambda: EarlyStopping("val_loss", patience=1)], "max_epochs": 4},
     "weight averaging": {"more": [lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)], "max_epochs": 3},
+    "unfreezing": {"more": [Unfreezes], "make": TrainsSome},
+    "a copy": {"more": [Copies]},
+    "a summary": {"enable_model_summary": True, "make": WithAnExample, "max_epochs": 1},
     "detect_anomaly": {"detect_anomaly": True, "max_epochs": 1},
 }
 
@@ -456,6 +462,20 @@ def test_the_metric_that_is_reported(caplog):
     assert reported("maximize") == {} and "nothing is reported to the pruner" in caplog.text
 
 
+def test_ray_tune_gets_all_metrics(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(lightning_callback, "report", lambda *given, **_: told.append(given))
+    monkeypatch.setattr(framework_checkpoints, "_ray_trial_id", lambda: "a1b2_00000")
+    with hydra_tune.ShardPool(["cpu"], RESIDENT) as pool, current_trial.running():
+        used = trainer([hydra_tune.HydraLightningCallback(pool)], default_root_dir=tmp_path)
+        used.fit(Measured(), *loaders())
+    assert used.default_root_dir == str(tmp_path / "run-a1b2_00000")
+    assert [step for _, step, _ in told] == [4, 8] and [value for value, *_ in told] == [
+        m["val_loss"] for *_, m in told
+    ]
+    assert {"val_loss", "val_MulticlassAccuracy", "accuracy_step"} <= set(told[0][2])
+
+
 def test_each_trial_writes_to_a_folder_of_its_own(tmp_path):
     def objective(_):
         ours, kept = hydra_tune.HydraLightningCallback(), ModelCheckpoint(tmp_path / "given", save_last=True)
@@ -482,7 +502,7 @@ def test_what_is_for_the_whole_process_is_warned_of_by_name(caplog, monkeypatch)
     """Where others run, too."""
     monkeypatch.setattr(process_settings, "_warned", {})
     monkeypatch.setattr(process_settings, "has_company", lambda: True)
-    monkeypatch.setattr("hydra_tune.integrations.lightning_callback.has_company", lambda: True)
+    monkeypatch.setattr(lightning_callback, "has_company", lambda: True)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0"), monkeypatch.setenv("PL_SEED_WORKERS", "0")
     with hydra_tune.ShardPool(["cpu"], SPILLED) as pool:
         trainer([hydra_tune.HydraLightningCallback(pool)], detect_anomaly=True)

@@ -25,11 +25,11 @@ class FrameworkCheckpoints:
     """Of one training of the running trial, the one of that `number`. `folder` goes with the trial."""
 
     def __init__(self, resumption: Resumption, folder: Path) -> None:
-        resumption.leave_to_framework()
         _trainings[resumption] = self.number = _trainings.get(resumption, 0) + 1
         self.folder = folder
         self._resumption = resumption
         self._last_step, self._last_s = 0, time.monotonic()
+        resumption.leave_to_framework(goes_on=self.newest_of_training() is not None)
 
     @classmethod
     def of_running_trial(cls) -> FrameworkCheckpoints | None:

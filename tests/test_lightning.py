@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import optuna
@@ -548,6 +549,33 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_numbers(tmp_path)
     assert trial.number == 2 and trial.user_attrs["hydra_tune: resumed at step"] == 8
     assert left[0][0] == left[2][0] and left[0][1] == left[2][1] and left[0][3:] == left[2][3:]
     assert all(map(torch.equal, left[0][2], left[2][2])) and not list((tmp_path / "checkpoints").rglob("*.ckpt"))
+
+
+def test_a_clone_begins_with_the_weights_of_its_trial(tmp_path):
+    """Which are written where no step is under way, and read as the clone is prepared."""
+    begun = {}
+
+    class Clones(lightning.Callback):
+        def on_train_start(self, trainer, module):
+            begun[module.number] = [p.detach().clone() for p in module.parameters()]
+
+        def on_train_epoch_start(self, trainer, module):
+            if module.number == 0 and trainer.current_epoch == 1:
+                begun["at its clone"] = [p.detach().clone() for p in module.parameters()]
+                thread = threading.Thread(target=runner.clone, args=(0,), kwargs={"lr": 0.5})
+                thread.start()
+                thread.join()
+
+    def objective(trial):
+        module = Classifier(lr=trial.suggest_float("lr", 0.0, 1.0), depth=4)
+        module.number = trial.number
+        trainer([hydra_tune.HydraLightningCallback(), Clones()], limit_val_batches=0).fit(module, *loaders())
+        return 0.0
+
+    with hydra_tune.ShardPool(["cpu"], SPILLED) as pool:
+        runner = hydra_tune.HydraTrialRunner(pool, 1, checkpoint_dir=tmp_path)
+        runner.optimize(optuna.create_study(), objective, n_trials=2)
+    assert all(map(torch.equal, begun[1], begun["at its clone"])) and not torch.equal(begun[0][0], begun[1][0])
 
 
 SCRIPT = """

@@ -552,7 +552,8 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_numbers(tmp_path)
 
 
 def test_a_clone_begins_with_the_weights_of_its_trial(tmp_path):
-    """Which are written where no step is under way, and read as the clone is prepared."""
+    """Which are written where no step is under way, and read as the clone is prepared; after an interruption it goes on
+    from a checkpoint of its own."""
     begun = {}
 
     class Clones(lightning.Callback):
@@ -565,6 +566,9 @@ def test_a_clone_begins_with_the_weights_of_its_trial(tmp_path):
                 thread = threading.Thread(target=runner.clone, args=(0,), kwargs={"lr": 0.5})
                 thread.start()
                 thread.join()
+            if module.number == 1 and trainer.current_epoch == 1:
+                begun["at its interruption"] = [p.detach().clone() for p in module.parameters()]
+                raise KeyboardInterrupt
 
     def objective(trial):
         module = Classifier(lr=trial.suggest_float("lr", 0.0, 1.0), depth=4)
@@ -572,10 +576,17 @@ def test_a_clone_begins_with_the_weights_of_its_trial(tmp_path):
         trainer([hydra_tune.HydraLightningCallback(), Clones()], limit_val_batches=0).fit(module, *loaders())
         return 0.0
 
+    before, study = signal.getsignal(signal.SIGINT), optuna.create_study()
     with hydra_tune.ShardPool(["cpu"], SPILLED) as pool:
-        runner = hydra_tune.HydraTrialRunner(pool, 1, checkpoint_dir=tmp_path)
-        runner.optimize(optuna.create_study(), objective, n_trials=2)
+        runner = hydra_tune.HydraTrialRunner(pool, 1, checkpoint_dir=tmp_path, checkpoint_every=4)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                runner.optimize(study, objective, n_trials=2)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        runner.optimize(study, objective, n_trials=1)
     assert all(map(torch.equal, begun[1], begun["at its clone"])) and not torch.equal(begun[0][0], begun[1][0])
+    assert all(map(torch.equal, begun[2], begun["at its interruption"]))
 
 
 SCRIPT = """

@@ -13,11 +13,14 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from abc import ABC
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -49,7 +52,20 @@ _FOR_THE_PROCESS = ("deterministic", "benchmark", "detect_anomaly")
 _REPORTERS = ("optuna", "optuna_integration", "ray")  # packages whose callbacks report by themselves
 
 
-class HydraLightningCallback:
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def _base() -> Any:
+    """A Callback of each of the packages that are imported; of the first that is installed, where none is."""
+    names = [name for name in _PACKAGES if name in sys.modules]
+    names = names or [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is not None][:1]
+    return type("Callback", tuple(import_module(name).Callback for name in names), {})
+
+
+_Callback: Any = _base()
+
+
+class HydraLightningCallback(_Callback):  # type: ignore[misc]
     """Trains a LightningModule within the pool's budget, with the numbers that its Trainer gives by itself: of
     `lightning`, or of `pytorch_lightning`.
 
@@ -80,9 +96,6 @@ class HydraLightningCallback:
             "a Trainer is told of the pool as it is made, but this one got HydraLightningCallback later, perhaps from "
             "configure_callbacks. Write Trainer(callbacks=[hydra_tune.HydraLightningCallback()])."
         )
-
-    def on_exception(self, *_: Any) -> None:
-        """That one, for example."""
 
 
 @dataclass
@@ -255,7 +268,8 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
         """As DDP's strategy does. A step may call any part of the module, which has its blocks in its forward alone."""
         if self._step is None:
             return step(*args, **kwargs)
-        return self._step.run(functools.partial(step, *args, **kwargs), tensors_in((args, kwargs)))
+        name, tensors = step.__name__, tensors_in((args, kwargs))
+        return self._step.run(functools.partial(step, *args, **kwargs), name, tensors)
 
 
 class StepForward:
@@ -273,12 +287,12 @@ class StepForward:
         of_class: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return of_class if self._own is None else self._own
 
-    def run(self, step: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """`tensors`, of the batch, tell the pool how large it is. No hook on the module is called: in plain Lightning
-        its step calls them, where it calls the module."""
+    def run(self, step: Callable[[], Any], name: str, tensors: Sequence[torch.Tensor]) -> Any:
+        """`name` and `tensors`, of the batch, tell the pool which steps need the same room. No hook on the module is
+        called: in plain Lightning its step calls them, where it calls the module."""
         self._to_run = step
         try:
-            return self.module.forward(*tensors)
+            return self.module.forward(name, *tensors)
         finally:
             self._to_run = None
 
@@ -366,6 +380,8 @@ class PooledFitLoop:
 class PooledEvents:
     """What happens in one trainer: a callback of its own package, in the place of the user's."""
 
+    state_key = "HydraLightningCallback"
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Lightning runs forward and backward within the optimizer's step, whose own hooks come before them."""
         trial = trial_of(pl_module)
@@ -378,7 +394,7 @@ class PooledEvents:
             checkpoint[_KEY] = {"random_states": random_state.states()}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if trainer.pooling.goes_on:
+        if trainer.pooling.goes_on and trainer.pooling.random_states is None:  # not of a search for a learning rate
             trainer.pooling.random_states = checkpoint[_KEY]["random_states"]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -455,7 +471,7 @@ def _is_ours(callback: Any) -> bool:
 def _watch(module: Any) -> None:
     """`module` has a Trainer."""
     stock = module.Trainer.__init__
-    bases = (PooledEvents, module.Callback, HydraLightningCallback)
+    bases = (PooledEvents, HydraLightningCallback, module.Callback)
     of_package = type("HydraLightningCallback", bases, {"__module__": __name__})
 
     @functools.wraps(stock)
@@ -468,7 +484,8 @@ def _watch(module: Any) -> None:
             return
         guards.install()
         pool = None if isinstance(ours[0], type) else ours[0].pool
-        kwargs["callbacks"] = [of_package(pool) if _is_ours(each) else each for each in callbacks]
+        kwargs["callbacks"] = others = [each for each in callbacks if not _is_ours(each)]
+        others.insert(callbacks.index(ours[0]), of_package(pool))
         if (folder := trial_folder()) is not None:
             kwargs["default_root_dir"] = _own_folder(kwargs.get("default_root_dir") or Path.cwd(), folder)
         for name in _FOR_THE_PROCESS:
@@ -491,7 +508,8 @@ def _pool_trainer(trainer: Any, pool: ShardPool | None) -> None:
     strategy.accelerator.setup = strategy.accelerator.teardown = lambda *_: None
     for each, kind in ((strategy, PooledStrategy), (trainer.fit_loop, PooledFitLoop), (trainer, PooledTrainer)):
         own: Any = type(each)
-        each.__class__ = _comes_before(kind, own)
+        if not issubclass(own, kind):  # a strategy may be given to several trainers
+            each.__class__ = _comes_before(kind, own)
 
 
 def _own_folder(path: Any, folder: str) -> str:
@@ -543,7 +561,12 @@ def _refuse_module(module: Any) -> None:
             f"a prepared module runs operator by operator, but this {type(module).__name__} was given to "
             "torch.compile. Give the Trainer the plain module."
         )
+    if trial_of(module) is not None:
+        raise PrepareError(
+            f"a Trainer with HydraLightningCallback prepares its module, but this {type(module).__name__} is prepared "
+            "already. Leave hydra_tune.prepare out, or call hydra_tune.release(module) first."
+        )
 
 
-for _package in ("lightning.pytorch", "pytorch_lightning"):
+for _package in _PACKAGES:
     wrapt.register_post_import_hook(_watch, _package)

@@ -59,5 +59,5 @@ def _watch_seeding(module: Any) -> None:
 
     module.seed_everything = seed_everything
     for name, other in list(sys.modules.items()):  # those that have it already
-        if "lightning" in name and vars(other).get("seed_everything") is stock:
-            vars(other)["seed_everything"] = seed_everything
+        if "lightning" in name and getattr(other, "seed_everything", None) is stock:
+            other.seed_everything = seed_everything  # type: ignore[attr-defined]

@@ -4,8 +4,8 @@ A Trainer moves its module to the GPU, and what comes before that knows no callb
 as it is made, a `PooledTrainer` with a `PooledStrategy` and a `PooledFitLoop`: each of its own class, but the module
 stays in host memory, is prepared for as long as it trains or evaluates, and runs each step within its own forward.
 
-    Trainer._run   setup hooks | strategy.setup        | restored state | batches ... | strategy.teardown
-                                 optimizers, prepare     of optimizers    steps         release
+    Trainer._run   setup hooks | strategy.setup      | restored state | batches ... | strategy.teardown
+                                 optimizers, prepare   of optimizers    steps         release
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from hydra_tune.integrations.current_trial import current_trial, has_company
 from hydra_tune.integrations.framework_checkpoints import FrameworkCheckpoints, trial_folder
 from hydra_tune.integrations.process_settings import warn_of
 from hydra_tune.integrations.trial_reports import report, reports_here
-from hydra_tune.own_forward import own_forward_of
 from hydra_tune.pool import ShardPool, default_pool
 from hydra_tune.preparation import prepare, release
-from hydra_tune.root import trial_of
+from hydra_tune.root import RootApply, refuse_unsupported, trial_of
 from hydra_tune.tree import tensors_in
+from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
 _CPU = torch.device("cpu")
@@ -208,18 +208,21 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
     def _prepare(self, trainer: Any) -> None:
         module, trains = self.lightning_module, trainer.state.fn == "fit"
         optimizers = [each for each in self.optimizers if type(each).__name__ != "_MockOptimizer"] if trains else []
+        with _without_trainer(module):  # which has all the data
+            refuse_unsupported(module)
         self._step = StepForward(module)
         steps = _total_steps(trainer) if trains else None
-        prepare(module, SeveralOptimizers.of(optimizers), pool=self.pool, total_steps=steps)
-        trial = trial_of(module)
+        prepare(self._step.root, SeveralOptimizers.of(optimizers), pool=self.pool, total_steps=steps)
+        trial = trial_of(self._step.root)
         assert trial is not None
+        self._step.guard(trial)
         self._place(trial.device.torch_device)
 
     def release(self) -> None:
         if self._step is not None:
             step, self._step = self._step, None
-            if trial_of(step.module) is not None:  # a trial that has ended has let go of it
-                release(step.module)
+            if trial_of(step.root) is not None:  # a trial that has ended has let go of it
+                release(step.root)
             step.give_back()
             self._place(_CPU, step.module)
         for each in self._summaries:
@@ -273,42 +276,84 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
 
 
 class StepForward:
-    """Stands in the forward of a module that is prepared, behind the pool's own: runs a step where one is to be run,
-    else what the module does."""
+    """Stands in a module's forward while its layers are prepared: its steps, and calls between steps, run within the
+    forward of `root`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._own = own_forward_of(module)
-        self._to_run: Callable[[], Any] | None = None
+        self.root = StepRoot(module)
+        self._own = vars(module).get("forward")
+        self._is_running = False
         module.forward = self
 
-    @property
-    def _original(self) -> Callable[..., Any]:
-        of_class: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return of_class if self._own is None else self._own
+    def guard(self, trial: Trial) -> None:
+        """The module stays where it is, as any that is prepared."""
+        self.module._apply = RootApply(self.module, trial)  # type: ignore[method-assign]
 
     def run(self, step: Callable[[], Any], name: str, tensors: Sequence[torch.Tensor]) -> Any:
-        """`name` and `tensors`, of the batch, tell the pool which steps need the same room. No hook on the module is
-        called: in plain Lightning its step calls them, where it calls the module."""
-        self._to_run = step
+        """`name` and `tensors` tell the pool which steps need the same room. No hook on the module is called: in plain
+        Lightning its step calls them, where it calls the module."""
+        self.root.follow(self.module)
+        self.root.runs.step, self._is_running = step, True
         try:
-            return self.module.forward(name, *tensors)
+            return self.root.forward(name, *tensors)
         finally:
-            self._to_run = None
+            self._is_running = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step, self._to_run = self._to_run, None
-        return self._original(*args, **kwargs) if step is None else step()
+        original = type(self.module).forward.__get__(self.module) if self._own is None else self._own
+        if self._is_running:
+            return original(*args, **kwargs)
+        return self.run(functools.partial(original, *args, **kwargs), "forward", tensors_in((args, kwargs)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module is plain."""
         return (getattr, (self.module, "forward")) if self._own is None else (itemgetter(0), ((self._own,),))
 
     def give_back(self) -> None:
+        if isinstance(guard := vars(self.module).get("_apply"), RootApply):
+            guard.give_back()
         if vars(self.module).get("forward") is self:
             del self.module.forward
             if self._own is not None:
                 self.module.forward = self._own
+
+
+class StepRoot(nn.Module):
+    """The model that is prepared: weights and layers of a LightningModule, under their names. What Lightning and its
+    metrics note in attributes in each step would make it another model in each step, whose memory is to be measured."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.runs = self.forward = _Runs()
+        self.follow(module)
+
+    def follow(self, module: nn.Module) -> None:
+        own = vars(self)
+        own["training"], own["_parameters"], own["_buffers"] = module.training, module._parameters, module._buffers
+        own["_modules"] = {name: child for name, child in module._modules.items() if not _is_metric(child)}
+
+
+class _Runs:
+    """`step`, once. The same to whoever looks for what tells two models apart."""
+
+    __slots__ = ("step",)
+    step: Callable[[], Any]
+
+    def __call__(self, *_: Any) -> Any:
+        step = self.step
+        del self.step
+        return step()
+
+    def __reduce__(self) -> str:
+        return "_Runs"
+
+
+def _is_metric(module: nn.Module | None) -> bool:
+    """Of torchmetrics, or several, without weights."""
+    if module is None or next(module.parameters(), None) is not None:
+        return False
+    return any(isinstance(each, torchmetrics.Metric) for each in module.modules())
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
@@ -449,6 +494,15 @@ def _move_metric(metric: Any, device: torch.device) -> None:
     for name in metric._defaults:
         setattr(metric, name, tree_map_only(torch.Tensor, lambda x: x.to(device), getattr(metric, name)))
     metric._device = device
+
+
+@contextmanager
+def _without_trainer(module: Any) -> Iterator[None]:
+    trainer, module._trainer = module._trainer, None
+    try:
+        yield
+    finally:
+        module._trainer = trainer
 
 
 # ---- as a trainer is made ----

@@ -16,6 +16,7 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune.integrations import current_trial, framework_checkpoints, process_settings
+from hydra_tune.planner import Planner
 from hydra_tune.root import trial_of
 
 lightning = pytest.importorskip("lightning")
@@ -461,6 +462,36 @@ def test_the_metric_that_is_reported(caplog):
     assert reported("maximize", EarlyStopping("accuracy", mode="max")) == {4: 0.5}
     assert reported("minimize", PyTorchLightningPruningCallback()) == {}, "it reports by itself"
     assert reported("maximize") == {} and "nothing is reported to the pruner" in caplog.text
+
+
+def test_first_steps_are_made_once_for_all_trials(monkeypatch):
+    """What Lightning notes in a module at each step, its metrics and its rate made it another model each time."""
+    made, begin = [], Planner.begin
+    monkeypatch.setattr(Planner, "begin", lambda planner, kind: made.append(kind) or begin(planner, kind))
+
+    def objective(trial):
+        module = Measured()
+        module.lr = 0.01 * (1 + trial.number)
+        trainer([hydra_tune.HydraLightningCallback()]).fit(module, *loaders())
+        return 0.0
+
+    searched(objective, 3, concurrency=1)
+    assert [kind.trains for kind in made] == [False, True]
+
+
+def test_a_module_stays_where_it_is_while_it_trains():
+    class Moves(Classifier):
+        def on_train_epoch_end(self):
+            self.double()
+
+    with hydra_tune.ShardPool(["cpu"], SPILLED) as pool:
+        used = trainer([hydra_tune.HydraLightningCallback(pool)], limit_val_batches=0)
+        with pytest.raises(hydra_tune.PrepareError, match="Convert the model before prepare"):
+            used.fit(Moves(), *loaders())
+        module = hydra_tune.prepare(Classifier(), pool=pool)
+        with pytest.raises(hydra_tune.PrepareError, match=r"Leave hydra_tune\.prepare out"):
+            used.fit(module, *loaders())
+        assert trial_of(module) is not None
 
 
 def test_ray_tune_gets_all_metrics(tmp_path, monkeypatch):

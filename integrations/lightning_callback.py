@@ -237,7 +237,7 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
         for each in (module or self.lightning_module).modules():
             if isinstance(each, torchmetrics.Metric):
                 _move_metric(each, device)
-            elif isinstance(vars(each).get("_device"), torch.device):  # a LightningModule, within one perhaps
+            elif _is_a("_DeviceDtypeModuleMixin", each):  # a LightningModule, perhaps within one
                 each._device = device
 
     def teardown(self) -> None:

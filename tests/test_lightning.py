@@ -370,6 +370,33 @@ def test_an_argument_that_contradicts_the_pool_is_refused_by_name(options, words
         trainer([hydra_tune.HydraLightningCallback(pool)], **options)
 
 
+def test_several_optimizers_are_one_to_the_pool():
+    """On a GPU their states move with the weights, and each one's step is heard of."""
+    parts, heard = [nn.Linear(2, 2) for _ in range(2)], []
+    optimizers = [torch.optim.Adam(part.parameters()) for part in parts]
+    several = lightning_callback.SeveralOptimizers.of(optimizers)
+    handle = several.register_step_post_hook(lambda *_: heard.append(0))
+
+    def step():
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            part(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    step()
+    optimizers[1].load_state_dict(optimizers[1].state_dict())  # which makes the state another object
+    weights = [p for part in parts for p in part.parameters()]
+    assert [p for group in several.param_groups for p in group["params"]] == weights
+    for optimizer in optimizers:
+        for p, values in optimizer.state.items():
+            assert several.state.get(p) is values
+    assert len(several.state) == len(weights) and len(heard) == 2
+    handle.remove()
+    step()
+    assert len(heard) == 2
+    assert lightning_callback.SeveralOptimizers.of(optimizers[:1]) is optimizers[0]
+    assert lightning_callback.SeveralOptimizers.of([]) is None
+
+
 def test_a_trainer_on_another_kind_of_device_is_refused(monkeypatch):
     with hydra_tune.ShardPool(["cpu"], SPILLED) as pool:
         monkeypatch.setattr(pool.devices[0], "torch_device", torch.device("cuda", 0))

@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 from abc import ABC
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -374,7 +373,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return ChainMap(*(each.state for each in self.each))
+        return {p: values for each in self.each for p, values in each.state.items()}
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, PoolClosedError, PrepareError, TrialStopped
     from hydra_tune.integrations import ray_tune as tune
     from hydra_tune.integrations.executor import HydraExecutor
+    from hydra_tune.integrations.lightning_callback import HydraLightningCallback
     from hydra_tune.integrations.memory_constraint import memory_constraint
     from hydra_tune.integrations.optuna_runner import HydraTrialRunner, optimize
     from hydra_tune.integrations.ray_trainable import trainable
@@ -30,6 +31,7 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "HydraExecutor",
+    "HydraLightningCallback",
     "HydraTrainerCallback",
     "HydraTrialRunner",
     "HydraTuneError",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 _HOME = {
     "HydraExecutor": "hydra_tune.integrations.executor",
+    "HydraLightningCallback": "hydra_tune.integrations.lightning_callback",
     "HydraTrainerCallback": "hydra_tune.integrations.trainer_callback",
     "HydraTrialRunner": "hydra_tune.integrations.optuna_runner",
     "RungPruner": "hydra_tune.integrations.rung_pruner",

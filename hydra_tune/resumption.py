@@ -183,9 +183,11 @@ class Resumption:
             self._stop("a loader's persistent workers keep random states from epoch to epoch, which nobody can restore")
         return self._loaders
 
-    def leave_to_framework(self) -> None:
-        """Checkpoints of this trial are a framework's own."""
+    def leave_to_framework(self, *, goes_on: bool) -> None:
+        """Checkpoints of this trial are a framework's own; it may go on from one."""
         self._counted = False
+        if goes_on:
+            self._weights = None  # they are older
 
     def _does_not_fit(self, other: _OtherError) -> ResumeError:
         remedy = (

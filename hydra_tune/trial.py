@@ -240,8 +240,10 @@ class Trial:
     def _before_optimizer_step(self, *_: Any) -> None:
         """A first step that has ended has made a plan, by which a trial that fits is on the device from here on."""
         plan = self.planner.plan
-        if self._task is None and plan is not None and plan.resident and not self.steps.under_way:
-            return
+        if plan is not None and plan.resident:
+            within_forward = self._pass is not None  # which goes on, and keeps its lease
+            if within_forward or (self._task is None and not self.steps.under_way):
+                return
         self.boundary()
         if self.planner.plan is None and self.planner.first is None and not self.ended:
             self.planner.settle_last()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,18 @@ from hydra_tune.integrations.current_trial import current_trial
 from hydra_tune.resumption import Resumption
 
 _NAME = "framework.json"
+_trainings: weakref.WeakKeyDictionary[Resumption, int] = weakref.WeakKeyDictionary()  # so many has a trial begun
 
 
 class FrameworkCheckpoints:
-    """Of the running trial."""
+    """Of one training of the running trial, the one of that `number`. `folder` goes with the trial."""
 
     def __init__(self, resumption: Resumption, folder: Path) -> None:
-        resumption.leave_to_framework()
+        _trainings[resumption] = self.number = _trainings.get(resumption, 0) + 1
+        self.folder = folder
         self._resumption = resumption
-        self._folder = folder
         self._last_step, self._last_s = 0, time.monotonic()
+        resumption.leave_to_framework(goes_on=self.newest_of_training() is not None)
 
     @classmethod
     def of_running_trial(cls) -> FrameworkCheckpoints | None:
@@ -42,6 +45,20 @@ class FrameworkCheckpoints:
             if path and Path(path).exists():
                 return str(path)
         return None
+
+    def newest_of_training(self) -> str | None:
+        """`newest`, unless it is of another training of the trial."""
+        return self.newest() if self._training_of_newest == self.number else None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the newest one is of a later training, to which this one leads once more."""
+        return self._training_of_newest > self.number
+
+    @property
+    def _training_of_newest(self) -> int:
+        notes = (note for folder in self._resumption.folders if (note := _read(folder)))
+        return int(next(notes, {}).get("training", 0))
 
     def goes_on_from(self, step: int) -> None:
         trial = current_trial()
@@ -59,21 +76,21 @@ class FrameworkCheckpoints:
     def note(self, path: str | Path, step: int, *, was_due: bool) -> None:
         """The framework has written one, all of it. The one before, if it was written only because it was due, goes."""
         self._last_step, self._last_s = step, time.monotonic()
-        before = _read(self._folder)
-        text = json.dumps({"path": str(Path(path).absolute()), "step": step, "was_due": was_due})
-        self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._folder / (_NAME + ".unfinished")
-        unfinished.write_text(text)
-        unfinished.replace(self._folder / _NAME)
-        (self._folder / "deaths").unlink(missing_ok=True)  # it has come further
-        if before.get("was_due") and before["path"] != str(Path(path).absolute()):
+        before = _read(self.folder)
+        note = {"path": str(Path(path).absolute()), "step": step, "was_due": was_due, "training": self.number}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self.folder / (_NAME + ".unfinished")
+        unfinished.write_text(json.dumps(note))
+        unfinished.replace(self.folder / _NAME)
+        (self.folder / "deaths").unlink(missing_ok=True)  # it has come further
+        if before.get("was_due") and before["path"] != note["path"]:
             _remove(before["path"])
 
     def end(self) -> None:
         """The training is over: what was written only because it was due is of no use any more."""
-        note = _read(self._folder)
-        if note.get("was_due"):
-            (self._folder / _NAME).unlink()
+        note = _read(self.folder)
+        if note.get("was_due") and note.get("training") == self.number:
+            (self.folder / _NAME).unlink()
             _remove(note["path"])
 
 
@@ -91,13 +108,16 @@ def _remove(path: str | Path) -> None:
 
 
 def trial_folder() -> str | None:
-    """By which trials that write to one folder are told apart: as Hugging Face's own searches do. None outside of a
-    search."""
+    """By which trials that write to one folder are told apart: as Hugging Face's own searches do. A trial that
+    continues others writes where the first of them did. None outside of a search."""
     trial = current_trial()
     if trial is None:
         return None
-    number: Any = trial.optuna.number if trial.optuna is not None else _ray_trial_id()
-    return f"run-{number}"
+    if trial.optuna is None:
+        return f"run-{_ray_trial_id()}"
+    resumption = current_context().resumption
+    folders = [] if resumption is None else resumption.folders
+    return f"run-{int(folders[-1].name.partition('-')[2]) if folders else trial.optuna.number}"
 
 
 def _ray_trial_id() -> str:

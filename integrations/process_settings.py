@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from typing import Any
 
 import wrapt
@@ -29,6 +30,8 @@ def warn_of(name: str, advice: str) -> None:
 def install() -> None:
     """Now, or once the library is imported."""
     wrapt.register_post_import_hook(_watch_wandb, "wandb")
+    for package in ("lightning.fabric", "lightning_fabric"):
+        wrapt.register_post_import_hook(_watch_seeding, package + ".utilities.seed")
 
 
 def _watch_wandb(module: Any) -> None:
@@ -42,3 +45,19 @@ def _watch_wandb(module: Any) -> None:
         return stock(*args, **kwargs)
 
     module.init = init
+
+
+def _watch_seeding(module: Any) -> None:
+    """PyTorch's numbers are each trial's own; Python's, NumPy's and the seeding of loaders' workers are not."""
+    stock = module.seed_everything
+
+    @functools.wraps(stock)
+    def seed_everything(*args: Any, **kwargs: Any) -> Any:
+        if has_company():
+            warn_of("seed_everything", "Call it once, before the search, and torch.manual_seed in the objective")
+        return stock(*args, **kwargs)
+
+    module.seed_everything = seed_everything
+    for name, other in list(sys.modules.items()):  # those that have it already
+        if "lightning" in name and getattr(other, "seed_everything", None) is stock:
+            other.seed_everything = seed_everything  # type: ignore[attr-defined]

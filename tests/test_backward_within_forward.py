@@ -10,6 +10,7 @@ from torch import nn
 
 import hydra_tune
 import scripts
+from hydra_tune.root import trial_of
 from scripts import BUDGETS, WIDTH, Guided, Net, Script, TrainsWithin, assert_trains_as_in_plain_pytorch
 
 
@@ -278,3 +279,43 @@ def test_gradients_of_gradients_through_another_models_blocks_alone(monkeypatch)
         found = trained(one, other)
         assert not any(pool.report()["trials"][0]["resident"] for pool in (one, other))
     assert all(map(torch.equal, trained(), found))
+
+
+@pytest.mark.parametrize("budget", ["spilled", "resident"])
+def test_an_optimizer_is_stepped_within_the_forward(budget):
+    """A resident trial let go of its lease there, where its forwards are not all alike for what the pool sees, and
+    computed on while another had it."""
+    left, holds = [], []
+    for pool in (None, hydra_tune.ShardPool(["cpu"], BUDGETS[budget])):
+
+        class Steps(TrainsWithin):
+            def forward(self, batch):
+                x = batch["x"]
+                y = self.layers[1](self.layers[0](x))
+                y.square().mean().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                if trial_of(self) is not None:
+                    holds.append(self.forward.trial._task is not None)
+                return self.rest(self.layers[0](x))
+
+        torch.manual_seed(0)
+        model = Steps()
+        optimizer = model.__dict__["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+        if pool is not None:
+            hydra_tune.prepare(model, optimizer, pool=pool)
+        losses = []
+        for _ in range(4):
+            loss = model({"x": torch.randn(4, WIDTH)}).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if pool is not None:
+            assert pool.report()["trials"][0]["resident"] == (budget == "resident")
+            hydra_tune.release(model)
+            pool.close()
+        left.append((losses, [p.detach().clone() for p in model.parameters()]))
+    (losses, weights), (found, found_weights) = left
+    assert found == losses and all(map(torch.equal, found_weights, weights))
+    assert holds[1:] == [budget == "resident"] * 3  # a spilled trial takes it for each task

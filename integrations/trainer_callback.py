@@ -172,7 +172,7 @@ class PooledTrainer:
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         self.pooling.checkpoints = FrameworkCheckpoints.of_running_trial()
         if self.pooling.checkpoints is not None and resume_from_checkpoint in (None, False):
-            resume_from_checkpoint = self.pooling.checkpoints.newest()
+            resume_from_checkpoint = self.pooling.checkpoints.newest_of_training()
         events = _Events(self)
         self.add_callback(events)  # type: ignore[attr-defined]
         _local.trains = True
@@ -218,22 +218,21 @@ class _Events(transformers.TrainerCallback):  # type: ignore[misc]
             trainer.pooling.checkpoints.goes_on_from(state.global_step * args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer = self._trainer
-        step = state.global_step * args.gradient_accumulation_steps
-        trainer.pooling.was_due = False
-        if (
-            trainer.pooling.checkpoints is not None
-            and not control.should_save
-            and trainer.pooling.checkpoints.is_due(step)
-        ):
-            control.should_save = trainer.pooling.was_due = True
+        pooling = self._trainer.pooling
+        pooling.was_due = False
+        checkpoints = pooling.checkpoints
+        if checkpoints is None or control.should_save or checkpoints.is_behind:
+            return
+        if checkpoints.is_due(state.global_step * args.gradient_accumulation_steps):
+            control.should_save = pooling.was_due = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
-        if trainer.pooling.checkpoints is not None:
+        checkpoints = trainer.pooling.checkpoints
+        if checkpoints is not None and not checkpoints.is_behind:
             path = Path(trainer._get_output_dir(trainer._trial)) / f"checkpoint-{state.global_step}"
             step = state.global_step * args.gradient_accumulation_steps
-            trainer.pooling.checkpoints.note(path, step, was_due=trainer.pooling.was_due)
+            checkpoints.note(path, step, was_due=trainer.pooling.was_due)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         trainer = self._trainer

@@ -434,6 +434,7 @@ print([(t.user_attrs.get("hydra_tune: resumed at step"), t.user_attrs["left"]) f
 """
 
 
+@pytest.mark.proof
 def test_a_search_that_was_killed_goes_on_with_the_same_numbers(tmp_path):
     """`kill -9` while two train: each goes on from the checkpoint that its Trainer wrote when the runner asked."""
 

@@ -60,8 +60,14 @@ def hyperparameter_search(
         `transformers.trainer_utils.BestRun`, or with several objectives a list of them.
 
     Raises:
-        ConfigError: an unknown backend, or Ray's without a `HydraExecutor`.
+        ConfigError: `make_trainer` makes none, an unknown backend, or Ray's without a `HydraExecutor`.
+        RuntimeError: no trial has completed; says why.
     """
+    if not callable(make_trainer):
+        raise ConfigError(
+            f"make_trainer is a function that makes a trainer for each trial, got a {type(make_trainer).__name__}. "
+            "Write lambda: Trainer(...)."
+        )
     objective_of = compute_objective or default_compute_objective
     if backend == "optuna":
         return _with_optuna(make_trainer, hp_space, n_trials, pool, direction, objective_of, backend_options)
@@ -96,6 +102,7 @@ def _with_optuna(
     import optuna
 
     from hydra_tune.integrations.optuna_runner import HydraTrialRunner, optimize
+    from hydra_tune.integrations.search import PRUNED
 
     def objective(trial: optuna.Trial) -> Any:
         trainer = _made(make_trainer, trial)
@@ -110,6 +117,10 @@ def _with_optuna(
     which = {"direction": direction} if isinstance(direction, str) else {"directions": list(direction)}
     study = optuna.create_study(**which, **options)
     optimize(study, objective, n_trials, pool=pool, **of_runner)
+    if not study.best_trials:
+        reasons = [trial.user_attrs.get(PRUNED) for trial in study.trials]
+        first = next((reason for reason in reasons if reason), "see the log")
+        raise RuntimeError(f"the best of the trials that complete is returned, but of {len(reasons)} none did: {first}")
     if isinstance(direction, str):
         return BestRun(str(study.best_trial.number), study.best_value, study.best_params)
     return [BestRun(str(best.number), best.values, best.params) for best in study.best_trials]

@@ -94,3 +94,13 @@ def test_what_is_no_search_is_refused(make):
         hydra_tune.hyperparameter_search(make, space, 1, backend="sigopt")
     with pytest.raises(hydra_tune.ConfigError, match="concurrency"):
         hydra_tune.hyperparameter_search(make, space, 1, n_jobs=4)
+
+
+def test_where_no_trial_completes_the_reason_is_said(make):
+    with hydra_tune.ShardPool(["cpu"], 20_000) as pool, pytest.raises(RuntimeError, match=r"of 2 none did: The pool"):
+        hydra_tune.hyperparameter_search(lambda: make(), space, 2, pool=pool)
+
+
+def test_a_trainer_is_no_function_that_makes_one(make):
+    with pytest.raises(hydra_tune.ConfigError, match=r"got a Trainer. Write lambda"):
+        hydra_tune.hyperparameter_search(make(), space, 2)

@@ -24,43 +24,67 @@ from hydra_tune.integrations.current_trial import current_trial, has_company
 from hydra_tune.integrations.process_settings import warn_of
 
 _one_at_a_time = threading.RLock()
-_local = threading.local()
 
-# by module: functions that make a model, and contexts that patch the process while one is made
-LOADERS = {"transformers.modeling_utils": ("PreTrainedModel.from_pretrained", "PreTrainedModel._from_config")}
-PATCHES = {
-    "accelerate.big_modeling": ("init_on_device",),
-    "transformers.integrations.accelerate": ("init_on_device",),
-    "transformers.initialization": ("no_init_weights", "no_tie_weights", "meta_device_safe_creation_ops"),
-    "transformers.modeling_utils": ("no_init_weights",),  # until transformers 4
-}
+
+class _Here(threading.local):
+    """What the calling thread's load has changed, that others do not see. A patch, even one that looks which thread
+    calls it, would be seen for the moment before it does."""
+
+    ties = True  # tie_weights ties
+    initializes = True  # functions of torch.nn.init, and PreTrainedModel.init_weights
+    device: torch.device | None = None  # of new parameters
+    default: _DefaultDtype | None = None
+
+
+_here = _Here()
 
 
 def install() -> None:
     """Now, or once the libraries are imported, be it by a trial."""
     torch.set_default_dtype = _set_default_dtype
     torch.get_default_dtype = _get_default_dtype
-    for module in {*LOADERS, *PATCHES}:
-        wrapt.register_post_import_hook(_guard, module)
+    wrapt.register_post_import_hook(_guard_models, "transformers.modeling_utils")
+    wrapt.register_post_import_hook(_guard_contexts, "transformers.initialization")
+    for module in ("accelerate.big_modeling", "transformers.integrations.accelerate"):
+        wrapt.register_post_import_hook(_guard_devices, module)
 
 
-def _guard(module: Any) -> None:
-    for path in LOADERS.get(module.__name__, ()):
-        kind, name = path.split(".")
-        owner = getattr(module, kind)
-        setattr(owner, name, classmethod(_alone(vars(owner)[name].__func__)))
-    for name in PATCHES.get(module.__name__, ()):
-        stock = vars(module).get(name)
-        if stock is not None and stock.__module__ == module.__name__:
-            _replace_everywhere(stock, _for_its_thread(stock))
+def _guard_models(module: Any) -> None:
+    kind = module.PreTrainedModel
+    for name in ("from_pretrained", "_from_config"):
+        setattr(kind, name, classmethod(_alone(vars(kind)[name].__func__)))
+    kind.tie_weights = _unless(lambda: not _here.ties, kind.tie_weights)
+    kind.init_weights = _unless(lambda: not _here.initializes, kind.init_weights)
+    if hasattr(module, "_init_weights"):  # until transformers 4
+        module._init_weights = _Initializes()
+        for name in module.TORCH_INIT_FUNCTIONS:
+            setattr(nn.init, name, _unless(lambda: not _here.initializes, getattr(nn.init, name)))
+        _replace(module, "no_init_weights", _set_here("initializes", False))
 
 
-def _replace_everywhere(stock: Any, ours: Any) -> None:
-    """In all modules that have imported it by its name."""
-    name = stock.__name__
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is stock:
-            setattr(module, name, ours)
+def _guard_contexts(module: Any) -> None:
+    _replace(module, "no_tie_weights", _set_here("ties", False))
+
+
+def _guard_devices(module: Any) -> None:
+    stock = getattr(module, "init_on_device", None)
+    if stock is None:  # transformers 5 has none of its own
+        return
+
+    def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Any:
+        return device if include_buffers else _set_here("device", torch.device(device))()
+
+    _replace(module, "init_on_device", functools.wraps(stock)(init_on_device))
+    if not hasattr(nn.Module.register_parameter, "__wrapped__"):
+        nn.Module.register_parameter = _register_parameter  # type: ignore[method-assign]
+
+
+def _replace(module: Any, name: str, ours: Any) -> None:
+    """In it, and in all that have imported it by this name."""
+    stock = getattr(module, name)
+    for each in list(sys.modules.values()):
+        if getattr(each, "__dict__", {}).get(name) is stock:
+            setattr(each, name, ours)
 
 
 def _alone(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,59 +96,48 @@ def _alone(load: Callable[..., Any]) -> Callable[..., Any]:
     return alone
 
 
-# ---- functions of the process ----
+def _unless(is_off: Callable[[], bool], stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def unless(*args: Any, **kwargs: Any) -> Any:
+        return None if is_off() else stock(*args, **kwargs)
+
+    return unless
 
 
-def _patched() -> list[tuple[Any, str]]:
-    """What the contexts in `PATCHES` replace, in any version: the owner, and the name there."""
-    init = [name for name, value in vars(nn.init).items() if name.endswith("_") and callable(value)]
-    layers = [module for name, module in list(sys.modules.items()) if name.startswith("torch.nn.modules.")]
-    points: list[tuple[Any, str]] = [
-        (owner, name) for owner in (nn.init, *layers) for name in init if name in vars(owner)
-    ]
-    points += [(torch, "linspace"), (nn.Module, "register_parameter"), (nn.Module, "register_buffer")]
-    if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
-        points += [(modeling.PreTrainedModel, name) for name in ("tie_weights", "init_weights")]
-        points += [(modeling, name) for name in ("_init_weights",) if name in vars(modeling)]
-    return points
-
-
-def _for_its_thread(patching: Callable[..., AbstractContextManager[Any]]) -> Callable[..., AbstractContextManager[Any]]:
-    """The same context, whose patches other threads do not see."""
+def _set_here(name: str, value: Any) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which `_here` has this, in place of one that patches the process."""
 
     @contextmanager
-    @functools.wraps(patching)
-    def entered(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    def entered() -> Iterator[None]:
+        before = getattr(_here, name)
         with _one_at_a_time:
-            before = [(owner, name, getattr(owner, name)) for owner, name in _patched()]
-            with patching(*args, **kwargs) as value:
-                for owner, name, stock in before:
-                    if (now := getattr(owner, name)) is not stock:
-                        setattr(owner, name, _by_thread(now, stock))
-                yield value
+            setattr(_here, name, value)
+            try:
+                yield
+            finally:
+                setattr(_here, name, before)
 
     return entered
 
 
-def _by_thread(here: Any, elsewhere: Any) -> Any:
-    """For the calling thread `here`, for all others `elsewhere`: functions, or flags."""
-    thread = threading.get_ident()
-    if not callable(here):
-        return _Flag(here, elsewhere)
-
-    @functools.wraps(elsewhere)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        return (here if threading.get_ident() == thread else elsewhere)(*args, **kwargs)
-
-    return chosen
-
-
-class _Flag:
-    def __init__(self, here: Any, elsewhere: Any) -> None:
-        self._thread, self._here, self._elsewhere = threading.get_ident(), here, elsewhere
+class _Initializes:
+    """In place of a flag of transformers 4."""
 
     def __bool__(self) -> bool:
-        return bool(self._here if threading.get_ident() == self._thread else self._elsewhere)
+        return _here.initializes
+
+
+_stock_register = nn.Module.register_parameter
+
+
+@functools.wraps(_stock_register)
+def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    _stock_register(self, name, param)
+    if param is not None and _here.device is not None:
+        made = self._parameters[name]
+        assert made is not None
+        options = {**vars(made), "requires_grad": made.requires_grad}
+        self._parameters[name] = type(made)(made.to(_here.device), **options)
 
 
 # ---- the default dtype ----
@@ -160,20 +173,20 @@ class _DefaultDtype(TorchFunctionMode):
 @contextmanager
 def _own_default_dtype() -> Iterator[None]:
     """While a trial loads a model, what it sets as default dtype is its thread's alone."""
-    if current_trial() is None or getattr(_local, "default", None) is not None:
+    if current_trial() is None or _here.default is not None:
         yield
         return
     with _DefaultDtype() as mode:
-        _local.default = mode
+        _here.default = mode
         try:
             yield
         finally:
-            _local.default = None
+            _here.default = None
 
 
 @functools.wraps(_stock_set)
 def _set_default_dtype(dtype: torch.dtype) -> None:
-    mode: _DefaultDtype | None = getattr(_local, "default", None)
+    mode = _here.default
     if mode is not None:
         mode.dtype = dtype
         return
@@ -184,5 +197,5 @@ def _set_default_dtype(dtype: torch.dtype) -> None:
 
 @functools.wraps(_stock_get)
 def _get_default_dtype() -> torch.dtype:
-    mode: _DefaultDtype | None = getattr(_local, "default", None)
+    mode = _here.default
     return _stock_get() if mode is None else mode.dtype

@@ -258,6 +258,8 @@ class Trial:
     def _invalidate(self) -> None:
         """Device copies of shards are stale; none of a trial that is resident."""
         if (plan := self.planner.plan) is None or not plan.resident:
+            if self._task is not None:  # of a closure that the optimizer has called, within a forward
+                self.boundary()
             self.pool.tell_between_tasks(self, Invalidated(self.id))
 
     def _boundary(self) -> None:

@@ -281,19 +281,25 @@ def test_gradients_of_gradients_through_another_models_blocks_alone(monkeypatch)
     assert all(map(torch.equal, trained(), found))
 
 
+@pytest.mark.parametrize("with_closure", [False, True], ids=["", "by a closure"])
 @pytest.mark.parametrize("budget", ["spilled", "resident"])
-def test_an_optimizer_is_stepped_within_the_forward(budget):
+def test_an_optimizer_is_stepped_within_the_forward(budget, with_closure):
     """A resident trial let go of its lease there, where its forwards are not all alike for what the pool sees, and
-    computed on while another had it."""
+    computed on while another had it. A spilled one, whose closure has computed, was under way when its weights had
+    changed."""
     left, holds = [], []
     for pool in (None, hydra_tune.ShardPool(["cpu"], BUDGETS[budget])):
 
         class Steps(TrainsWithin):
             def forward(self, batch):
                 x = batch["x"]
-                y = self.layers[1](self.layers[0](x))
-                y.square().mean().backward()
-                self.optimizer.step()
+
+                def closure():
+                    loss = self.layers[1](self.layers[0](x)).square().mean()
+                    loss.backward()
+                    return loss
+
+                self.optimizer.step(closure) if with_closure else (closure(), self.optimizer.step())
                 self.optimizer.zero_grad()
                 if trial_of(self) is not None:
                     holds.append(self.forward.trial._task is not None)

@@ -198,7 +198,8 @@ class Attempt:
 def _warn_of_unprepared(experiment: str) -> None:
     logger.warning(
         "a trial of %s has ended without a call of hydra_tune.prepare: whatever it has computed was beside the pool, "
-        "and beyond its budgets. Give prepare its model, optimizer and loaders.",
+        "and beyond its budgets. Give prepare its model, optimizer and loaders. A Trainer "
+        "of Hugging Face or Lightning does that with HydraTrainerCallback, or HydraLightningCallback.",
         experiment,
     )
 

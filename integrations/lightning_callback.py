@@ -78,15 +78,17 @@ class HydraLightningCallback(_Callback):  # type: ignore[misc]
 
     Args:
         pool: the runner's pool inside an objective, else the default pool, if None.
+        report: whether validations report to the search; not where the script does so itself.
 
     Raises:
         ConfigError: by the Trainer that it is given to, if that places the module or splits it over processes.
     """
 
-    def __init__(self, pool: ShardPool | None = None) -> None:
+    def __init__(self, pool: ShardPool | None = None, *, report: bool = True) -> None:
         if pool is not None and not isinstance(pool, ShardPool):
             raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
         self.pool = pool
+        self.report = report
 
     @property
     def state_key(self) -> str:
@@ -125,6 +127,7 @@ class PooledTrainer:
     pooling: Pooling
     state: Any
     strategy: Any
+    fit_loop: Any
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         with _interruptible():
@@ -170,6 +173,7 @@ class PooledTrainer:
         random_state = current_context().random_state
         if self.pooling.random_states is not None and random_state is not None:
             random_state.set_states(self.pooling.random_states)
+            self.fit_loop._combined_loader = None  # `estimated_stepping_batches` has drawn an order of the data
 
 
 class PooledStrategy(ABC):  # as Lightning's is: else its object could not become one
@@ -425,6 +429,7 @@ class PooledEvents:
     """What happens in one trainer: a callback of its own package, in the place of the user's."""
 
     state_key = "HydraLightningCallback"
+    report: bool
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Lightning runs forward and backward within the optimizer's step, whose own hooks come before them."""
@@ -455,7 +460,9 @@ class PooledEvents:
             trainer.pooling.checkpoints.end()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.sanity_checking or trainer.state.fn != "fit" or not reports_here() or _reports_itself(trainer):
+        if not self.report or trainer.sanity_checking or trainer.state.fn != "fit" or not reports_here():
+            return
+        if _reports_itself(trainer):
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if torch.numel(value) == 1}
         name, larger = _monitored(trainer)
@@ -538,7 +545,7 @@ def _watch(module: Any) -> None:
         guards.install()
         pool = None if isinstance(ours[0], type) else ours[0].pool
         kwargs["callbacks"] = others = [each for each in callbacks if not _is_ours(each)]
-        others.insert(callbacks.index(ours[0]), of_package(pool))
+        others.insert(callbacks.index(ours[0]), of_package(pool, report=getattr(ours[0], "report", True)))
         if (folder := trial_folder()) is not None:
             kwargs["default_root_dir"] = _own_folder(kwargs.get("default_root_dir") or Path.cwd(), folder)
         for name in _FOR_THE_PROCESS:

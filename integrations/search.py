@@ -433,6 +433,7 @@ def _warn_of_unprepared(study: optuna.Study) -> None:
     if _is_first(study, "unprepared"):
         logger.warning(
             "a trial of study %s has ended without a call of hydra_tune.prepare: whatever it has computed was beside "
-            "the pool, and beyond its budgets. Give prepare its model, optimizer and loaders.",
+            "the pool, and beyond its budgets. Give prepare its model, optimizer and loaders. A Trainer "
+            "of Hugging Face or Lightning does that with HydraTrainerCallback, or HydraLightningCallback.",
             study.study_name,
         )

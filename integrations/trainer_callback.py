@@ -56,15 +56,17 @@ class HydraTrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     Args:
         pool: the runner's pool inside an objective, else the default pool, if None.
+        report: whether evaluations report to the search; not where the script does so itself.
 
     Raises:
         ConfigError: by the trainer that it is given to, if an argument places the model or splits it over processes.
     """
 
-    def __init__(self, pool: ShardPool | None = None) -> None:
+    def __init__(self, pool: ShardPool | None = None, *, report: bool = True) -> None:
         if pool is not None and not isinstance(pool, ShardPool):
             raise ConfigError(f"pool is a ShardPool or None, got {type(pool).__name__}.")
         self.pool = pool
+        self.report = report
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         if not getattr(_local, "trains", False):
@@ -102,7 +104,7 @@ class PooledTrainer:
     def create_accelerator_and_postprocess(self) -> None:
         with _precision_of(self.args):
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator.device_placement = False  # type: ignore[attr-defined]
+        _place_batches_only(self.accelerator)  # type: ignore[attr-defined]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It stays in host memory."""
@@ -258,9 +260,20 @@ def value_is_loss(metrics: dict[str, float]) -> bool:
 
 
 def _reports_itself(trainer: Any) -> bool:
-    """A `Trainer.hyperparameter_search` does, and Ray Train's callback."""
+    """A `Trainer.hyperparameter_search` does, Ray Train's callback, and a script that says so."""
     callbacks = trainer.callback_handler.callbacks
-    return trainer.hp_search_backend is not None or any(type(c).__module__.startswith("ray.train") for c in callbacks)
+    told = any(type(each).__module__.startswith("ray.train") or not getattr(each, "report", True) for each in callbacks)
+    return told or trainer.hp_search_backend is not None
+
+
+def _place_batches_only(accelerator: Any) -> None:
+    """Not by its `device_placement`, by which accelerate also decides how it reads data without a length."""
+    accelerator.prepare_model = functools.partial(_where_it_is, accelerator.prepare_model)
+    accelerator.prepare_optimizer = functools.partial(_where_it_is, accelerator.prepare_optimizer)
+
+
+def _where_it_is(prepare: Any, each: Any, device_placement: Any = None, **options: Any) -> Any:
+    return prepare(each, device_placement=False, **options)
 
 
 def _if_it_steps(optimizer: Any, model: nn.Module) -> Any:

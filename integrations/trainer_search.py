@@ -21,7 +21,7 @@ from transformers.trainer_utils import (
 )
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.integrations.trainer_callback import pooled_trainers
+from hydra_tune.integrations.trainer_callback import PooledTrainer, pooled_trainers
 from hydra_tune.pool import ShardPool
 
 if TYPE_CHECKING:
@@ -82,7 +82,13 @@ def _made(make_trainer: Callable[..., Trainer], trial: Any) -> Any:
     takes = inspect.signature(make_trainer).parameters.values()
     asks = any(each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD for each in takes)
     with pooled_trainers():
-        return make_trainer(trial) if asks else make_trainer()
+        trainer = make_trainer(trial) if asks else make_trainer()
+    if not isinstance(trainer, PooledTrainer) or trainer.hp_search_backend is not None:
+        raise ConfigError(
+            f"make_trainer makes a trainer for each trial, with a model of its own, but this {type(trainer).__name__} "
+            "was made before. Write Trainer(...) within make_trainer."
+        )
+    return trainer
 
 
 def _of_search(trainer: Any, backend: HPSearchBackend, hp_space: Any, objective_of: Callable[..., Any]) -> None:

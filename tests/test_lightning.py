@@ -573,7 +573,16 @@ def test_what_is_for_the_whole_process_is_warned_of_by_name(caplog, monkeypatch)
 # ---- after a kill ----
 
 
-def test_a_training_that_was_interrupted_goes_on_with_the_same_numbers(tmp_path):
+class AsksForSteps(Plateau):
+    """As schedules are often made: the Trainer makes its loader's iterator for it, before anything is restored."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("kind", [Plateau, AsksForSteps])
+def test_a_training_that_was_interrupted_goes_on_with_the_same_numbers(tmp_path, kind):
     """With the order of the data, the dropout, schedules, early stopping and best checkpoints of one that was not."""
     left, study = {}, optuna.create_study(pruner=optuna.pruners.NopPruner())
 
@@ -584,7 +593,7 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_numbers(tmp_path)
 
     def objective(trial):
         torch.manual_seed(0)
-        module, kept = Plateau(depth=4), ModelCheckpoint(monitor="val_loss", save_top_k=2)
+        module, kept = kind(depth=4), ModelCheckpoint(monitor="val_loss", save_top_k=2)
         module.is_interrupted = trial.number == 1
         more = [kept, EarlyStopping("val_loss", patience=2), Interrupts()]
         options = {"max_epochs": 4, "gradient_clip_val": 0.5, "enable_checkpointing": True}

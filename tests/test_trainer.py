@@ -186,6 +186,22 @@ def test_evaluation_and_prediction_without_training(tmp_path):
     assert found == loss and torch.equal(predictions, logits)
 
 
+@pytest.mark.parametrize("rows", [8, 9])
+def test_evaluation_on_data_without_a_length(tmp_path, rows):
+    """Of which the last batch is not a full one: it was counted as one, as if accelerate had put no batch anywhere."""
+
+    class Streamed(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(DATA[:rows])
+
+    def evaluated(callbacks):
+        args = arguments(tmp_path, per_device_eval_batch_size=4)
+        return Trainer(gpt(), args, eval_dataset=Streamed(), callbacks=callbacks).evaluate()["eval_loss"]
+
+    with hydra_tune.ShardPool(["cpu"], SPILLED) as pool:
+        assert evaluated([hydra_tune.HydraTrainerCallback(pool)]) == evaluated([])
+
+
 def test_sequence_to_sequence_with_generation(tmp_path):
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
@@ -342,7 +358,7 @@ def test_each_evaluation_is_reported_and_the_pruner_is_asked(tmp_path):
 def test_the_metric_that_is_reported(tmp_path, caplog):
     """The one that is named, if the study's direction is its own; a loss is nothing that a study may maximize."""
 
-    def reported(direction, **options):
+    def reported(direction, report=True, **options):
         study = optuna.create_study(direction=direction, pruner=optuna.pruners.NopPruner())
         metrics = {"eval_loss": 2.0, "eval_accuracy": 0.5, "epoch": 1.0}
         if not options:
@@ -352,7 +368,7 @@ def test_the_metric_that_is_reported(tmp_path, caplog):
             args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, max_steps=2, **options)
             trainer = Trainer(gpt(2), args, train_dataset=DATA, eval_dataset=DATA[:2],
                               compute_metrics=(lambda _: {"accuracy": 0.5}) if options else None,
-                              callbacks=[hydra_tune.HydraTrainerCallback()])  # fmt: skip
+                              callbacks=[hydra_tune.HydraTrainerCallback(report=report)])  # fmt: skip
             trainer.train()
             return 0.0
 
@@ -360,6 +376,7 @@ def test_the_metric_that_is_reported(tmp_path, caplog):
             hydra_tune.HydraTrialRunner(pool, 1).optimize(study, objective, n_trials=1)
         return study.trials[0].intermediate_values
 
+    assert reported("minimize", report=False) == {}
     assert reported("maximize", metric_for_best_model="accuracy", greater_is_better=True) == {2: 0.5}
     assert list(reported("minimize")) == [2]
     assert reported("maximize") == {} and "nothing is reported to the pruner" in caplog.text

@@ -101,6 +101,13 @@ def test_where_no_trial_completes_the_reason_is_said(make):
         hydra_tune.hyperparameter_search(lambda: make(), space, 2, pool=pool)
 
 
+def test_one_trainer_for_all_trials_is_refused(make):
+    """Trials side by side would train one model."""
+    trainer = make()
+    with hydra_tune.ShardPool(["cpu"], SPILLED) as pool, pytest.raises(hydra_tune.ConfigError, match="within make_tra"):
+        hydra_tune.hyperparameter_search(lambda: trainer, space, 2, pool=pool)
+
+
 def test_a_trainer_is_no_function_that_makes_one(make):
     with pytest.raises(hydra_tune.ConfigError, match=r"got a Trainer. Write lambda"):
         hydra_tune.hyperparameter_search(make(), space, 2)

@@ -501,14 +501,14 @@ def test_a_loop_with_an_accelerator(order, precision):
 
     def train(prepare):
         torch.manual_seed(0)
-        accelerator = Accelerator(
-            cpu=True, mixed_precision=precision, gradient_accumulation_steps=2, device_placement=False
-        )
+        accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
         model, losses = gpt(), []
         optimizer, loader = torch.optim.AdamW(model.parameters(), lr=1e-3), DataLoader(DATA[:12], batch_size=2)
         if prepare and order == "pool first":
             hydra_tune.prepare(model, optimizer)
-        wrapped, stepping, loader = accelerator.prepare(model, optimizer, loader)
+        wrapped, stepping, loader = accelerator.prepare(
+            model, optimizer, loader, device_placement=[False, False, True]
+        )
         if prepare and order == "accelerate first":
             hydra_tune.prepare(model, optimizer)
         for batch in loader:

@@ -32,7 +32,7 @@ class StateOfTrial:
 def install() -> None:
     """Now, or once accelerate is imported, be it by a trial."""
     wrapt.register_post_import_hook(_divide_states, "accelerate.state")
-    wrapt.register_post_import_hook(_refuse_strangers, "accelerate.accelerator")
+    wrapt.register_post_import_hook(_refuse_shared_accelerators, "accelerate.accelerator")
 
 
 def _divide_states(module: Any) -> None:
@@ -41,7 +41,7 @@ def _divide_states(module: Any) -> None:
             kind._shared_state = StateOfTrial(shared)
 
 
-def _refuse_strangers(module: Any) -> None:
+def _refuse_shared_accelerators(module: Any) -> None:
     stock = module.Accelerator.prepare_optimizer
 
     def prepare_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:

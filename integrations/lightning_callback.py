@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,13 @@ from hydra_tune.integrations import guards
 from hydra_tune.integrations.current_trial import current_trial, has_company
 from hydra_tune.integrations.framework_checkpoints import FrameworkCheckpoints, trial_folder
 from hydra_tune.integrations.process_settings import warn_of
+from hydra_tune.integrations.several_optimizers import SeveralOptimizers
+from hydra_tune.integrations.step_forward import StepForward
 from hydra_tune.integrations.trial_reports import report, reports_here
 from hydra_tune.pool import ShardPool, default_pool
 from hydra_tune.preparation import prepare, release
-from hydra_tune.root import RootApply, refuse_unsupported, trial_of
+from hydra_tune.root import refuse_unsupported, trial_of
 from hydra_tune.tree import tensors_in
-from hydra_tune.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
 _CPU = torch.device("cpu")
@@ -276,133 +276,6 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
             return step(*args, **kwargs)
         name, tensors = step.__name__, tensors_in((args, kwargs))
         return self._step.run(functools.partial(step, *args, **kwargs), name, tensors)
-
-
-class StepForward:
-    """Stands in a module's forward while its layers are prepared: its steps, and calls between steps, run within the
-    forward of `root`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.root = StepRoot(module)
-        self._own = vars(module).get("forward")
-        self._is_running = False
-        module.forward = self
-
-    def guard(self, trial: Trial) -> None:
-        """The module stays where it is, as any that is prepared."""
-        self.module._apply = RootApply(self.module, trial)  # type: ignore[method-assign]
-
-    def run(self, step: Callable[[], Any], name: str, tensors: Sequence[torch.Tensor]) -> Any:
-        """`name` and `tensors` tell the pool which steps need the same room. No hook on the module is called: in plain
-        Lightning its step calls them, where it calls the module."""
-        self.root.follow(self.module)
-        self.root.runs.step, self._is_running = step, True
-        try:
-            return self.root.forward(name, *tensors)
-        finally:
-            self._is_running = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original = type(self.module).forward.__get__(self.module) if self._own is None else self._own
-        if self._is_running:
-            return original(*args, **kwargs)
-        return self.run(functools.partial(original, *args, **kwargs), "forward", tensors_in((args, kwargs)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module is plain."""
-        return (getattr, (self.module, "forward")) if self._own is None else (itemgetter(0), ((self._own,),))
-
-    def give_back(self) -> None:
-        if isinstance(guard := vars(self.module).get("_apply"), RootApply):
-            guard.give_back()
-        if vars(self.module).get("forward") is self:
-            del self.module.forward
-            if self._own is not None:
-                self.module.forward = self._own
-
-
-class StepRoot(nn.Module):
-    """The model that is prepared: weights and layers of a LightningModule, under their names. What Lightning and its
-    metrics note in attributes in each step would make it another model in each step, whose memory is to be measured."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.runs = self.forward = _Runs()
-        self.follow(module)
-
-    def follow(self, module: nn.Module) -> None:
-        own = vars(self)
-        own["training"], own["_parameters"], own["_buffers"] = module.training, module._parameters, module._buffers
-        own["_modules"] = {name: child for name, child in module._modules.items() if not _is_metric(child)}
-
-
-class _Runs:
-    """`step`, once. The same to whoever looks for what tells two models apart."""
-
-    __slots__ = ("step",)
-    step: Callable[[], Any]
-
-    def __call__(self, *_: Any) -> Any:
-        step = self.step
-        del self.step
-        return step()
-
-    def __reduce__(self) -> str:
-        return "_Runs"
-
-
-def _is_metric(module: nn.Module | None) -> bool:
-    """Of torchmetrics, or several, without weights."""
-    if module is None or next(module.parameters(), None) is not None:
-        return False
-    return any(isinstance(each, torchmetrics.Metric) for each in module.modules())
-
-
-class SeveralOptimizers(torch.optim.Optimizer):
-    """Of one module, as the one that `prepare` wants: their states move with the weights, and each one's step is known.
-    Never stepped itself."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.each = optimizers
-        self._optimizer_step_pre_hooks = {}  # it takes hooks
-
-    @classmethod
-    def of(cls, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-        return cls(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [group for each in self.each for group in each.param_groups]
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return {p: values for each in self.each for p, values in each.state.items()}
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return {key: value for each in self.each for key, value in each.defaults.items()}
-
-    def step(self, closure: Any = None) -> Any:
-        raise NotImplementedError("several are stepped one by one")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(i): each.state_dict() for i, each in enumerate(self.each)}
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return _Handles([each.register_step_pre_hook(hook) for each in self.each])
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return _Handles([each.register_step_post_hook(hook) for each in self.each])
-
-
-@dataclass
-class _Handles:
-    each: Sequence[Any]
-
-    def remove(self) -> None:
-        for handle in self.each:
-            handle.remove()
 
 
 class PooledFitLoop:

@@ -244,7 +244,7 @@ class _Events(transformers.TrainerCallback):  # type: ignore[misc]
             name = args.metric_for_best_model
             value, larger = metrics.get(name if name.startswith("eval_") else f"eval_{name}"), args.greater_is_better
         elif "eval_loss" in metrics:
-            value, larger = default_compute_objective(metrics), False if value_is_loss(metrics) else None
+            value, larger = default_compute_objective(metrics), False if _is_loss(metrics) else None
         else:
             return  # one of several data sets
         report(value, state.global_step, metrics, larger_is_better=larger)
@@ -254,7 +254,7 @@ class _Events(transformers.TrainerCallback):  # type: ignore[misc]
             self._trainer.pooling.checkpoints.end()
 
 
-def value_is_loss(metrics: dict[str, float]) -> bool:
+def _is_loss(metrics: dict[str, float]) -> bool:
     """Whether Hugging Face's objective of these metrics is their loss: it is, where there is no other one."""
     return bool(default_compute_objective(metrics) == metrics["eval_loss"])
 

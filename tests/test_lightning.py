@@ -21,6 +21,7 @@ from hydra_tune.root import trial_of
 
 lightning = pytest.importorskip("lightning")
 lightning_callback = pytest.importorskip("hydra_tune.integrations.lightning_callback")
+SeveralOptimizers = lightning_callback.SeveralOptimizers
 
 from lightning.pytorch.callbacks import (  # noqa: E402
     EarlyStopping,
@@ -375,7 +376,7 @@ def test_several_optimizers_are_one_to_the_pool():
     """On a GPU their states move with the weights, and each one's step is heard of."""
     parts, heard = [nn.Linear(2, 2) for _ in range(2)], []
     optimizers = [torch.optim.Adam(part.parameters()) for part in parts]
-    several = lightning_callback.SeveralOptimizers.of(optimizers)
+    several = SeveralOptimizers.of(optimizers)
     handle = several.register_step_post_hook(lambda *_: heard.append(0))
 
     def step():
@@ -394,8 +395,8 @@ def test_several_optimizers_are_one_to_the_pool():
     handle.remove()
     step()
     assert len(heard) == 2
-    assert lightning_callback.SeveralOptimizers.of(optimizers[:1]) is optimizers[0]
-    assert lightning_callback.SeveralOptimizers.of([]) is None
+    assert SeveralOptimizers.of(optimizers[:1]) is optimizers[0]
+    assert SeveralOptimizers.of([]) is None
 
 
 def test_a_trainer_on_another_kind_of_device_is_refused(monkeypatch):

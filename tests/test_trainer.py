@@ -248,6 +248,21 @@ def test_the_model_is_made_for_each_training(tmp_path):
         assert equal(train([hydra_tune.HydraTrainerCallback(pool)]), train([]))
 
 
+def test_the_pool_is_told_how_many_batches_come(tmp_path, monkeypatch):
+    """Of an accumulated step each counts."""
+    told = []
+
+    def prepare(model, *rest, total_steps=None, **options):
+        told.append(total_steps)
+        return hydra_tune.prepare(model, *rest, total_steps=total_steps, **options)
+
+    monkeypatch.setattr("hydra_tune.integrations.trainer_callback.prepare", prepare)
+    with hydra_tune.ShardPool(["cpu"], SPILLED) as pool:
+        callbacks = [hydra_tune.HydraTrainerCallback(pool)]
+        trained(tmp_path, callbacks, max_steps=3, gradient_accumulation_steps=2)
+    assert told == [6]
+
+
 # ---- where the model is ----
 
 

@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast  # noqa: E402
+from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
 
 from hugging_face import arguments, equal, llama, result_of  # noqa: E402
 
@@ -102,6 +102,17 @@ MAKES = {
 MAIN_ROAD = ("SFT with LoRA", "DPO with a reference model")
 
 
+class Looks(TrainerCallback):
+    """Whether the trainer's models are prepared, while it trains."""
+
+    def __init__(self, trainer):
+        self.models = [trainer.model, getattr(trainer, "ref_model", None)]
+        self.prepared = set()
+
+    def on_step_end(self, *_, **__):
+        self.prepared |= {trial_of(model) is not None for model in self.models if model is not None}
+
+
 CASES = [
     pytest.param(kind, budget, id=f"{kind}, {'spilled' if budget == SPILLED else 'resident'}",
                  marks=[] if budget == SPILLED and kind in MAIN_ROAD else pytest.mark.proof)
@@ -115,7 +126,10 @@ def test_two_side_by_side(tmp_path, kind, budget):
         folder.mkdir(exist_ok=True)
         torch.manual_seed(0)
         trainer = MAKES[kind](folder, callbacks)
+        looks = Looks(trainer)
+        trainer.add_callback(looks)
         trainer.train()
+        assert looks.prepared == ({True} if callbacks else {False}), "a reference model, too"
         assert trial_of(trainer.model) is None
         return result_of(trainer)
 

@@ -460,7 +460,10 @@ def test_a_script_that_is_interrupted_anywhere_goes_on(where, budget, num_places
         with Interrupts(0) as counter:
             assert same(two_steps(start, model, optimizer), expected)
         interrupted = 0
-        for place in random.Random(0).sample(range(1, -counter.left), num_places):
+        places = list(range(1, -counter.left))
+        random.Random(0).shuffle(places)
+        while interrupted < num_places:  # steps that wait less than the counted ones end before the last places
+            place = places.pop()
             load(start, model, optimizer)
             was_raised = False
             try:
@@ -478,7 +481,6 @@ def test_a_script_that_is_interrupted_anywhere_goes_on(where, budget, num_places
                 assert same(two_steps(left, model, optimizer), two_steps(left, *plain))
             assert same(two_steps(start, model, optimizer), expected)
             pool._machine.validate()
-        assert interrupted > 0.95 * num_places
         hydra_tune.release(model)
         assert bytes_of(pool) == [(0, 0)]
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 from benchmarks.measure import interleaved, save
-from hydra_tune.context import trial_context
+from hydra_tune.trials.context import trial_context
 
 BLOCKS, WIDTH, BATCH = 64, 8, 8
 ROOMY = 80_000  # bytes; too few to be resident

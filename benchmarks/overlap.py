@@ -21,7 +21,7 @@ from torch import nn
 
 import hydra_tune
 from benchmarks.measure import interleaved, save
-from hydra_tune.device import Device
+from hydra_tune.devices.device import Device
 
 LAYERS, WIDTH, BATCH = 24, 2048, 256
 LAYER_BYTES = WIDTH * (WIDTH + 1) * 4

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 
 import hydra_tune
 from benchmarks.measure import save
-from hydra_tune.cost import CostModel, transformer_trial
 from hydra_tune.demo.gpt import GPT
-from hydra_tune.simulation import Simulation
-from hydra_tune.workload import TrialWork
+from hydra_tune.simulation.cost import CostModel, transformer_trial
+from hydra_tune.simulation.simulate import Simulation
+from hydra_tune.simulation.workload import TrialWork
 
 GOAL, GOAL_BUSY = 0.15, 0.90
 CONTEXT, VOCABULARY = 128, 256

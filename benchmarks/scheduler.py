@@ -17,9 +17,9 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.measure import save
-from hydra_tune.schedule import Machine
-from hydra_tune.simulation import simulate
-from hydra_tune.workload import TrialWork
+from hydra_tune.schedule.machine import Machine
+from hydra_tune.simulation.simulate import simulate
+from hydra_tune.simulation.workload import TrialWork
 
 GOALS = {"simulation_s": 60, "decision_us": 50}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -21,11 +21,11 @@ from math import inf
 from typing import Any
 
 from benchmarks.measure import save
-from hydra_tune.baselines import model_parallelism, one_spilled_at_a_time, task_parallelism
-from hydra_tune.cost import CostModel, transformer_trial
-from hydra_tune.simulation import Simulation, simulate
-from hydra_tune.sweeps import RTX_2080_TI, hydra_bert, hydra_gpt2_xl, hydra_vit, random_heterogeneous
-from hydra_tune.workload import TrialWork
+from hydra_tune.simulation.baselines import model_parallelism, one_spilled_at_a_time, task_parallelism
+from hydra_tune.simulation.cost import CostModel, transformer_trial
+from hydra_tune.simulation.simulate import Simulation, simulate
+from hydra_tune.simulation.sweeps import RTX_2080_TI, hydra_bert, hydra_gpt2_xl, hydra_vit, random_heterogeneous
+from hydra_tune.simulation.workload import TrialWork
 
 MEMORY = "11GB"
 PCIE_3 = 12e9

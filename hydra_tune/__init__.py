@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hydra_tune.calibration import calibrate
     from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, PoolClosedError, PrepareError, TrialStopped
-    from hydra_tune.integrations import ray_tune as tune
-    from hydra_tune.integrations.executor import HydraExecutor
-    from hydra_tune.integrations.lightning_callback import HydraLightningCallback
-    from hydra_tune.integrations.memory_constraint import memory_constraint
-    from hydra_tune.integrations.optuna_runner import HydraTrialRunner, optimize
-    from hydra_tune.integrations.ray_trainable import trainable
-    from hydra_tune.integrations.rung_pruner import RungPruner
-    from hydra_tune.integrations.trainer_callback import HydraTrainerCallback
-    from hydra_tune.integrations.trainer_search import hyperparameter_search
-    from hydra_tune.pool import ShardPool
-    from hydra_tune.preparation import prepare, release, resume_step
-    from hydra_tune.simulation import simulate
+    from hydra_tune.integrations.hugging_face.trainer_callback import HydraTrainerCallback
+    from hydra_tune.integrations.hugging_face.trainer_search import hyperparameter_search
+    from hydra_tune.integrations.lightning_trainer.lightning_callback import HydraLightningCallback
+    from hydra_tune.integrations.optuna_runner.memory_constraint import memory_constraint
+    from hydra_tune.integrations.optuna_runner.rung_pruner import RungPruner
+    from hydra_tune.integrations.optuna_runner.runner import HydraTrialRunner, optimize
+    from hydra_tune.integrations.ray_tune import tune
+    from hydra_tune.integrations.ray_tune.executor import HydraExecutor
+    from hydra_tune.integrations.ray_tune.trainable import trainable
+    from hydra_tune.pool.shard_pool import ShardPool
+    from hydra_tune.simulation.simulate import simulate
+    from hydra_tune.trials.preparation import prepare, release, resume_step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,26 +52,26 @@ __all__ = [
     "tune",
 ]
 _HOME = {
-    "HydraExecutor": "hydra_tune.integrations.executor",
-    "HydraLightningCallback": "hydra_tune.integrations.lightning_callback",
-    "HydraTrainerCallback": "hydra_tune.integrations.trainer_callback",
-    "HydraTrialRunner": "hydra_tune.integrations.optuna_runner",
-    "RungPruner": "hydra_tune.integrations.rung_pruner",
-    "ShardPool": "hydra_tune.pool",
+    "HydraExecutor": "hydra_tune.integrations.ray_tune.executor",
+    "HydraLightningCallback": "hydra_tune.integrations.lightning_trainer.lightning_callback",
+    "HydraTrainerCallback": "hydra_tune.integrations.hugging_face.trainer_callback",
+    "HydraTrialRunner": "hydra_tune.integrations.optuna_runner.runner",
+    "RungPruner": "hydra_tune.integrations.optuna_runner.rung_pruner",
+    "ShardPool": "hydra_tune.pool.shard_pool",
     "calibrate": "hydra_tune.calibration",
-    "hyperparameter_search": "hydra_tune.integrations.trainer_search",
-    "memory_constraint": "hydra_tune.integrations.memory_constraint",
-    "optimize": "hydra_tune.integrations.optuna_runner",
-    "prepare": "hydra_tune.preparation",
-    "release": "hydra_tune.preparation",
-    "resume_step": "hydra_tune.preparation",
-    "simulate": "hydra_tune.simulation",
-    "trainable": "hydra_tune.integrations.ray_trainable",
-    "tune": "hydra_tune.integrations.ray_tune",
+    "hyperparameter_search": "hydra_tune.integrations.hugging_face.trainer_search",
+    "memory_constraint": "hydra_tune.integrations.optuna_runner.memory_constraint",
+    "optimize": "hydra_tune.integrations.optuna_runner.runner",
+    "prepare": "hydra_tune.trials.preparation",
+    "release": "hydra_tune.trials.preparation",
+    "resume_step": "hydra_tune.trials.preparation",
+    "simulate": "hydra_tune.simulation.simulate",
+    "trainable": "hydra_tune.integrations.ray_tune.trainable",
+    "tune": "hydra_tune.integrations.ray_tune.tune",
 }
 
 _checkout = Path(__file__).parent.parent
-if (_checkout / "integrations" / "optuna_runner.py").exists() and (_checkout / "setup.cfg").exists():
+if (_checkout / "integrations" / "__init__.py").exists() and (_checkout / "setup.cfg").exists():
     __path__.append(str(_checkout))  # a checkout keeps integrations/ beside the package
 
 

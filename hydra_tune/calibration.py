@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_tune.cost import ADAMW_BYTES_PER_WEIGHT, CostModel
-from hydra_tune.device import Device
-from hydra_tune.devices import open_devices
-from hydra_tune.pool import ShardPool
-from hydra_tune.preparation import prepare, release
+from hydra_tune.devices.device import Device
+from hydra_tune.devices.open_devices import open_devices
+from hydra_tune.pool.shard_pool import ShardPool
+from hydra_tune.simulation.cost import ADAMW_BYTES_PER_WEIGHT, CostModel
+from hydra_tune.trials.preparation import prepare, release
 
 COPY_BYTES = 32 << 20
 NUM_TRAINED = 1 << 22  # weights that the host's optimizer steps

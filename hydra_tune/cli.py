@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import hydra_tune  # none of these loads torch
-from hydra_tune.baselines import baselines_s
 from hydra_tune.config import check_folder
-from hydra_tune.cost import CostModel
 from hydra_tune.errors import ConfigError, HydraTuneError
-from hydra_tune.simulation import simulate
-from hydra_tune.sweeps import named_or_read
-from hydra_tune.timeline import checked_path, save
+from hydra_tune.show.timeline import checked_path, save
+from hydra_tune.simulation.baselines import baselines_s
+from hydra_tune.simulation.cost import CostModel
+from hydra_tune.simulation.simulate import simulate
+from hydra_tune.simulation.sweeps import named_or_read
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
-from hydra_tune.device import Device
-from hydra_tune.fork import ForkGate
-from hydra_tune.mode import TrialMode, unwatch
-from hydra_tune.pool import ShardPool
-from hydra_tune.process_state import remembers_casts
+from hydra_tune.blocks.process_state import remembers_casts
+from hydra_tune.devices.counting_mode import TrialMode, unwatch
+from hydra_tune.devices.device import Device
+from hydra_tune.pool.shard_pool import ShardPool
+from hydra_tune.process.fork import ForkGate
 
 
 @pytest.hookimpl(optionalhook=True)

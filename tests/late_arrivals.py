@@ -2,7 +2,7 @@
 
 import torch
 
-from hydra_tune.device import Arrival, Device
+from hydra_tune.devices.device import Arrival, Device
 
 POISON = 0xFF
 

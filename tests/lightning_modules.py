@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
-import hydra_tune.root
+import hydra_tune.blocks.root
 
 WIDTH, CLASSES = 32, 8
 SPILLED, RESIDENT = 90 << 10, 16 << 20  # the weights take 104 KiB
@@ -226,7 +226,7 @@ class Copies(lightning.Callback):
 
     def on_train_epoch_end(self, trainer, module):
         twin = copy.deepcopy(module).eval()
-        assert hydra_tune.root.trial_of(twin) is None
+        assert hydra_tune.blocks.root.trial_of(twin) is None
         with torch.no_grad():
             module.losses.append(twin(torch.ones(2, WIDTH)).sum().item())
 

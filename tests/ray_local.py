@@ -14,7 +14,7 @@ import ray
 from ray import tune
 
 from hydra_tune import HydraExecutor
-from hydra_tune.integrations.pool_keeper import report
+from hydra_tune.integrations.ray_tune.pool_keeper import report
 
 HERE = Path(__file__).parent
 

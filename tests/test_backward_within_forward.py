@@ -10,7 +10,7 @@ from torch import nn
 
 import hydra_tune
 import scripts
-from hydra_tune.root import trial_of
+from hydra_tune.blocks.root import trial_of
 from scripts import BUDGETS, WIDTH, Guided, Net, Script, TrainsWithin, assert_trains_as_in_plain_pytorch
 
 

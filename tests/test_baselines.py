@@ -9,10 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_tune.baselines import lower_bound, model_parallelism, one_spilled_at_a_time, optimum, task_parallelism
-from hydra_tune.cost import CostModel
 from hydra_tune.errors import ConfigError
-from hydra_tune.workload import TrialWork
+from hydra_tune.simulation.baselines import (
+    lower_bound,
+    model_parallelism,
+    one_spilled_at_a_time,
+    optimum,
+    task_parallelism,
+)
+from hydra_tune.simulation.cost import CostModel
+from hydra_tune.simulation.workload import TrialWork
 
 
 def trial(forward=(1.0, 1.0), backward=(1.0, 1.0), steps=1, **options):

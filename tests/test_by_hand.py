@@ -9,8 +9,8 @@ import torch
 from optuna.trial import TrialState
 
 import hydra_tune
-from hydra_tune.interrupts import Stop
-from hydra_tune.optim import training_bytes
+from hydra_tune.planning.optimizer_memory import training_bytes
+from hydra_tune.process.interrupts import Stop
 from scripts import BUDGETS, WIDTH, Net
 from waiting import WAIT_S, wait_until
 

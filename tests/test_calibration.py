@@ -7,9 +7,9 @@ import torch
 
 import hydra_tune
 from hydra_tune import calibration, cli
-from hydra_tune.cost import CostModel
-from hydra_tune.recording import recorded
-from hydra_tune.workload import parse
+from hydra_tune.pool.recording import recorded
+from hydra_tune.simulation.cost import CostModel
+from hydra_tune.simulation.workload import parse
 from late_arrivals import come_late
 from scripts import BUDGETS, Net, Script, step
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_measured_or_computed_says_so(tmp_path, capsys):
 def test_a_task_of_a_slow_machine_takes_its_own_time_for_each_block():
     shape = {"layers": 2, "width": 8, "feed_forward": 32, "sequence": 4, "batch": 1, "vocabulary": 10, "steps": 1}
     fast, slow = (
-        hydra_tune.cost.transformer_trial(CostModel(flops_per_s=1e9, task_s=task_s), shards=2, **shape)
+        hydra_tune.simulation.cost.transformer_trial(CostModel(flops_per_s=1e9, task_s=task_s), shards=2, **shape)
         for task_s in (0.0, 0.5)
     )
     assert [b - a for a, b in zip(fast.forward_s, slow.forward_s, strict=True)] == pytest.approx([1.0, 1.0])

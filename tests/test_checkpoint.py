@@ -8,9 +8,9 @@ import numpy
 import pytest
 import torch
 
-from hydra_tune.checkpoint import CheckpointFolder, Moment
+from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Moment
+from hydra_tune.checkpoints.plain_state import decode, encode
 from hydra_tune.errors import ConfigError
-from hydra_tune.plain_state import decode, encode
 
 STATES = {
     "plain": {"step": 3, "lr": 1e-3, "best": float("inf"), "name": "x", "on": True, "none": None, "empty": {}},

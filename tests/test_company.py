@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
-from hydra_tune.context import current_context
-from hydra_tune.integrations import search
+from hydra_tune.integrations.optuna_runner.runner import search
+from hydra_tune.trials.context import current_context
 from models import gpt
 from waiting import WAIT_S, wait_until
 

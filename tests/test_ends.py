@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hydra_tune
-from hydra_tune.context import current_context, trial_context
-from hydra_tune.events import TrialEnded
-from hydra_tune.interrupts import interrupts
+from hydra_tune.process.interrupts import interrupts
+from hydra_tune.schedule.events import TrialEnded
+from hydra_tune.trials.context import current_context, trial_context
 from models import gpt
 
 BUDGET = 400_000

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.trial import Trial
+from hydra_tune.trials.trial import Trial
 
 WIDTH, STEPS = 8, 6
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import hydra_tune
-from hydra_tune.root import use_no_cache
+from hydra_tune.blocks.root import use_no_cache
 from zoo import ZOO
 
 STEPS = 3

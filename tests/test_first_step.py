@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
-from hydra_tune.planning.measure import Measurement
+from hydra_tune.planning.measurement import Measurement
 from models import bytes_batch, gpt, hf_gpt2, loss_of
 
 

@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 import hydra_tune
 import scripts
 from hydra_tune.blocks.block import Block
-from hydra_tune.checkpoint import CheckpointFolder, Moment
-from hydra_tune.context import trial_context
-from hydra_tune.device import Device
-from hydra_tune.fork import ForkGate, gate
-from hydra_tune.host_buffer import HostWeights
-from hydra_tune.meter import CountingPaused, TrialMeter
-from hydra_tune.mode import TrialMode
+from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Moment
+from hydra_tune.devices.counting_mode import TrialMode
+from hydra_tune.devices.device import Device
+from hydra_tune.devices.host_buffer import HostWeights
+from hydra_tune.devices.meter import CountingPaused, TrialMeter
+from hydra_tune.process.fork import ForkGate, gate
+from hydra_tune.trials.context import trial_context
 
 
 def test_a_fork_waits_for_visits_under_way_and_holds_up_the_next():

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.garbage import collect
-from hydra_tune.meter import is_counted
+from hydra_tune.devices.meter import is_counted
+from hydra_tune.process.garbage import collect
 
 WAIT_S = 10.0
 

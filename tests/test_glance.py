@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from awkward import WIDTH
-from hydra_tune.fingerprint import glance_at
+from hydra_tune.planning.fingerprint import glance_at
 from models import hf_gpt2
 from zoo import ZOO
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import hydra_tune
-from hydra_tune.cuda_device import CudaDevice
 from hydra_tune.demo.gpt import GPT
+from hydra_tune.devices.cuda_device import CudaDevice
 from models import bytes_batch, gpt, loss_of
 
 pytestmark = [

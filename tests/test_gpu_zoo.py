@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import hydra_tune
-from hydra_tune.root import use_no_cache
+from hydra_tune.blocks.root import use_no_cache
 from zoo import ZOO
 
 pytestmark = [

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 import hydra_tune
-from hydra_tune.events import Move
+from hydra_tune.schedule.events import Move
 from turns import TurnsPool, run_in_turns
 
 WIDTH = 24

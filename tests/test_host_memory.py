@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hydra_tune
-from hydra_tune.context import trial_context
-from hydra_tune.optim import training_bytes
+from hydra_tune.planning.optimizer_memory import training_bytes
+from hydra_tune.trials.context import trial_context
 from scripts import BUDGETS, Net
 from waiting import WAIT_S, wait_until
 

@@ -16,8 +16,8 @@ import torch
 from optuna.trial import TrialState
 
 import hydra_tune
-from hydra_tune.integrations import running
-from hydra_tune.optim import training_bytes
+from hydra_tune.integrations.optuna_runner.runner import running
+from hydra_tune.planning.optimizer_memory import training_bytes
 from scripts import BUDGETS, WIDTH, Net
 
 WAIT_S = 60.0

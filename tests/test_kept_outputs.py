@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-from hydra_tune.context import current_context
+from hydra_tune.trials.context import current_context
 from scripts import BUDGETS, WIDTH, Net
 from waiting import wait_until
 

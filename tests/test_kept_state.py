@@ -30,14 +30,14 @@ from ray.tune import Checkpoint, Trainable
 from ray.tune.result import TRIAL_INFO
 
 import hydra_tune
-from hydra_tune.context import trial_context
+from hydra_tune.checkpoints.hyperparameters import Hyperparameters
+from hydra_tune.checkpoints.resumption import Interval, Resumption
 from hydra_tune.errors import ResumeError
-from hydra_tune.hyperparameters import Hyperparameters
-from hydra_tune.integrations import pool_work
-from hydra_tune.integrations.attempt import Attempt
-from hydra_tune.integrations.kept_state import KeptState, KeptStates
-from hydra_tune.integrations.messages import Call, Ended, Order, Raised, Returned, Save, Saved, Stopped
-from hydra_tune.resumption import Interval, Resumption
+from hydra_tune.integrations.ray_node import pool_work
+from hydra_tune.integrations.ray_node.attempt import Attempt
+from hydra_tune.integrations.ray_node.kept_state import KeptState, KeptStates
+from hydra_tune.integrations.ray_tune.messages import Call, Ended, Order, Raised, Returned, Save, Saved, Stopped
+from hydra_tune.trials.context import trial_context
 
 STEPS, HALF = 6, 3
 

@@ -9,9 +9,9 @@ from torch import nn
 
 import hydra_tune
 from compared import Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made, train
-from hydra_tune.device import Device
-from hydra_tune.residency import Residency
-from hydra_tune.root import use_no_cache
+from hydra_tune.blocks.root import use_no_cache
+from hydra_tune.devices.device import Device
+from hydra_tune.trials.residency import Residency
 from late_arrivals import come_late
 from zoo import ZOO
 

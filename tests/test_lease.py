@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import event_loop
-from hydra_tune.context import current_context
-from hydra_tune.events import Done, Recall, Run, StepReady, TaskReady
-from hydra_tune.policy import Fifo
-from hydra_tune.schedule import Machine
+from hydra_tune.pool import event_loop
+from hydra_tune.schedule.events import Done, Recall, Run, StepReady, TaskReady
+from hydra_tune.schedule.machine import Machine
+from hydra_tune.schedule.policy import Fifo
+from hydra_tune.trials.context import current_context
 from waiting import WAIT_S, wait_until
 
 STEPS, TRIALS, WIDTH = 50, 8, 16

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.process_state import ModuleStates, Surroundings
+from hydra_tune.blocks.process_state import ModuleStates, Surroundings
 
 
 class Training:

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.integrations import current_trial, framework_checkpoints, process_settings
-from hydra_tune.planner import Planner
-from hydra_tune.root import trial_of
+from hydra_tune.blocks.root import trial_of
+from hydra_tune.integrations.frameworks import current_trial, framework_checkpoints, process_settings
+from hydra_tune.planning.planner import Planner
 
 lightning = pytest.importorskip("lightning")
-lightning_callback = pytest.importorskip("hydra_tune.integrations.lightning_callback")
+lightning_callback = pytest.importorskip("hydra_tune.integrations.lightning_trainer.lightning_callback")
 SeveralOptimizers = lightning_callback.SeveralOptimizers
 
 from lightning.pytorch.callbacks import (  # noqa: E402

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.integrations import process_settings
+from hydra_tune.integrations.frameworks import process_settings
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -195,8 +195,8 @@ MAKES = {
 
 @pytest.mark.parametrize("name", MAKES)
 def test_the_default_dtype_of_a_load_is_as_pytorch_s(name):
-    from hydra_tune.integrations import model_loading
-    from hydra_tune.integrations.current_trial import running
+    from hydra_tune.integrations.frameworks import model_loading
+    from hydra_tune.integrations.frameworks.current_trial import running
 
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import event_loop
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
-from hydra_tune.context import current_context
-from hydra_tune.copier import start_copier
-from hydra_tune.device import Device
-from hydra_tune.events import Promote, Run
-from hydra_tune.host_buffer import HostWeights
-from hydra_tune.interrupts import Stop
+from hydra_tune.devices.device import Device
+from hydra_tune.devices.host_buffer import HostWeights
+from hydra_tune.pool import event_loop
+from hydra_tune.pool.copier import start_copier
+from hydra_tune.process.interrupts import Stop
+from hydra_tune.schedule.events import Promote, Run
+from hydra_tune.trials.context import current_context
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, step
 from waiting import wait_until
 

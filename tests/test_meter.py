@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.device import Device
-from hydra_tune.meter import TrialMeter, end_trial
-from hydra_tune.mode import TrialMode
+from hydra_tune.devices.counting_mode import TrialMode
+from hydra_tune.devices.device import Device
+from hydra_tune.devices.meter import TrialMeter, end_trial
 from models import mlp
 
 

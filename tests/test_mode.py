@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import (
 )
 
 import hydra_tune
-from hydra_tune.device import Device
-from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import TrialMode, unwatch, watch
-from hydra_tune.tree import tensors_in
+from hydra_tune.blocks.tree import tensors_in
+from hydra_tune.devices.counting_mode import TrialMode, unwatch, watch
+from hydra_tune.devices.device import Device
+from hydra_tune.devices.meter import TrialMeter
 
 
 def counting():

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import schedule
 from hydra_tune.planning.first_step import FirstStep
+from hydra_tune.schedule import machine as schedule
 from models import gpt
 from waiting import wait_until
 

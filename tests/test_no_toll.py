@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.context import trial_context
+from hydra_tune.trials.context import trial_context
 
 WIDTH, BATCH = 16, 2
 MOST_CALLS_A_BLOCK = 300  # of Python functions, forward and backward; PyTorch's own checkpoint makes 185

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.context import trial_context
-from hydra_tune.planning.measure import Measurement
+from hydra_tune.planning.measurement import Measurement
+from hydra_tune.trials.context import trial_context
 
 WIDTH, STEPS = 48, 12
 BUDGET = 72 << 10  # in double precision, some of six layers

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hydra_tune
-from hydra_tune.device import Device
-from hydra_tune.meter import TrialMeter
-from hydra_tune.mode import ThreadMode
-from hydra_tune.optim import load_exactly, stepping_bytes
+from hydra_tune.devices.counting_mode import ThreadMode
+from hydra_tune.devices.device import Device
+from hydra_tune.devices.meter import TrialMeter
+from hydra_tune.planning.optimizer_memory import load_exactly, stepping_bytes
 
 OPTIMIZERS = {
     "sgd": lambda ps, **o: torch.optim.SGD(ps, lr=0.1, **o),

@@ -9,7 +9,7 @@ from torch import nn
 
 import hydra_tune
 import scripts
-from hydra_tune.context import trial_context
+from hydra_tune.trials.context import trial_context
 from scripts import WIDTH, Net, Script
 
 KIB = 1 << 10

@@ -1,5 +1,6 @@
 """The package as a user meets it: imports, versions, the wheel."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def python(code, **options):
 @pytest.mark.parametrize("order", [sorted, lambda names: sorted(names, reverse=True)], ids=["sorted", "reversed"])
 def test_a_name_is_what_it_says_whatever_was_imported_before(order):
     """A submodule of the same name would take its place as soon as anything imports it: `prepare` once did."""
-    before = "import hydra_tune.calibration, hydra_tune.simulation, hydra_tune.preparation; "
+    before = "import hydra_tune.calibration, hydra_tune.simulation.simulate, hydra_tune.trials.preparation; "
     names = ", ".join(f"hydra_tune.{name}{'.run' * (name == 'tune')}" for name in order(hydra_tune.__all__))
     assert python(before + f"print(all(map(callable, [{names}])))") == "True"
 
@@ -49,9 +50,9 @@ def test_every_public_name_resolves_and_unknown_ones_do_not():
 
 
 def test_an_uninstalled_checkout_finds_its_integrations(tmp_path):
-    code = "import hydra_tune.integrations.optuna_runner as m; print(m.__file__)"
+    code = "import hydra_tune.integrations.optuna_runner.runner as m; print(m.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert python(code, cwd=tmp_path, env=environment) == str(ROOT / "integrations" / "optuna_runner.py")
+    assert python(code, cwd=tmp_path, env=environment) == str(ROOT / "integrations" / "optuna_runner" / "runner.py")
 
 
 def test_the_wheel_holds_the_packages_and_the_typing_marker(tmp_path):
@@ -70,32 +71,87 @@ def test_the_wheel_holds_the_packages_and_the_typing_marker(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"hydra_tune/py.typed", "hydra_tune/demo/sweep.py", "hydra_tune/integrations/optuna_runner.py"} <= names
+    runner = "hydra_tune/integrations/optuna_runner/runner.py"
+    assert {"hydra_tune/py.typed", "hydra_tune/demo/sweep.py", runner} <= names
     assert not any(n.startswith(("tests", "benchmarks", "integrations")) for n in names)
     unpacked = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(unpacked)
     code = "import hydra_tune; print(hydra_tune.HydraTrialRunner.__module__, len(hydra_tune.__path__))"
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
-    assert python(code, cwd=tmp_path, env=environment) == "hydra_tune.integrations.optuna_runner 1"
+    assert python(code, cwd=tmp_path, env=environment) == "hydra_tune.integrations.optuna_runner.runner 1"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *["schedule", "slots", "state", "events", "progress", "ready", "policy", "ledger", "config", "errors", "shard"],
-        *["workload", "cost", "sweeps", "exact", "milp", "baselines", "replay", "simulation"],
-    ],
-)
-def test_the_pure_column_knows_no_torch_thread_or_clock(name):
-    source = (ROOT / "hydra_tune" / f"{name}.py").read_text()
-    for module in ("torch", "threading", "time"):
-        assert f"import {module}" not in source
-        assert f"from {module}" not in source
+HYDRA_TUNE, INTEGRATIONS = ROOT / "hydra_tune", ROOT / "integrations"
+# From the top of the house down. Rooms beside each other import nothing of each other.
+FLOORS = [
+    ["hydra_tune.cli"],
+    ["hydra_tune.demo"],
+    ["hydra_tune.calibration", "hydra_tune.integrations"],
+    ["hydra_tune.trials"],
+    ["hydra_tune.checkpoints", "hydra_tune.pool"],
+    ["hydra_tune.planning"],
+    ["hydra_tune.blocks"],
+    ["hydra_tune.devices"],
+    ["hydra_tune.randomness", "hydra_tune.simulation"],
+    ["hydra_tune.process", "hydra_tune.schedule", "hydra_tune.show"],
+    ["hydra_tune.config"],
+    ["hydra_tune.errors"],
+]
+
+
+def test_imports_point_down():
+    """Those for annotations alone, under TYPE_CHECKING, may name who calls."""
+    floor_of = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    assert upward(sources(), floor_of) == []
+
+
+def test_an_import_that_points_up_is_found():
+    source = "def late():\n    from hydra_tune.trials import trial\n"
+    floor_of = {"hydra_tune.trials": 0, "hydra_tune.blocks": 1}
+    assert upward({"hydra_tune.blocks.call": source}, floor_of) == ["hydra_tune.blocks.call: hydra_tune.trials"]
+
+
+def sources():
+    """Of each module, by its name."""
+    named = {f"hydra_tune.{path.relative_to(HYDRA_TUNE)}": path for path in HYDRA_TUNE.rglob("*.py")}
+    named |= {f"hydra_tune.integrations.{path.relative_to(INTEGRATIONS)}": path for path in INTEGRATIONS.rglob("*.py")}
+    del named["hydra_tune.__init__.py"]  # the public names, which are found when they are asked for
+    return {name.removesuffix(".py").replace("/", "."): path.read_text() for name, path in named.items()}
+
+
+def upward(sources, floor_of):
+    """Imports of a room on the same floor or above, by the module in which they are."""
+    return [
+        f"{name}: {other}"
+        for name, source in sources.items()
+        for room in [".".join(name.split(".")[:2])]
+        for other in sorted({".".join(i.split(".")[:2]) for i in imports(ast.parse(source))} - {room, "hydra_tune"})
+        if other.startswith("hydra_tune.") and floor_of[other] <= floor_of[room]
+    ]
+
+
+def imports(tree):
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute here"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from imports(node)
+
+
+@pytest.mark.parametrize("room", ["schedule", "simulation"])
+def test_the_machine_and_its_simulation_know_no_torch_thread_or_clock(room):
+    for path in (HYDRA_TUNE / room).glob("*.py"):
+        roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+        assert not roots & {"torch", "threading", "time"}, path.name
 
 
 def test_only_devices_name_cuda():
     """`trial_state` stands for CUDA's default generators as well, and must name them."""
-    allowed = {"cuda_device.py", "devices.py", "trial_state.py"}
-    for path in (*(ROOT / "hydra_tune").glob("*.py"), *(ROOT / "hydra_tune" / "randomness").glob("*.py")):
-        if path.name not in allowed:
+    for path in HYDRA_TUNE.rglob("*.py"):
+        if path.parent.name != "devices" and path.name != "trial_state.py":
             assert "torch.cuda" not in path.read_text(), path.name

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hydra_tune
-from hydra_tune import fingerprint, partition
 from hydra_tune.errors import BudgetError
-from hydra_tune.events import (
+from hydra_tune.planning import fingerprint, partition
+from hydra_tune.planning.partition import find_blocks, make_plan, pack_shards
+from hydra_tune.planning.step_kind import Kind
+from hydra_tune.schedule.events import (
     Done,
     Invalidated,
     PlanReady,
@@ -31,10 +33,8 @@ from hydra_tune.events import (
     TaskReady,
     TrialAdded,
 )
-from hydra_tune.partition import find_blocks, make_plan, pack_shards
-from hydra_tune.planning.kind import Kind
-from hydra_tune.schedule import Machine
-from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
+from hydra_tune.schedule.machine import Machine
+from hydra_tune.schedule.plan import BlockProfile, Direction, Shard, Task, TrialPlan
 from models import bytes_batch, gpt, hf_gpt2, hf_vit, loss_of, mlp, vector_batch
 
 LARGE = 1 << 30
@@ -436,7 +436,7 @@ def test_a_plan_keeps_no_class_and_tells_those_of_one_name_apart():
 
 def test_the_latest_architectures_are_remembered(monkeypatch):
     """Objectives that define their model's class have another one in each trial."""
-    monkeypatch.setattr("hydra_tune.pool._MOST_KNOWN", 2)
+    monkeypatch.setattr("hydra_tune.pool.shard_pool._MOST_KNOWN", 2)
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
         for width in (1, 2, 1, 3, 1):
             run_in(pool, nn.Linear(4, width))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import event_loop
+from hydra_tune.pool import event_loop
 from waiting import WAIT_S, wait_until
 
 

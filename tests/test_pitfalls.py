@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune import context, process_state, trial
-from hydra_tune.blocks import call, repeated_call
+from hydra_tune.blocks import call, process_state, repeated_call
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.shared_casts import SharedCasts
-from hydra_tune.context import trial_context
-from hydra_tune.planning import measure
+from hydra_tune.planning import measurement as measure
 from hydra_tune.planning.first_step import FirstStep
+from hydra_tune.trials import context, trial
+from hydra_tune.trials.context import trial_context
 
 WIDTH = 32
 CLIP, SCALE = 0.1, 1024.0

@@ -9,8 +9,8 @@ pytest.importorskip("ray")
 
 from ray import cloudpickle
 
-from hydra_tune.integrations.messages import GoOn, Raised, Stop
-from hydra_tune.integrations.pool_lines import Lines
+from hydra_tune.integrations.ray_node.pool_lines import Lines
+from hydra_tune.integrations.ray_tune.messages import GoOn, Raised, Stop
 
 
 class NotHere:

@@ -16,8 +16,8 @@ import torch
 from optuna.trial import TrialState
 
 import hydra_tune
-from hydra_tune.checkpoint import Moment
-from hydra_tune.integrations.recovery import MOST_DEATHS, Lock, StudyFolder
+from hydra_tune.checkpoints.checkpoint import Moment
+from hydra_tune.integrations.optuna_runner.recovery import MOST_DEATHS, Lock, StudyFolder
 from scripts import BUDGETS, WIDTH, Net
 
 WAIT_S = 120.0

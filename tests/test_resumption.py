@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import hydra_tune
-from hydra_tune import checkpoint, resumption
+from hydra_tune.checkpoints import checkpoint, resumption
 from scripts import BUDGETS, WIDTH, Layer, Net
 from waiting import wait_until
 
@@ -271,7 +271,7 @@ def test_a_trial_of_two_models_goes_on_in_the_one_that_it_was_in(tmp_path):
 
 def test_a_checkpoint_by_time(tmp_path, monkeypatch):
     now = iter(range(0, 100_000, 10))
-    monkeypatch.setattr("hydra_tune.resumption.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("hydra_tune.checkpoints.resumption.time.monotonic", lambda: next(now))
     got = Training("shuffled", interrupt_at=8)
     search(got, tmp_path, every=datetime.timedelta(seconds=1))
     assert got.starts == [0, 7]

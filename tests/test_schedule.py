@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_tune.admission import STEPS_LET_BY
 from hydra_tune.errors import ConfigError
-from hydra_tune.events import (
+from hydra_tune.schedule.admission import STEPS_LET_BY
+from hydra_tune.schedule.events import (
     Admit,
     Done,
     Drop,
@@ -39,8 +39,10 @@ from hydra_tune.events import (
     Withdrawn,
     Worked,
 )
-from hydra_tune.ledger import Ledger
-from hydra_tune.policy import (
+from hydra_tune.schedule.ledger import Ledger
+from hydra_tune.schedule.machine import PATIENCE, Machine
+from hydra_tune.schedule.plan import BlockProfile, Direction, Shard, Task, TrialPlan
+from hydra_tune.schedule.policy import (
     BestFirst,
     FairShare,
     Fifo,
@@ -50,10 +52,8 @@ from hydra_tune.policy import (
     Shuffled,
     policy_named,
 )
-from hydra_tune.progress import Neighbours, Progress
-from hydra_tune.schedule import PATIENCE, Machine
-from hydra_tune.shard import BlockProfile, Direction, Shard, Task, TrialPlan
-from hydra_tune.state import TaskState
+from hydra_tune.schedule.progress import Neighbours, Progress
+from hydra_tune.schedule.state import TaskState
 
 
 def plan(slots=(30, 30), work=10, held=0, step=10, boundary=0):
@@ -887,7 +887,7 @@ def workloads(draw):
 
 def play(budgets, plans, seed, options, rates):
     options = dict(options)
-    with mock.patch("hydra_tune.admission.STEPS_LET_BY", options.pop("steps_let_by")):
+    with mock.patch("hydra_tune.schedule.admission.STEPS_LET_BY", options.pop("steps_let_by")):
         return Player(random.Random(seed), Machine(budgets, **options), plans, **rates).play()
 
 

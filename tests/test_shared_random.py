@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.shared_random import SharedRandom
+from hydra_tune.randomness.shared_random import SharedRandom
 
 captured, imported = random.random, np.random.rand
 DRAWS = {

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 import hydra_tune
-from hydra_tune import process_state
+from hydra_tune.blocks import process_state
 from scripts import BUDGETS, WIDTH, Layer, Net
 
 

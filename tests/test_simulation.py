@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydra_tune
-from hydra_tune.baselines import optimum
 from hydra_tune.errors import BudgetError, ConfigError
-from hydra_tune.policy import Shuffled
-from hydra_tune.replay import SimulatedDevice
-from hydra_tune.simulation import simulate
-from hydra_tune.sweeps import MIXED_DEVICES, asha_arrivals, random_heterogeneous
-from hydra_tune.timeline import chrome_trace
-from hydra_tune.workload import TrialWork
+from hydra_tune.schedule.policy import Shuffled
+from hydra_tune.show.timeline import chrome_trace
+from hydra_tune.simulation.baselines import optimum
+from hydra_tune.simulation.replay import SimulatedDevice
+from hydra_tune.simulation.simulate import simulate
+from hydra_tune.simulation.sweeps import MIXED_DEVICES, asha_arrivals, random_heterogeneous
+from hydra_tune.simulation.workload import TrialWork
 
 
 def trial(forward=(1.0, 1.0), backward=(1.0, 1.0), steps=1, size=0, shard_bytes=None, **options):

@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD
 
 import hydra_tune
-from hydra_tune.context import trial_context
+from hydra_tune.trials.context import trial_context
 from scripts import BUDGETS, WIDTH, Net
 
 WAIT_S = 30.0

@@ -2,11 +2,11 @@
 
 import pytest
 
-from hydra_tune.device import Device
-from hydra_tune.lease import Lease
-from hydra_tune.shard import Direction, Task
-from hydra_tune.state import NO_TRIAL
-from hydra_tune.trace import BETWEEN, LATE_HOST, TaskClock, Trace
+from hydra_tune.devices.device import Device
+from hydra_tune.pool.lease import Lease
+from hydra_tune.pool.trace import BETWEEN, LATE_HOST, TaskClock, Trace
+from hydra_tune.schedule.plan import Direction, Task
+from hydra_tune.schedule.state import NO_TRIAL
 
 F0, F1, OTHER = Task(0, 1, 0, Direction.FORWARD), Task(0, 1, 1, Direction.FORWARD), Task(7, 1, 0, Direction.FORWARD)
 

@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 import pytest
 
 import hydra_tune
-from hydra_tune.timeline import STREAMS, chrome_trace, figure, save
-from hydra_tune.trace import Trace
+from hydra_tune.pool.trace import Trace
+from hydra_tune.show.timeline import STREAMS, chrome_trace, figure, save
 from scripts import BUDGETS, Script
 
 NAMES = ["left", "right"]
@@ -255,7 +255,7 @@ def test_between_trials_a_device_does_not_stall():
 
 
 def test_a_trace_forgets_its_oldest_spans_and_keeps_the_totals(monkeypatch):
-    monkeypatch.setattr("hydra_tune.trace.MAX_SPANS", 3)
+    monkeypatch.setattr("hydra_tune.pool.trace.MAX_SPANS", 3)
     trace = Trace()
     for start_s in range(5):
         trace.note_stall(0, start_s, start_s + 1, "memory")

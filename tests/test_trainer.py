@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import hydra_tune
-from hydra_tune.integrations import current_trial
-from hydra_tune.root import trial_of
+from hydra_tune.blocks.root import trial_of
+from hydra_tune.integrations.frameworks import current_trial
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -256,7 +256,7 @@ def test_the_pool_is_told_how_many_batches_come(tmp_path, monkeypatch):
         told.append(total_steps)
         return hydra_tune.prepare(model, *rest, total_steps=total_steps, **options)
 
-    monkeypatch.setattr("hydra_tune.integrations.trainer_callback.prepare", prepare)
+    monkeypatch.setattr("hydra_tune.integrations.hugging_face.trainer_callback.prepare", prepare)
     with hydra_tune.ShardPool(["cpu"], SPILLED) as pool:
         callbacks = [hydra_tune.HydraTrainerCallback(pool)]
         trained(tmp_path, callbacks, max_steps=3, gradient_accumulation_steps=2)
@@ -521,9 +521,7 @@ def test_a_loop_with_an_accelerator(order, precision):
         optimizer, loader = torch.optim.AdamW(model.parameters(), lr=1e-3), DataLoader(DATA[:12], batch_size=2)
         if prepare and order == "pool first":
             hydra_tune.prepare(model, optimizer)
-        wrapped, stepping, loader = accelerator.prepare(
-            model, optimizer, loader, device_placement=[False, False, True]
-        )
+        wrapped, stepping, loader = accelerator.prepare(model, optimizer, loader, device_placement=[False, False, True])
         if prepare and order == "accelerate first":
             hydra_tune.prepare(model, optimizer)
         for batch in loader:

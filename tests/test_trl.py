@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import hydra_tune
-from hydra_tune.root import trial_of
+from hydra_tune.blocks.root import trial_of
 
 pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")

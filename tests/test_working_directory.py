@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hydra_tune.integrations import working_directory
+from hydra_tune.integrations.ray_node import working_directory
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads share it elsewhere")
 

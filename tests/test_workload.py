@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_tune.cost import ADAMW_BYTES_PER_WEIGHT, CostModel, transformer_trial
 from hydra_tune.errors import BudgetError, ConfigError
-from hydra_tune.sweeps import MIXED_DEVICES, SWEEPS, asha_arrivals, hydra_gpt2_xl, random_heterogeneous
-from hydra_tune.workload import TrialWork, parse
+from hydra_tune.simulation.cost import ADAMW_BYTES_PER_WEIGHT, CostModel, transformer_trial
+from hydra_tune.simulation.sweeps import MIXED_DEVICES, SWEEPS, asha_arrivals, hydra_gpt2_xl, random_heterogeneous
+from hydra_tune.simulation.workload import TrialWork, parse
 
 PLAIN = {"steps": 100, "forward_s": [0.1, 0.2], "backward_s": [0.3, 0.4], "shard_bytes": [500, 600]}
 SMALL = {"layers": 4, "width": 8, "feed_forward": 16, "sequence": 5, "batch": 2, "vocabulary": 11, "steps": 3}

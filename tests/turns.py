@@ -10,8 +10,8 @@ import threading
 from types import SimpleNamespace
 
 import hydra_tune
-from hydra_tune.context import trial_context
-from hydra_tune.planning import measure
+from hydra_tune.planning import measurement as measure
+from hydra_tune.trials.context import trial_context
 
 MOST_TURNS = 1_000_000
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hydra_tune.blocks.own_forward import own_forward_of
+from hydra_tune.blocks.process_state import ModuleStates
+from hydra_tune.devices.host_buffer import same_bits, storage_bytes
 from hydra_tune.errors import PrepareError
-from hydra_tune.host_buffer import same_bits, storage_bytes
-from hydra_tune.interrupts import interruptible
-from hydra_tune.own_forward import own_forward_of
-from hydra_tune.process_state import ModuleStates
+from hydra_tune.process.interrupts import interruptible
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 

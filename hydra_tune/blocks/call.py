@@ -28,19 +28,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hydra_tune.blocks.block import Block, are_trained, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.engine import ForwardPass
+from hydra_tune.blocks.process_state import casts_to, remembers_casts
 from hydra_tune.blocks.shared_casts import OtherBranchError, dtype_of, seen_as
-from hydra_tune.engine import ForwardPass
+from hydra_tune.blocks.tree import map_tensors, tensors_in
+from hydra_tune.devices.counting_mode import TrialMode
+from hydra_tune.devices.host_buffer import version_of, versions_of
 from hydra_tune.errors import PrepareError
-from hydra_tune.host_buffer import version_of, versions_of
-from hydra_tune.interrupts import interrupts
-from hydra_tune.mode import TrialMode
-from hydra_tune.process_state import casts_to, remembers_casts
-from hydra_tune.shard import Direction
-from hydra_tune.tree import map_tensors, tensors_in
+from hydra_tune.process.interrupts import interrupts
+from hydra_tune.schedule.plan import Direction
 
 if TYPE_CHECKING:
-    from hydra_tune.planning.measure import Measurement
-    from hydra_tune.trial import Trial
+    from hydra_tune.planning.measurement import Measurement
+    from hydra_tune.trials.trial import Trial
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
-from hydra_tune.device import Device
-from hydra_tune.host_buffer import HostWeights, storage_bytes, tensor_bytes, versions_of
+from hydra_tune.devices.device import Device
+from hydra_tune.devices.host_buffer import HostWeights, storage_bytes, tensor_bytes, versions_of
 
 
 class DeviceCopy:

@@ -14,16 +14,16 @@ from torch.overrides import TorchFunctionMode
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import Call, Kept, Versioned, WeightView, _pop_hooks, _push_hooks, memory_of, place_of
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.engine import ForwardPass
+from hydra_tune.blocks.process_state import Surroundings, changed_in_between
 from hydra_tune.blocks.shared_casts import seen_as
-from hydra_tune.engine import ForwardPass
-from hydra_tune.host_buffer import digest, same_bits, version_of, versions_of
-from hydra_tune.process_state import Surroundings, changed_in_between
+from hydra_tune.blocks.tree import Structure, tensors_in, unflatten
+from hydra_tune.devices.host_buffer import digest, same_bits, version_of, versions_of
 from hydra_tune.randomness import DrawRecord, drawing_again
-from hydra_tune.shard import Direction
-from hydra_tune.tree import Structure, tensors_in, unflatten
+from hydra_tune.schedule.plan import Direction
 
 if TYPE_CHECKING:
-    from hydra_tune.trial import Trial
+    from hydra_tune.trials.trial import Trial
 
 _DEPENDS = (
     "depends on something that has changed since, as a global, or an object, list or dict that the model changes for "

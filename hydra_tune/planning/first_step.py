@@ -22,22 +22,22 @@ from torch import nn
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.engine import ForwardPass
+from hydra_tune.blocks.process_state import Surroundings, casts_to, remembers_casts
 from hydra_tune.blocks.repeated_call import RepeatedCall
+from hydra_tune.blocks.tree import flatten_call
 from hydra_tune.config import format_bytes
-from hydra_tune.engine import ForwardPass
+from hydra_tune.devices.host_buffer import storage_bytes
+from hydra_tune.devices.meter import storages_of
 from hydra_tune.errors import PrepareError, clear_frames
-from hydra_tune.fingerprint import Fingerprint
-from hydra_tune.host_buffer import storage_bytes
-from hydra_tune.meter import storages_of
-from hydra_tune.partition import has_children, shape_of
-from hydra_tune.planning.kind import Kind, larger_of
-from hydra_tune.planning.measure import FoundError, Measurement, measured
-from hydra_tune.process_state import Surroundings, casts_to, remembers_casts
-from hydra_tune.shard import TOO_LARGE, BlockProfile
-from hydra_tune.tree import flatten_call
+from hydra_tune.planning.fingerprint import Fingerprint
+from hydra_tune.planning.measurement import FoundError, Measurement, measured
+from hydra_tune.planning.partition import has_children, shape_of
+from hydra_tune.planning.step_kind import Kind, larger_of
+from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile
 
 if TYPE_CHECKING:
-    from hydra_tune.trial import Trial
+    from hydra_tune.trials.trial import Trial
 
 _NOT_RUN = object()
 _CAST = torch.ops.aten._to_copy.default

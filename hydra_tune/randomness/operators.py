@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from hydra_tune.fork import gate, new_in_child
+from hydra_tune.process.fork import gate, new_in_child
 
 if TYPE_CHECKING:
     from hydra_tune.randomness.trial_state import RandomState

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hydra_tune.fork import new_in_child
+from hydra_tune.process.fork import new_in_child
 from hydra_tune.randomness.operators import DEFAULT, thread
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hydra_tune import engine
+from hydra_tune.blocks import engine
 from hydra_tune.randomness import RandomState, drawing_from
 from hydra_tune.randomness.operators import drawing_operators
 

@@ -1,0 +1,1 @@
+"""What a trial leaves on disk, and goes on from. Imports `planning` and below."""

@@ -1,0 +1,105 @@
+"""Which devices a pool has, and how much of each and of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from hydra_tune.config import format_bytes, parse_bytes
+from hydra_tune.devices.cuda_device import CudaDevice
+from hydra_tune.devices.device import CPU, Device
+from hydra_tune.errors import ConfigError
+from hydra_tune.process.fork import new_in_child
+
+CUDA_MARGIN_BYTES = 1 << 29  # context, kernels' workspaces, allocator rounding
+CPU_SHARE = 4  # memory="auto" takes a quarter of what is left on the host
+
+for _backend in (torch.cuda, torch.xpu):  # `torch.manual_seed` holds it for a moment, in whatever thread
+    new_in_child(_backend._initialization_lock)
+
+
+def open_devices(devices: str | Sequence[str | torch.device], memory: int | str | Sequence[int | str]) -> list[Device]:
+    """The devices of a pool, from what the user wrote."""
+    names: Any = [devices] if isinstance(devices, (str, torch.device)) else devices
+    if devices == "auto":
+        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    if not isinstance(names, (list, tuple)) or not names:
+        raise ConfigError(f'devices is "auto", a name or a list of names, such as ["cpu"]; got {devices!r}.')
+    parsed = [_parse_device(str(name)) for name in names]
+    budgets: list[Any] = list(memory) if isinstance(memory, (list, tuple)) else [memory] * len(parsed)
+    if len(budgets) != len(parsed):
+        raise ConfigError(f"memory has {len(budgets)} entries for {len(parsed)} devices. Give one, or one a device.")
+    opened = []
+    for number, (device, budget) in enumerate(zip(parsed, budgets, strict=True)):
+        is_gpu = device.type == "cuda"
+        most = torch.cuda.mem_get_info(device)[0] if is_gpu else host_free_bytes()
+        if budget == "auto":  # a GPU that is named twice is two, for tests of several
+            of_all = most - CUDA_MARGIN_BYTES if is_gpu else most // CPU_SHARE
+            budget = max(1, of_all // parsed.count(device))
+        budget_bytes = _within(budget, most, "memory", str(device))
+        opened.append(CudaDevice(number, budget_bytes, device) if is_gpu else Device(number, budget_bytes))
+    return opened
+
+
+def _within(amount: int | str, most: int, name: str, where: str) -> int:
+    num_bytes = parse_bytes(amount, name)
+    if num_bytes > most:
+        raise ConfigError(
+            f"{name} lies within what the device has free: {where} has {format_bytes(most)}, asked were "
+            f'{format_bytes(num_bytes)}. Lower {name}, or use {name}="auto".'
+        )
+    return num_bytes
+
+
+def _parse_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return CPU
+    if device.type == "cuda" and torch.cuda.is_available():
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index < torch.cuda.device_count():
+            return torch.device("cuda", index)
+    raise ConfigError(f'a device is "cpu" (virtual) or one of the {torch.cuda.device_count()} GPUs here, got {name!r}.')
+
+
+def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
+    """What trials may have of host memory, from what the user wrote."""
+    most = host_free_bytes()
+    if host_memory == "auto":
+        return max(1, most - sum(device.budget_bytes for device in devices if device.is_virtual))
+    return _within(host_memory, most, "host_memory", "the host")
+
+
+def host_free_bytes() -> int:
+    """Host memory that this process may still take: what the system has, and what each memory cgroup around this
+    process leaves; page cache that can be reclaimed counts as left."""
+    left: list[int] = [psutil.virtual_memory().available]
+    for limit, usage, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for folder in _cgroup_folders():
+            with suppress(OSError, ValueError):  # absent file, or the word "max"
+                limit_bytes = int((folder / limit).read_text())
+                used_bytes = int((folder / usage).read_text())
+                stat = (folder / usage).with_name("memory.stat").read_text().split()
+                cached = int(stat[stat.index(cache) + 1]) if cache in stat else 0
+                left.append(max(0, limit_bytes - used_bytes + cached))
+    return min(left)
+
+
+def _cgroup_folders() -> list[Path]:
+    folders = [root := Path("/sys/fs/cgroup")]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            path = root / line.split(":", 2)[2].lstrip("/")
+            folders += [path, *(p for p in path.parents if root in p.parents)]
+    return list(dict.fromkeys(folders))

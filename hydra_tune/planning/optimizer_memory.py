@@ -1,0 +1,159 @@
+"""What an optimizer will take for some parameters, found by stepping ones like it on no memory at all."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_map
+
+from hydra_tune.blocks.tree import tensors_in
+from hydra_tune.devices.counting_mode import ThreadMode
+from hydra_tune.devices.host_buffer import tensor_bytes
+from hydra_tune.randomness import DrawRecord, drawing_again
+from hydra_tune.randomness.shared_random import SharedRandom
+
+logger = logging.getLogger("hydra_tune")
+_FEW, _MANY = 2, 4  # parameters of a copy: a loop keeps some of the one before until the next has its own
+
+
+def stepping_bytes(
+    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter], *, foreach_by_default: bool = False
+) -> tuple[int, int]:
+    """Bytes of state for `parameters`, where `optimizer` keeps it beside them; and the most that temporaries of one
+    step take, where it steps them there: of all of them where it steps them at once, as with `foreach`; of two of the
+    largest where it steps one after another.
+
+    Steps copies of the optimizer on meta tensors, for each kind of parameter. Two values a parameter each, as Adam
+    takes, are assumed where there is no optimizer yet or it can't be copied so.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    every = sum(p.nbytes for p in trained)
+    if isinstance(optimizer, torch.optim.LBFGS):  # steps all as one vector; keeps steps and differences of gradients
+        return (2 * int(optimizer.param_groups[0]["history_size"]) + 2) * every, 10 * every
+    if optimizer is not None:
+        try:
+            return _stepped_bytes(optimizer, trained, foreach_by_default=foreach_by_default)
+        except Exception as error:  # any optimizer class may come, with any constructor
+            logger.info("cannot size a step of %s (%s); assuming Adam's", type(optimizer).__name__, error)
+    at_once = foreach_by_default or getattr(optimizer, "defaults", {}).get("foreach")
+    return 2 * every, 2 * (every if at_once else max((p.nbytes for p in trained), default=0))
+
+
+def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Weights, gradients and optimizer state; without an optimizer, none of its state."""
+    parameters = list(model.parameters())
+    gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+    state = 0 if optimizer is None else stepping_bytes(optimizer, parameters)[0]
+    return sum(p.nbytes for p in parameters) + gradients + state
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, list[nn.Parameter]]]:
+    """What decides the bytes that it takes: each group's options, of which a rate counts as zero or not, and its
+    parameters."""
+    defaults = getattr(optimizer, "defaults", {})
+    return [
+        (_told({k: v for k, v in group.items() if k in defaults}), group["params"]) for group in optimizer.param_groups
+    ]
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """To the bit: `load_state_dict` would round a state to its parameter's dtype.
+
+    Raises:
+        ValueError, KeyError: as `load_state_dict`.
+    """
+    optimizer.load_state_dict(state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in state["state"].items():
+        own = optimizer.state[parameters[index]] if isinstance(index, int) else {}
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, torch.Tensor) and own[key].dtype != value.dtype:
+                own[key] = value.to(own[key].device)
+
+
+def _told(options: dict[str, Any]) -> str:
+    def told_of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), value.dtype
+        return value != 0 if isinstance(value, float) else value
+
+    return repr(tree_map(told_of, dict(sorted(options.items()))))
+
+
+# by class, and options, shape and dtype of a parameter: bytes of state; of temporaries, where all are at once, or not
+_known: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[int, int, int]]] = weakref.WeakKeyDictionary()
+
+
+def _stepped_bytes(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], *, foreach_by_default: bool
+) -> tuple[int, int]:
+    wanted, known = set(parameters), _known.setdefault(type(optimizer), {})
+    state_bytes = together_bytes = alone_bytes = 0
+    for group in optimizer.param_groups:
+        own = {key: value for key, value in group.items() if key in optimizer.defaults}
+        own |= {key: False for key in ("fused", "capturable") if key in own}  # for which meta tensors are no device
+        if own.get("foreach", False) is None:
+            own["foreach"] = foreach_by_default and not isinstance(optimizer, torch.optim.Adafactor)  # a loop anywhere
+        options = _told(own)
+        for p in wanted.intersection(group["params"]):
+            kind = options, p.size(), p.stride(), p.dtype
+            if kind not in known:
+                known[kind] = _measured(type(optimizer), own, p)
+            state, together, alone = known[kind]
+            state_bytes += state
+            if not group.get("fused"):
+                together_bytes, alone_bytes = together_bytes + together, max(alone_bytes, alone)
+    return state_bytes, together_bytes + alone_bytes
+
+
+def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: torch.Tensor) -> tuple[int, int, int]:
+    """Nobody draws other random numbers for it, nor is any hook called."""
+    if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
+        raise RuntimeError("hooks of all optimizers would be called, if it calls its base's step")
+
+    def step_copy(number: int) -> tuple[int, int]:
+        parameters = [nn.Parameter(torch.empty_like(like, device="meta")) for _ in range(number)]
+        for p in parameters:
+            p.grad = torch.empty_like(p)
+        optimizer: Any = make([{"params": parameters, **copy.deepcopy(options)}])  # type: ignore[call-arg]
+        step = type(optimizer).step
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        with LiveBytes():
+            step(optimizer)  # makes its state
+        with LiveBytes() as temporaries:
+            step(optimizer)
+        return sum(tensor_bytes(v) for v in tensors_in(list(optimizer.state.values()))), temporaries.peak_bytes
+
+    shared = SharedRandom()
+    with drawing_again(DrawRecord()), torch.no_grad():
+        (_, few), (state_bytes, many) = step_copy(_FEW), step_copy(_MANY)
+    shared.put_back()
+    at_once = many > few * (_FEW + _MANY) / (2 * _FEW)
+    return math.ceil(state_bytes / _MANY), *((math.ceil(many / _MANY), 0) if at_once else (0, few))
+
+
+class LiveBytes(ThreadMode):
+    """The most that storages take at once that operators make. A number that is read of a meta tensor is 1."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._living: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return 1.0
+        is_new = func is torch.ops.aten.lift_fresh.default  # what `torch.tensor` has made
+        given = set() if is_new else {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
+        made = func(*args, **(kwargs or {}))
+        storages = [t.untyped_storage() for t in tensors_in(made)]
+        self._living.update({s: s.nbytes() for s in storages if s._cdata not in given})
+        self.peak_bytes = max(self.peak_bytes, sum(self._living.values()))
+        return made

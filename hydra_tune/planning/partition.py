@@ -1,0 +1,247 @@
+"""Cuts a model: modules into blocks before the first batch, blocks into shards after the pilot.
+
+Cut by module, not by graph: no tracing, so control flow, masks in kwargs and skip connections work
+unchanged. Packing follows Hydra's pilot partitioning (arXiv 2110.08633, section 4.1), with the
+double-buffer reserve set aside, and adds an objective (`pack_shards`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from hydra_tune.blocks.block import Block
+from hydra_tune.blocks.root import SeveralModels
+from hydra_tune.blocks.tree import flatten, tensors_in
+from hydra_tune.config import format_bytes
+from hydra_tune.devices.host_buffer import tensor_bytes
+from hydra_tune.errors import BudgetError
+from hydra_tune.schedule.plan import BlockProfile, Cut, Shard, TrialPlan
+
+# 5 ms on the fastest links, ten times what a task costs the host; larger ones crowd others out
+MOST_SLOT_BYTES = 1 << 28
+UNMEASURED = "no first step has called it"
+Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+_STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_blocks(
+    root: nn.Module, limit_bytes: int, *, opened: Container[str] = (), kept: Container[str] = ()
+) -> dict[str, nn.Module]:
+    """The blocks of `root` by name, in order of registration.
+
+    The root is always opened, and so is whatever contains a stack of layers, or is named among `opened`. An
+    element of a stack is a block, unless its weights and gradients pass `limit_bytes`; then its children are.
+    What is `kept` has no blocks.
+    """
+    blocks: dict[nn.Module, str] = {}
+
+    def walk(name: str, module: nn.Module, *, in_stack: bool) -> Iterator[tuple[str, nn.Module]]:
+        size = sum(map(tensor_bytes, [*module.parameters(), *module.buffers()]))
+        if size == 0 or name in kept:
+            return
+        stack = isinstance(module, _STACKS)
+        size += sum(tensor_bytes(p) for p in module.parameters() if p.requires_grad)
+        opens = stack or name in opened or size > limit_bytes or (not in_stack and _contains_stack(module))
+        children = children_of(module) if opens or not name else []
+        if name and not children:
+            yield name, module
+        for child_name, child in children:
+            yield from walk(f"{name}.{child_name}".lstrip("."), child, in_stack=in_stack or stack)
+
+    for found_name, module in walk("", root, in_stack=False):  # which refers to itself, and shall not keep the modules
+        blocks.setdefault(module, found_name)
+    return {name: module for module, name in blocks.items()}
+
+
+def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that this one calls; what computes its parametrized weights is part of itself."""
+    return [] if is_parametrized(module) else list(module.named_children())
+
+
+def has_children(module: nn.Module) -> bool:
+    """Whether opening this block makes others."""
+    return any(True for _, child in children_of(module) for _ in child.parameters())
+
+
+def _contains_stack(module: nn.Module) -> bool:
+    """A stack of layers, not of parametrizations."""
+    return any(isinstance(m, _STACKS) for n, m in module.named_modules() if "parametrizations" not in n.split("."))
+
+
+def blocks_of(
+    model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[BlockProfile], before: Iterable[Block]
+) -> list[Block]:
+    """The model's blocks, in order of registration; in the order of `profiles`, and by what these tell, if given. Those
+    that are cut as `before` stay who they are: a graph may refer to them."""
+    opened, kept = set(cut.opened), set(cut.kept)
+    if isinstance(model, SeveralModels):
+        for name, child in model.named_children():
+            (opened if has_children(child) else kept).add(name)
+    modules = find_blocks(model, limit_bytes, opened=opened, kept=kept)
+    inside = {m for module in modules.values() for m in module.modules()}
+    outside = {p for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
+    held = outside | {p for name, p in model.named_parameters(remove_duplicate=False) if name in cut.held}
+    known = {profile.name: profile for profile in profiles if profile.name in modules}
+    old = {block.name: block for block in before}
+    blocks = []
+    for name in dict.fromkeys((*known, *modules)):
+        block = Block(name, modules[name], held=[*held.intersection(modules[name].parameters())])
+        if (former := old.get(name)) is not None and _what_runs(former) == _what_runs(block):
+            block = former
+        profile = known.get(name, BlockProfile(name, 0))
+        block.keeps = (profile.keeps if profile.visits else UNMEASURED) or block.keeps
+        block.clones, block.writes_buffers = profile.clones or block.clones, profile.writes_buffers
+        block.casts, block.saved_counts = profile.casts | block.casts, profile.saved_counts | block.saved_counts
+        blocks.append(block)
+    return blocks
+
+
+def _what_runs(block: Block) -> list[int]:
+    """Equal where the same parameters are promoted, for the same forward."""
+    return [*map(id, (block.module, block.own_forward, *block.slot_parameters))]
+
+
+def make_plan(
+    profiles: Sequence[BlockProfile],
+    *,
+    budget_bytes: int,
+    loose_bytes: int,
+    resident_bytes: int,
+    step_bytes: int,
+    late_bytes: int = 0,
+    may_be_resident: bool = True,
+    cut: Cut = Cut(),  # noqa: B008
+) -> TrialPlan:
+    """The plan for blocks in the order in which they run.
+
+    `loose_bytes`     parameters outside every block, with gradients and optimizer state
+    `resident_bytes`  all parameters, with gradients and optimizer state
+    `step_bytes`      boundary tensors, operators between blocks and the loss
+    `late_bytes`      in a spilled step: gradients of one block that go to the host while the next one computes
+
+    Raises:
+        BudgetError: some block does not fit alone; names it, its need and the budget.
+    """
+    blocks, saved = tuple(profiles), sum(p.saved_bytes for p in profiles)
+    whole = replace(_shard_of(range(len(blocks)), blocks), slot_bytes=0, boundary_bytes=0)
+    resident = TrialPlan(True, (whole,), blocks, resident_bytes, step_bytes + saved, cut)
+    if may_be_resident and resident.need_bytes <= budget_bytes:
+        return resident
+    if not profiles:
+        need, budget = format_bytes(resident.need_bytes, up=True), format_bytes(budget_bytes)
+        raise BudgetError(
+            f"the model has no block that could be spilled and needs {need}, but the budget is {budget}. {cut.advice()}"
+        ).lacking(resident.need_bytes, budget_bytes)
+    step_bytes += late_bytes
+    largest = sorted(profiles, key=lambda p: p.weight_bytes + p.work_bytes, reverse=True)
+    p, room_bytes = largest[0], budget_bytes - loose_bytes - step_bytes
+    need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
+    if need_bytes > budget_bytes:
+        parts = map(format_bytes, (p.weight_bytes, p.work_bytes, loose_bytes + step_bytes, budget_bytes))
+        raise BudgetError(
+            "block {} needs {}: {} of weights, {} to compute, {} held by its trial and step; but the budget is {}. "
+            "{}".format(p.name, format_bytes(need_bytes, up=True), *parts, cut.advice())
+        ).lacking(need_bytes, budget_bytes, [p.name for p in largest if p.weight_bytes + p.work_bytes > room_bytes])
+    shards = pack_shards(profiles, room_bytes)
+    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
+
+
+def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shard, ...]:
+    """Consecutive blocks, for a trial with `room_bytes` for slots and work. In O(blocks * log(room_bytes)).
+
+    Two shards fit beside the largest work of any block, and none is larger than `MOST_SLOT_BYTES`, except a block
+    that is larger by itself. Of these cuts, one that promotes the fewest bytes a step, then has the fewest shards,
+    then the smallest largest:
+
+        forward    | promoted | promoted | promoted | promoted |
+        backward   | promoted | promoted | kept since forward  |
+
+    1. Only the block where the kept shards begin decides the bytes. It is earliest with one block a shard:
+       a longer shard wants all its blocks there for the largest of their works.
+    2. Filled one after another, shards are fewest: whatever a shard may hold, a part of it may. They end
+       where the kept ones begin and where `visits` changes, so no block is promoted for another's visit.
+    3. The largest is smallest under the least limit for which as few suffice.
+
+    Known slack: with blocks that have no backward there may be one shard too many.
+    """
+    most = min((room_bytes - max((p.work_bytes for p in profiles), default=0)) // 2, MOST_SLOT_BYTES)
+    kept = _first_kept(profiles, room_bytes)
+
+    def filled(limit: int) -> list[list[int]]:
+        parts: list[list[int]] = []
+        size = work = kept_bytes = 0
+        for i, p in enumerate(profiles):
+            size, work = size + p.weight_bytes, max(work, p.work_bytes)
+            kept_bytes += p.weight_bytes if i >= kept else 0
+            begins = i in (0, kept) or (i < kept and p.visits != profiles[i - 1].visits)
+            if begins or size > limit or kept_bytes + work > room_bytes:
+                parts.append([])
+                size, work = p.weight_bytes, p.work_bytes
+            parts[-1].append(i)
+        return parts
+
+    fewest = len(filled(most))
+    least = bisect_left(range(most + 1), True, key=lambda limit: len(filled(limit)) <= fewest)
+    return tuple(_shard_of(part, profiles) for part in filled(least))
+
+
+def _shard_of(numbers: Sequence[int], profiles: Sequence[BlockProfile]) -> Shard:
+    blocks = [profiles[i] for i in numbers]
+    return Shard(
+        tuple(numbers),
+        sum(p.weight_bytes for p in blocks),
+        max((p.forward_work_bytes for p in blocks), default=0),
+        max((p.backward_work_bytes for p in blocks), default=0),
+        max((p.boundary_bytes for p in blocks), default=0),
+    )
+
+
+def _first_kept(profiles: Sequence[BlockProfile], room_bytes: int) -> int:
+    """The first of the blocks, with one a shard, that are on the device from their forward to their backward.
+
+    Whoever is kept leaves room for those after it, up to each one and its work: after that one's backward its copy
+    goes first (see `slots.py`).
+    """
+    kept = len(profiles)
+    after = 0  # what the later ones need at most, all slots up to one of them and its work
+    for i, p in reversed([*enumerate(profiles)]):
+        if p.weight_bytes + after > room_bytes:
+            break
+        after = p.weight_bytes + max(p.work_bytes, after)
+        kept = i if p.visits == 2 else kept
+    return kept
+
+
+def summary_of(plan: TrialPlan) -> dict[str, Any]:
+    """A plan as plain data."""
+    return {
+        "resident": plan.resident,
+        "held_bytes": plan.held_bytes,
+        "step_bytes": plan.step_bytes,
+        "weight_bytes": sum(p.weight_bytes for p in plan.blocks),
+        "shards": [{**vars(shard), "blocks": [plan.blocks[i].name for i in shard.blocks]} for shard in plan.shards],
+        "cut": {what: {**reasons} for what, reasons in vars(plan.cut).items()},
+        "keeps": {p.name: p.keeps for p in plan.blocks if p.keeps},
+    }
+
+
+def input_signature(inputs: object) -> Signature:
+    return tuple((shape_of(t), t.dtype) for t in tensors_in(inputs))
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested tensor, some of whose sizes are no numbers, its elements."""
+    return (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
+
+
+def flags_of(inputs: object) -> tuple[object, ...]:
+    """What else decides what a forward computes: flags, names, absent tensors, and which require a gradient."""
+    told = (x.requires_grad if isinstance(x, torch.Tensor) else x for x in flatten(inputs)[0])
+    return tuple(x for x in told if x is None or isinstance(x, (bool, str)))

@@ -1,0 +1,83 @@
+"""What tells forwards of one model apart that may need other bytes: their inputs, and what is switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from operator import ge
+from typing import Any
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.planning.partition import Signature
+from hydra_tune.schedule.plan import BlockProfile, Cut, TrialPlan
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`trains`: gradients are on. `setting` is all that is equal for forwards of one kind; a measure of inputs of one
+    `signature` holds for smaller ones. `parameters`: what only one model has, the identities of its own."""
+
+    trains: bool
+    setting: Hashable
+    signature: Signature
+    parameters: Hashable = None
+
+    def covers(self, other: Kind) -> bool:
+        same = (self.trains, self.setting, self.parameters) == (other.trains, other.setting, other.parameters)
+        return (
+            same and len(self.signature) == len(other.signature) and all(map(_bounds, self.signature, other.signature))
+        )
+
+    @property
+    def of_any(self) -> Kind:
+        """The same of any model of the architecture."""
+        return replace(self, parameters=None)
+
+
+@dataclass(frozen=True)
+class StepMeasure:
+    """What a first step with forwards of these kinds has shown: blocks in the order in which they ran."""
+
+    kinds: tuple[Kind, ...]
+    cut: Cut
+    blocks: dict[str, BlockProfile]
+    step_bytes: int
+    kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
+
+    @property
+    def trains(self) -> bool:
+        return any(kind.trains for kind in self.kinds)
+
+    def covers(self, kind: Kind) -> bool:
+        return any(own.covers(kind) for own in self.kinds)
+
+    def put_among(self, measures: list[StepMeasure]) -> list[StepMeasure]:
+        """Those of the same cut that tell more than this one, and this one."""
+        same_cut = [m for m in measures if m.cut == self.cut]
+        return [*(m for m in same_cut if m.trains != self.trains or not all(map(self.covers, m.kinds))), self]
+
+
+@dataclass
+class Known:
+    """What trials of one architecture have shown in a pool."""
+
+    plan: TrialPlan | None = None  # the latest
+    measures: list[StepMeasure] = field(default_factory=list)
+    refusals: dict[Kind, BudgetError] = field(default_factory=dict)  # of first steps that had the whole device
+    too_large: bool = False  # one has run out of memory with all of it on the device
+
+    def add(self, measure: StepMeasure) -> None:
+        shared = replace(measure, kinds=tuple(kind.of_any for kind in measure.kinds))
+        self.measures = shared.put_among(self.measures)
+
+
+def _bounds(a: Any, b: Any) -> bool:
+    (sizes, dtype), (others, other) = a, b
+    return dtype == other and len(sizes) == len(others) and all(map(ge, sizes, others))
+
+
+def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:
+    """Enough for both."""
+    figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if isinstance(v, (int, float))}
+    casts, counts = a.casts | b.casts, a.saved_counts | b.saved_counts
+    return replace(a, **figures, keeps=a.keeps or b.keeps, casts=casts, saved_counts=counts)

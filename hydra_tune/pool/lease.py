@@ -1,0 +1,133 @@
+"""A trial's turn that lasts for many steps: what its thread pays for a task of it is a few attributes.
+
+The pool's lock and its machine know of such a turn as one task. Meanwhile the trial's thread goes from task to task and
+from step to step by itself, and only leaves word of what it has done. Two flags decide who ends the turn, the holder or
+one that waits, without a lock between them (Dekker's; the interpreter orders what threads read and write):
+
+    holder   busy = True;    revoked? then by the way that has the lock      ... computes ...   busy = False;  revoked?
+    waiter   revoked = True; busy?    then the holder ends the turn, at the end of its task; else the waiter does
+
+So a holder that loads data, validates on the host or is paused keeps nobody waiting, and never learns of it before it
+wants to go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from hydra_tune.devices.device import Device
+from hydra_tune.schedule.events import Instruction
+from hydra_tune.schedule.plan import Direction, Task
+
+TELL_AFTER = 512  # tasks
+Moment: TypeAlias = float | tuple[float, Any]  # in seconds; of a GPU's task, with the device's mark
+# plain tuples, made twice a step: a task's step and direction, when it began, and when it ended
+_Running: TypeAlias = tuple[int, Direction, Moment]
+Ran: TypeAlias = tuple[int, Direction, Any, Any]  # moments
+
+
+class Lease:
+    """One trial's. `revoked` is also what it is while it has none; the pool's lock guards all that others change."""
+
+    def __init__(self, trial: int, now_s: Callable[[], float], wake: threading.Condition) -> None:
+        self.trial = trial
+        self.granted: deque[Instruction] = deque()  # what the scheduler has said to it
+        self.wake = wake  # of its thread, where that waits for such
+        self.task = Task(trial, 0, 0, Direction.FORWARD)  # that the machine believes to run
+        self.device: Device | None = None  # where, while the turn lasts
+        self.busy = False  # in a task, or at its edges
+        self.revoked = True
+        self.in_step = False  # else, what the last step had reserved is kept for the next one, while the turn lasts
+        self.begun = 0  # tasks
+        self.num_steps = 0  # trained
+        self.told_steps = 0  # of these
+        self.thread = 0  # that was given the turn
+        self.ran: deque[Ran] = deque()  # what the holder, which goes on meanwhile, has left word of
+        self.since_s = 0.0  # of the quantum
+        self._seen = -1  # tasks begun, by who has looked at the holder; -1 if it was in one
+        self._now_s = now_s
+        self._now: Callable[[], Moment] = now_s
+        self._running: _Running | None = None
+
+    # ---- in the pool, under its lock ----
+
+    def open(self, task: Task, device: Device) -> None:
+        """The trial has been given a turn that lasts; with this task, which it has yet to begin."""
+        self.task, self.device, self.in_step, self._seen = task, device, True, -1
+        self.since_s = self._now_s()
+        self._now = self._now_s if device.is_virtual else lambda: (self._now_s(), device.mark())
+        self._running = None
+        self.busy, self.revoked = True, False  # last
+
+    def close(self) -> None:
+        """It has no turn any more, having been revoked before."""
+        self.device, self.busy, self._running = None, False, None
+
+    def is_idle(self) -> bool:
+        """It has been between the same two tasks when this was asked last; or it is the asking thread's own."""
+        seen, self._seen = self._seen, -1 if self.busy else self.begun
+        return not self.busy and (seen == self.begun or self.thread == threading.get_ident())
+
+    # ---- in the trial's thread ----
+
+    def start(self, task: Task, start_s: float, mark: Any) -> None:
+        """Begin the task that came with the turn."""
+        self.begun += 1
+        self.thread = threading.get_ident()
+        self._running = task.step, task.direction, start_s if self._now is self._now_s else (start_s, mark)
+
+    def begin(self, step: int, direction: Direction) -> bool:
+        """A task, unless it is under way, and its step with it; False if the pool is to be asked, for no turn lasts, or
+        it is to end: nothing has happened then."""
+        self.busy = True
+        running = self._running
+        if self.revoked:
+            self.busy = running is not None
+            return False
+        if running is not None:
+            if running[1] is direction and running[0] == step:
+                return True
+            self._note_end(running)  # a backward within a forward
+        self.in_step = True
+        self.begun += 1
+        self._running = step, direction, self._now()
+        return True
+
+    def end(self) -> bool | None:
+        """The task, if one is under way in a turn that lasts; whether nobody need be told."""
+        running = self._running
+        if running is None:
+            return None
+        self._note_end(running)
+        self._running = None
+        self.busy = False
+        return not self.revoked and len(self.ran) < TELL_AFTER
+
+    def _note_end(self, running: _Running) -> None:
+        self.ran.append((*running, self._now()))
+
+    def enter_step(self) -> bool:
+        """With what the one before has reserved; False if the pool is to be asked."""
+        self.busy = True
+        goes_on = not self.revoked
+        self.in_step |= goes_on
+        self.busy = self._running is not None
+        return goes_on
+
+    def leave_step(self, *, trained: bool) -> bool:
+        """At its end, or that of its last task; False if the pool is to be told: nothing has happened then."""
+        running = self._running
+        self.busy = True
+        if self.revoked:
+            self.busy = running is not None
+            return False
+        if running is not None:
+            self._note_end(running)
+            self._running = None
+        self.in_step = False
+        self.num_steps += trained
+        self.busy = False
+        return True

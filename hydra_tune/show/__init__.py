@@ -1,0 +1,1 @@
+"""Draws plain data for people. Imports `config` and `errors`."""

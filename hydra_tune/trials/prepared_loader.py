@@ -1,0 +1,113 @@
+"""What `prepare` gives back for a loader: the same in everything, its batches on the trial's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from hydra_tune.checkpoints.loader_progress import LoaderProgress
+from hydra_tune.errors import PrepareError
+from hydra_tune.process.fork import gate
+from hydra_tune.trials.trial import Trial
+
+
+class PreparedLoader:
+    """Stands for the loader in everything; its batches arrive on the trial's device, while there is a trial, to which
+    `reference` is a weak reference. A copy is one of the plain loader. `progress` is that of a trial which writes
+    checkpoints."""
+
+    __slots__ = ("__weakref__", "_prepared")  # no other name of its own: all are the loader's
+    _prepared: tuple[Any, Callable[[], Trial | None], LoaderProgress | None]
+
+    def __init__(self, loader: Any, reference: Callable[[], Trial | None], progress: LoaderProgress | None) -> None:
+        object.__setattr__(self, "_prepared", (loader, reference, progress))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._prepared[0])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._prepared[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._prepared[0], name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._prepared[0].__reduce_ex__(protocol)
+
+    def __len__(self) -> int:
+        return len(self._prepared[0])
+
+    def __bool__(self) -> bool:
+        return bool(self._prepared[0])
+
+    def __getitem__(self, key: Any) -> Any:
+        return _arrived(self._prepared[0][key], _living(self))
+
+    def __iter__(self) -> PreparedLoader:
+        (loader, reference, progress), trial = self._prepared, _living(self)
+        if trial is not None:
+            if trial.is_here:  # a thread that fetches ahead comes at any time
+                trial.boundary()
+            if progress is not None and trial.resumption is not None:
+                trial.resumption.before_iteration(progress)
+        with gate.one_at_a_time:  # now, not at the first batch: it may draw a seed
+            batches = iter(loader) if progress is None else progress.iterate()
+        iteration = _Iteration(batches, reference, progress)
+        if progress is not None:
+            progress.follow(iteration)
+        return iteration
+
+    def __next__(self) -> Any:
+        """Of an iterator. Once the batch is there, what came before it may be written."""
+        (loader, _, progress), trial = self._prepared, _living(self)
+        if trial is not None and trial.is_here:
+            trial.boundary()
+        if trial is None or trial.resumption is None or progress is None:
+            return _arrived(next(loader), trial)
+        states = trial.resumption.before_batch(progress)
+        try:
+            batch = next(loader)
+        except StopIteration:
+            progress.has_ended()
+            raise
+        if states is not None:
+            trial.checkpoint(states)
+        progress.has_given()
+        return _arrived(batch, trial)
+
+
+class _Iteration(PreparedLoader):
+    __slots__ = ()
+
+    def __iter__(self) -> PreparedLoader:
+        return self
+
+
+def _living(loader: PreparedLoader) -> Trial | None:
+    """Its trial; where that has ended, the model is plain and on the host, and so are the batches."""
+    trial = loader._prepared[1]()
+    return None if trial is None or trial.ended else trial
+
+
+def _arrived(batch: Any, trial: Trial | None) -> Any:
+    return batch if trial is None else trial.residency.to_device(batch)
+
+
+def plain_loader(loader: Any) -> Any:
+    """What was given to an earlier `prepare`, if it was."""
+    return loader._prepared[0] if isinstance(loader, PreparedLoader) else loader
+
+
+def refuse_what_is_no_loader(loaders: Sequence[Any]) -> None:
+    """Accelerate's and DeepSpeed's `prepare` take a schedule, a second optimizer or model, a loss here."""
+    for place, given in enumerate(loaders, 3):
+        gives_batches = any(hasattr(type(given), name) for name in ("__iter__", "__next__", "__getitem__"))
+        if not gives_batches or isinstance(given, nn.Module):
+            raise PrepareError(
+                f"what follows the optimizer are loaders, but argument {place} is a {type(given).__name__}. Leave it "
+                "out, and use it as it is: prepare takes one model a call, and one of its optimizers. Write "
+                "extra_state=[it] for checkpoints to hold a schedule or a scaler."
+            )

@@ -1,0 +1,15 @@
+"""Installed once a process that runs trials beside each other."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from hydra_tune.integrations.frameworks import accelerate_states, model_loading, process_settings
+
+
+@cache
+def install() -> None:
+    """What libraries keep for the whole process is each trial's own from here on, or warned of by name."""
+    accelerate_states.install()
+    model_loading.install()
+    process_settings.install()

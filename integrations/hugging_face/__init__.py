@@ -1,0 +1,1 @@
+"""Hugging Face's Trainer and those made from it, and its hyperparameter search."""

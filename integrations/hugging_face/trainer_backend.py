@@ -1,0 +1,41 @@
+"""`Trainer.hyperparameter_search(backend="ray", resources_per_trial=HydraExecutor(...))`."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import wrapt
+
+
+def install() -> None:
+    """Now, or once transformers' searches are imported."""
+    wrapt.register_post_import_hook(_understand_executors, "transformers.hyperparameter_search")
+
+
+def _understand_executors(module: Any) -> None:
+    stock = module.RayTuneBackend.run
+
+    def run(self: Any, trainer: Any, n_trials: int, direction: str, **options: Any) -> Any:
+        import ray.tune
+
+        from hydra_tune.integrations.ray_tune.executor import HydraExecutor
+        from hydra_tune.integrations.ray_tune.pool_keeper import pools_for
+        from hydra_tune.integrations.ray_tune.trainable import trainable
+
+        executor = options.get("resources_per_trial")
+        if not isinstance(executor, HydraExecutor):
+            return stock(self, trainer, n_trials, direction, **options)
+        stock_run = ray.tune.run
+
+        def run_on_pools(train: Any, *, resources_per_trial: Any, **rest: Any) -> Any:
+            on_pools = trainable(train, executor)
+            with pools_for(executor.spec, on_pools.__name__):
+                return stock_run(on_pools, **rest)
+
+        if not ray.is_initialized():
+            ray.init()
+        with patch.object(ray.tune, "run", run_on_pools):
+            return stock(self, trainer, n_trials, direction, **{**options, "resources_per_trial": {"cpu": 1}})
+
+    module.RayTuneBackend.run = run

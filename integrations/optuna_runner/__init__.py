@@ -1,0 +1,1 @@
+"""Optuna: the runner, its searches, ask-and-tell, pruning and recovery."""

@@ -1,0 +1,131 @@
+"""What a function goes on from that calls `hydra_tune.resume_step` and reports no checkpoint of its own: the state of
+its trial, or of the one that it is to exploit. Its pool keeps that in host memory, while there is room; it is in a
+checkpoint of Tune's, too.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Moment
+from hydra_tune.checkpoints.plain_state import decode, encode
+from hydra_tune.devices.host_buffer import tensor_bytes
+from hydra_tune.devices.meter import CountingPaused
+from hydra_tune.errors import ResumeError
+from hydra_tune.trials.context import Context
+
+_MARK = "hydra_tune.json"  # tells a checkpoint of ours from one of the function's own
+
+
+class KeptState:
+    """Copies of a trial's tensors, and all else of it."""
+
+    def __init__(self, trial_id: str, moment: Moment, state: Any) -> None:
+        self.name = uuid.uuid4().hex
+        self.trial_id = trial_id
+        self._moment = moment
+        tensors: dict[str, Any] = {}
+        self._text = json.dumps(encode(state, tensors, "state"))
+        self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.num_bytes = len(self._text) + sum(map(tensor_bytes, self._tensors.values()))
+
+    @classmethod
+    def of(cls, context: Context, trial_id: str) -> KeptState:
+        """In the trial's thread, where it reports.
+
+        Raises:
+            ResumeError: nobody could go on from it.
+        """
+        live = [trial for trial in context.trials if not trial.ended]
+        if not live or context.resumption is None:
+            raise ResumeError("it has no prepared model now")
+        (trial,) = live
+        trial.boundary()
+        with CountingPaused():
+            moment, state = context.resumption.now(trial.model, trial.optimizer)
+            return cls(trial_id, moment, state)
+
+    def newest(self) -> tuple[Moment, Any]:
+        """Copies: the one that goes on from them will change them."""
+        return self._moment, decode(json.loads(self._text), self._tensors)
+
+    def write(self, directory: str) -> None:
+        CheckpointFolder(Path(directory)).write(self._moment, decode(json.loads(self._text), self._tensors))
+        Path(directory, _MARK).write_text(json.dumps({"name": self.name, "trial_id": self.trial_id}))
+
+
+def _mark_of(checkpoint: Any) -> dict[str, str] | None:
+    path = f"{checkpoint.path}/{_MARK}"
+    if not checkpoint.filesystem.get_file_info(path).is_file:
+        return None
+    with checkpoint.filesystem.open_input_stream(path) as file:
+        said: dict[str, str] = json.loads(file.read())
+    return said
+
+
+class KeptStates:
+    """The last one of each of a pool's trials, live or paused; of all that `room_bytes` has no room for, the oldest go.
+    Thread-safe."""
+
+    def __init__(self, room_bytes: Callable[[], float]) -> None:
+        self._room_bytes = room_bytes
+        self._of: OrderedDict[str, KeptState] = OrderedDict()  # by trial, the last one last
+        self._lock = Lock()
+        self.continued = {"in_memory": 0, "from_checkpoint": 0}  # attempts that have gone on from either
+
+    def keep(self, state: KeptState) -> None:
+        with self._lock:
+            self._of[state.trial_id] = state
+            self._of.move_to_end(state.trial_id)
+            room_bytes = self._room_bytes()
+            while self._of and sum(each.num_bytes for each in self._of.values()) > room_bytes:
+                self._of.popitem(last=False)
+
+    def forget(self, trial_id: str) -> None:
+        """It has ended, or its state is out of date."""
+        with self._lock:
+            self._of.pop(trial_id, None)
+
+    def named(self, name: str) -> KeptState | None:
+        with self._lock:
+            return next((each for each in self._of.values() if each.name == name), None)
+
+    def found_in(self, checkpoint: Any) -> Found | None:
+        """What a `ray.tune.Checkpoint` says to go on from, if it is one of ours.
+
+        Raises:
+            ResumeError: it is, but it is not sound.
+        """
+        said = _mark_of(checkpoint)
+        if said is None:
+            return None
+        held = self.named(said["name"])
+        if held is not None:
+            newest: tuple[Moment, Any] | None = held.newest()
+        else:
+            with checkpoint.as_directory() as directory:  # from wherever it is stored
+                newest = CheckpointFolder(Path(directory)).newest()
+        if newest is None:
+            raise ResumeError(f"a trial goes on from its checkpoint, but that at {checkpoint.path} is not sound.")
+        where = "in_memory" if held is not None else "from_checkpoint"
+        with self._lock:
+            self.continued[where] += 1
+        return Found(*newest)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What to go on from."""
+
+    moment: Moment
+    state: Any
+
+    def newest(self) -> tuple[Moment, Any]:
+        return self.moment, self.state

@@ -1,0 +1,102 @@
+"""One node's pool under Ray: an actor that owns the node's devices, in whose threads the node's trials train.
+
+A pool's process that dies starts again, empty; its trials fail, and Tune's `max_failures` decides whether they start
+anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+from hydra_tune.integrations.ray_node.pool_lines import Line, Lines
+from hydra_tune.integrations.ray_tune.messages import Begun, Call, GoOn, Order, Raised, Save, Stop
+from hydra_tune.integrations.ray_tune.pool_spec import PoolSpec
+
+LAST_WORDS_S = 1.0  # for a proxy to hear that the process ends
+GIL_S = 0.001  # for which a computing thread has it, while a report waits
+logger = logging.getLogger("hydra_tune")
+
+
+class PoolActor:
+    """One node's pool. What proxies say comes on their lines; the actor's own methods are for who looks for it.
+
+    The class is known where there is no torch.
+    """
+
+    def __init__(self, spec: PoolSpec, job: str, places: int, num_threads: int) -> None:
+        import torch
+
+        from hydra_tune.integrations.ray_node import pool_session, pool_work
+        from hydra_tune.integrations.ray_node.attempt import Attempt
+        from hydra_tune.integrations.ray_node.kept_state import KeptStates
+        from hydra_tune.pool.shard_pool import ShardPool
+
+        torch.set_num_threads(num_threads)
+        sys.setswitchinterval(GIL_S)
+        pool_session.install()
+        self._pool = ShardPool(**spec.arguments)
+        self._job = None if spec.shared else job
+        self._places = places
+        self._attempts: dict[Line, Attempt] = {}
+        self._states = KeptStates(lambda: self._pool.host_memory_bytes - sum(self._pool.host_bytes))
+        self._attempt = partial(
+            Attempt, self._pool, work=pool_work.train, on_lost=self._start_anew, states=self._states
+        )
+        self._lines = Lines(self._hears)
+
+    def line(self) -> tuple[Any, bytes]:
+        """Where a proxy of this node connects, and by which key."""
+        return self._lines.address, self._lines.key
+
+    def report(self) -> dict[str, Any]:
+        """`ShardPool.report`, how many trials live, and how many attempts have gone on from what the pool had of them,
+        or of others, in its memory or in a checkpoint."""
+        live = sum(attempt.is_alive for attempt in list(self._attempts.values()))
+        return {"live": live, "continued": dict(self._states.continued), **self._pool.report()}
+
+    # ---- in the thread that reads ----
+
+    def _hears(self, line: Line, said: Any) -> None:
+        if isinstance(said, Order):
+            self._begin(line, said)
+            return
+        attempt = self._attempts.get(line)
+        if attempt is None:
+            return
+        if said is None:
+            attempt.stop("its proxy has died")
+            if not attempt.is_alive:
+                del self._attempts[line]
+        elif isinstance(said, Stop):
+            attempt.stop(said.reason)
+        elif isinstance(said, (GoOn, Call, Save)):
+            attempt.answer(said)
+
+    def _begin(self, line: Line, order: Order) -> None:
+        """Unless the pool is full. A former attempt of the same trial ends."""
+        if self._job is not None and order.job != self._job:
+            error = PermissionError(
+                f"a pool runs code of its own Ray job, {self._job}, but job {order.job} asked. Share one with "
+                "HydraExecutor(pool=...) in both."
+            )
+            line.say(Raised.of(error, ""))
+            return
+        self._attempts = {line: attempt for line, attempt in self._attempts.items() if attempt.is_alive}
+        former = [attempt for attempt in self._attempts.values() if attempt.order.trial_id == order.trial_id]
+        for attempt in former:
+            attempt.stop("another attempt of this trial has begun")
+        has_place = len(self._attempts) - len(former) < self._places
+        line.say(Begun(has_place))
+        if has_place:
+            self._attempts[line] = attempt = self._attempt(order=order, line=line)
+            attempt.start()
+
+    def _start_anew(self) -> None:
+        """In a new process, once the trial has been heard of."""
+        logger.error("a device is lost to this process: it ends, and a new one begins")
+        threading.Timer(LAST_WORDS_S, os._exit, [1]).start()

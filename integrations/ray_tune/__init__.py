@@ -1,0 +1,1 @@
+"""Ray Tune, its own processes: what the driver and a trial's proxy do."""

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import copyreg
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.nn.parameter import is_lazy
 
 from hydra_tune.blocks.own_forward import StandIn
-from hydra_tune.devices.host_buffer import is_dense
 from hydra_tune.errors import PrepareError
-from hydra_tune.planning.fingerprint import HOOKS_OF_MODULES, PLAIN, Fingerprint
 from hydra_tune.process.interrupts import interrupts
 
 if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial
-
-_NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
 
 
 class SeveralModels(nn.Module):
@@ -113,110 +104,3 @@ def use_no_cache(model: nn.Module) -> list[Any]:
         module.config = config = deepcopy(vars(module)["config"], copies)
         config.use_cache = False
     return [module.config for module in owners]
-
-
-def refuse_unsupported(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        what = name or type(module).__name__
-        if _is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
-            raise PrepareError(
-                f"a prepared model runs operator by operator, but {what} was made by torch.jit or given to "
-                "torch.compile, which would bypass the blocks. Prepare the plain model."
-            )
-        if slots := copyreg._slotnames(type(module)):  # type: ignore[attr-defined]
-            raise PrepareError(
-                f"a module's attributes are in its __dict__, where they can be put back, but {what} has "
-                f"{', '.join(slots)} in __slots__. Take the __slots__ away."
-            )
-    tensors = {id(t): (name, t) for name, t in (*model.named_parameters(), *model.named_buffers())}
-    for name, tensor in tensors.values():
-        if what := _odd(tensor):
-            raise PrepareError(
-                "weights and buffers are dense, plain torch tensors that fill their memory, and gradients have their "
-                f"dtype, but {name} is {what}. Materialise it (a lazy one, by a call of the model), make it dense "
-                "(.to_dense()), have it fill its memory (.contiguous()), leave its grad_dtype as it was, or make a "
-                "module of what its class does, first."
-            )
-    for name in [name for name, buffer in model.named_buffers() if buffer.requires_grad and buffer.is_leaf]:
-        raise PrepareError(f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one.")
-    places = sorted((*_place_of(t), name) for name, t in tensors.values() if t.numel())
-    shared = [(name, other) for (_, end, name), (start, _, other) in pairwise(places) if start < end]
-    reached, met = Fingerprint(), set(tensors)
-    reached.most_items = 100_000  # of a container that may have an alias of a weight
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            # what torch.nn.utils.spectral_norm sets is computed anew in each forward
-            if type(value) in PLAIN or key in _NOT_THE_USERS or f"{key}_orig" in module._parameters:
-                continue
-            for tensor in reached.tensors_within([value]):
-                if tensor.layout is torch.strided and tensor.numel() and id(tensor) not in met:
-                    first, last = _place_of(tensor)
-                    other = f"{name}.{key}".lstrip(".")
-                    shared += [(weight, other) for start, end, weight in places if start < last and first < end]
-                met.add(id(tensor))
-    for name, other in shared:  # each weight gets memory of its own: what follows it by sharing that would not any more
-        raise PrepareError(
-            f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
-            "tensor. Tie them by assigning the Parameter or buffer itself, or clone one."
-        )
-
-
-def _odd(tensor: torch.Tensor) -> str:
-    if tensor.device.type == "meta" or is_lazy(tensor):
-        return "lazy" if is_lazy(tensor) else "on meta"
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        return f"a {type(tensor).__name__}"
-    if tensor.is_leaf and getattr(tensor, "grad_dtype", tensor.dtype) is not tensor.dtype:  # torch 2.10 and later
-        return f"to have one in {tensor.grad_dtype}"
-    return "" if is_dense(tensor) or not tensor.numel() else f"not ({tensor.layout})"
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    in_place = getattr(module, "_compiled_call_impl", None) is not None
-    of_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-    return in_place or of_forward or type(module).__name__ == "OptimizedModule"
-
-
-def refuse_computed_weights(model: nn.Module) -> None:
-    """Of a model that is not resident: what computes with their copies would reach neither them nor what is behind."""
-    for name, weight in model.named_parameters():
-        if not weight.is_leaf:
-            raise PrepareError(
-                f"a prepared model's weights are leaves, but {name} was computed from others, perhaps for "
-                "torch.func.functional_call. Call a copy.deepcopy(model) so, which is a plain model, or "
-                "hydra_tune.release(model) first."
-            )
-
-
-def refuse_global_hooks() -> None:
-    """Hooks on all modules of the process fire where blocks are measured and repeated, too."""
-    for kind in HOOKS_OF_MODULES:
-        for hook in [*getattr(torch.nn.modules.module, f"_global{kind}").values()]:
-            raise PrepareError(
-                f"hooks are on modules, but {getattr(hook, '__qualname__', hook)} is on all modules of the process, "
-                "and would fire in repeated forwards too. Register it on the modules that it is for. "
-                "FlopCounterMode has such a hook while it counts: count in a process of its own, or before the search."
-            )
-
-
-def refuse_transforms(tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-    """What changes the meaning of operators here, and reaches neither a block's weights nor its repetition. Other
-    threads may be in forward mode, too; `tensors` are asked for tangents then."""
-    dynamo = sys.modules.get("torch._C._dynamo.eval_frame")
-    if (
-        torch.compiler.is_dynamo_compiling()
-        or (dynamo is not None and dynamo.get_eval_frame_callback())
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or (forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors()))
-    ):
-        raise PrepareError(
-            "a prepared model runs operator by operator, but it was called within torch.compile, torch.export, "
-            "torch.jit.trace, torch.func (grad, vmap, jvp) or forward-mode automatic differentiation. Call "
-            "hydra_tune.release(model) first, or use that inside of a module's forward."
-        )

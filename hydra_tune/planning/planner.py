@@ -19,7 +19,6 @@ from torch import nn
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.own_forward import BlockForward
 from hydra_tune.blocks.process_state import autocast_mode
-from hydra_tune.blocks.root import refuse_computed_weights, refuse_unsupported
 from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.devices.host_buffer import storage_bytes
 from hydra_tune.devices.meter import ADVICE
@@ -28,6 +27,7 @@ from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import glance_at, has_users_hook, plan_key
 from hydra_tune.planning.first_step import FirstStep
 from hydra_tune.planning.optimizer_memory import stepping_bytes
+from hydra_tune.planning.refusals import refuse_computed_weights, refuse_unsupported
 from hydra_tune.planning.step_kind import Kind, Known, StepMeasure, larger_of
 from hydra_tune.schedule.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
 from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile, Cut, TrialPlan

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.own_forward import end_orphans
-from hydra_tune.blocks.root import refuse_unsupported, trial_of
+from hydra_tune.blocks.root import trial_of
 from hydra_tune.checkpoints.resumption import extra_states
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.planning.optimizer_memory import training_bytes
+from hydra_tune.planning.refusals import refuse_unsupported
 from hydra_tune.pool.shard_pool import ShardPool, default_pool
 from hydra_tune.process.fork import gate, new_in_child
 from hydra_tune.process.interrupts import interrupts

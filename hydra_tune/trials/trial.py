@@ -28,14 +28,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.engine import Backward, ForwardPass, here
 from hydra_tune.blocks.process_state import ProcessState, Surroundings, autocast_mode
 from hydra_tune.blocks.repeated_call import RepeatedCall
-from hydra_tune.blocks.root import (
-    RootApply,
-    RootForward,
-    SeveralModels,
-    give_back,
-    refuse_global_hooks,
-    refuse_transforms,
-)
+from hydra_tune.blocks.root import RootApply, RootForward, SeveralModels, give_back
 from hydra_tune.blocks.shared_casts import OtherBranchError, SharedCasts
 from hydra_tune.blocks.tree import Structure, flatten_call, map_tensors, tensors_in
 from hydra_tune.checkpoints.resumption import Resumption
@@ -48,6 +41,7 @@ from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, cl
 from hydra_tune.planning.partition import UNMEASURED, summary_of
 from hydra_tune.planning.planner import Planner
 from hydra_tune.planning.reached_weights import weights_in
+from hydra_tune.planning.refusals import refuse_global_hooks, refuse_transforms
 from hydra_tune.planning.step_kind import Kind
 from hydra_tune.pool.lease import TELL_AFTER
 from hydra_tune.pool.shard_pool import ShardPool

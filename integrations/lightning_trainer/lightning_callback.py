@@ -29,7 +29,7 @@ import wrapt
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from hydra_tune.blocks.root import refuse_unsupported, trial_of
+from hydra_tune.blocks.root import trial_of
 from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.integrations.frameworks import guards
@@ -39,6 +39,7 @@ from hydra_tune.integrations.frameworks.process_settings import warn_of
 from hydra_tune.integrations.frameworks.trial_reports import report, reports_here
 from hydra_tune.integrations.lightning_trainer.several_optimizers import SeveralOptimizers
 from hydra_tune.integrations.lightning_trainer.step_forward import StepForward
+from hydra_tune.planning.refusals import refuse_unsupported
 from hydra_tune.pool.shard_pool import ShardPool, default_pool
 from hydra_tune.trials.context import current_context
 from hydra_tune.trials.preparation import prepare, release

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
-from hydra_tune.blocks.process_state import remembers_casts
+from hydra_tune.blocks.ambient_settings import remembers_casts
 from hydra_tune.devices.counting_mode import TrialMode, unwatch
 from hydra_tune.devices.device import Device
 from hydra_tune.pool.shard_pool import ShardPool

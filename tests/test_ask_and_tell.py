@@ -15,7 +15,7 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune.integrations.frameworks.current_trial import current_trial
-from hydra_tune.integrations.optuna_runner.runner import ask_and_tell
+from hydra_tune.integrations.optuna_runner import ask_and_tell
 from scripts import BUDGETS, WIDTH, Dropping, Net
 from waiting import WAIT_S, wait_until
 

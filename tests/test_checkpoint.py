@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Moment
+from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
 from hydra_tune.checkpoints.plain_state import decode, encode
 from hydra_tune.errors import ConfigError
 
@@ -45,7 +45,7 @@ TENSORS += [
 
 def test_tensors_keep_bits_dtype_shape_and_strides(tmp_path):
     folder = CheckpointFolder(tmp_path)
-    folder.write(Moment(0, 1), {"tensors": TENSORS})
+    folder.write(Position(0, 1), {"tensors": TENSORS})
     _, state = folder.newest()
     for tensor, read in zip(TENSORS, state["tensors"], strict=True):
         assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
@@ -56,7 +56,7 @@ def test_tensors_keep_bits_dtype_shape_and_strides(tmp_path):
 
 def test_a_weight_with_two_names_is_written_once(tmp_path):
     weight = torch.randn(4, 4)
-    CheckpointFolder(tmp_path).write(Moment(0, 1), {"a": weight, "b": weight, "c": weight[:2], "d": weight.t()})
+    CheckpointFolder(tmp_path).write(Position(0, 1), {"a": weight, "b": weight, "c": weight[:2], "d": weight.t()})
     from safetensors.torch import load_file
 
     stored = load_file(tmp_path / "000-000000001" / "tensors.safetensors")
@@ -66,19 +66,19 @@ def test_a_weight_with_two_names_is_written_once(tmp_path):
 def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path):
     folder = CheckpointFolder(tmp_path)
     with pytest.raises(ConfigError, match=r"but state\.extra\.1 is a function"):
-        folder.write(Moment(0, 1), {"extra": [1, lambda: None]})
+        folder.write(Position(0, 1), {"extra": [1, lambda: None]})
     with pytest.raises(ConfigError, match="dense tensors"):
-        folder.write(Moment(0, 1), {"extra": torch.eye(3).to_sparse()})
+        folder.write(Position(0, 1), {"extra": torch.eye(3).to_sparse()})
     assert list(tmp_path.iterdir()) == [], "nothing is left of it"
     assert folder.newest() is None
 
 
 def test_the_newest_two_are_kept_and_read_in_order(tmp_path):
     folder = CheckpointFolder(tmp_path)
-    for moment in (Moment(0, 90), Moment(0, 100), Moment(1, 10)):
+    for moment in (Position(0, 90), Position(0, 100), Position(1, 10)):
         folder.write(moment, {"at": moment.step})
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["000-000000100", "001-000000010"]
-    assert folder.newest() == (Moment(1, 10), {"at": 10})
+    assert folder.newest() == (Position(1, 10), {"at": 10})
 
 
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
@@ -86,7 +86,7 @@ def test_the_newest_two_are_kept_and_read_in_order(tmp_path):
 def test_one_that_is_torn_gives_way_to_the_one_before_and_says_so(tmp_path, caplog, file, damage):
     folder = CheckpointFolder(tmp_path)
     for step in (1, 2):
-        folder.write(Moment(0, step), {"weight": torch.full((100,), float(step)), "at": step})
+        folder.write(Position(0, step), {"weight": torch.full((100,), float(step)), "at": step})
     path = tmp_path / "000-000000002" / file
     content = bytearray(path.read_bytes())
     if damage == "gone":
@@ -98,14 +98,14 @@ def test_one_that_is_torn_gives_way_to_the_one_before_and_says_so(tmp_path, capl
         path.write_bytes(content)
     with caplog.at_level(logging.WARNING, "hydra_tune"):
         moment, state = folder.newest()
-    assert moment == Moment(0, 1) and state["at"] == 1 and state["weight"].eq(1).all()
+    assert moment == Position(0, 1) and state["at"] == 1 and state["weight"].eq(1).all()
     assert "000-000000002 is not sound" in caplog.text
 
 
 def test_one_that_was_being_written_is_not_there(tmp_path):
     folder = CheckpointFolder(tmp_path)
-    folder.write(Moment(0, 1), {"at": 1})
+    folder.write(Position(0, 1), {"at": 1})
     (tmp_path / "000-000000002.unfinished").mkdir()
-    assert folder.newest()[0] == Moment(0, 1)
-    folder.write(Moment(0, 2), {"at": 2})
-    assert folder.newest()[0] == Moment(0, 2)
+    assert folder.newest()[0] == Position(0, 1)
+    folder.write(Position(0, 2), {"at": 2})
+    assert folder.newest()[0] == Position(0, 2)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
-from hydra_tune.integrations.optuna_runner.runner import search
+from hydra_tune.integrations.optuna_runner import search
 from hydra_tune.trials.context import current_context
 from models import gpt
 from waiting import WAIT_S, wait_until

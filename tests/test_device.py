@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune.devices import cuda_device
 from hydra_tune.devices import open_devices as devices
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.open_devices import cuda_device, host_free_bytes
+from hydra_tune.devices.open_devices import host_free_bytes
 
 
 def test_auto_memory_on_the_cpu_is_a_quarter_of_what_is_left(monkeypatch):

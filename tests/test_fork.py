@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import hydra_tune
 import scripts
 from hydra_tune.blocks.block import Block
-from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Moment
+from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
 from hydra_tune.devices.counting_mode import TrialMode
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.host_buffer import HostWeights
@@ -190,7 +190,7 @@ def test_a_loader_forks_while_another_trials_checkpoint_is_on_its_way_to_the_dis
     def trial():
         meter = TrialMeter(Device(0, 1 << 20), 0, always=False)
         with TrialMode(meter=meter), CountingPaused():
-            CheckpointFolder(tmp_path).write(Moment(0, 1), {"weight": torch.ones(10)})
+            CheckpointFolder(tmp_path).write(Position(0, 1), {"weight": torch.ones(10)})
 
     monkeypatch.setattr(os, "fsync", slow)
     thread = threading.Thread(target=trial)
@@ -203,7 +203,7 @@ def test_a_loader_forks_while_another_trials_checkpoint_is_on_its_way_to_the_dis
     os.waitpid(child, 0)
     thread.join()
     assert waited and all(waited)
-    assert CheckpointFolder(tmp_path).newest()[0] == Moment(0, 1) and not gate._inside
+    assert CheckpointFolder(tmp_path).newest()[0] == Position(0, 1) and not gate._inside
 
 
 def test_a_fork_that_is_interrupted_while_it_waits_for_a_pools_lock_leaves_none_taken():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from awkward import WIDTH
-from hydra_tune.planning.fingerprint import glance_at
+from hydra_tune.planning.fingerprint import model_state
 from models import hf_gpt2
 from zoo import ZOO
 
@@ -15,7 +15,7 @@ def test_it_walks_as_pytorch_does(name):
     """Some of these have one module, or one parameter, in two places."""
     model = ZOO[name].build()
     modules = list(model.modules())
-    glance = glance_at(model)
+    glance = model_state(model)
     switches = map(dict, glance.switches[: len(modules)])
     assert [own["training"] for own in switches] == [module.training for module in modules]
     assert {number for *_, number in glance.parameters} == set(map(id, model.parameters()))
@@ -35,10 +35,10 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_it_sees_each_change_and_nothing_else(what):
     model = hf_gpt2()
-    before = glance_at(model)
-    assert glance_at(model) == before
+    before = model_state(model)
+    assert model_state(model) == before
     CHANGES[what](model)
-    after = glance_at(model)
+    after = model_state(model)
     changed = {key for key, value in after._asdict().items() if value != getattr(before, key)}
     also = {"parameters": {"switches"}}.get(what, set())  # that come with it
     named = what.replace(",", "").partition(" ")[0]

@@ -16,7 +16,7 @@ import torch
 from optuna.trial import TrialState
 
 import hydra_tune
-from hydra_tune.integrations.optuna_runner.runner import running
+from hydra_tune.integrations.optuna_runner import live_trials
 from hydra_tune.planning.optimizer_memory import training_bytes
 from scripts import BUDGETS, WIDTH, Net
 
@@ -135,7 +135,7 @@ def test_an_interruption_stops_also_who_waits_for_host_memory_and_who_only_repor
                 now.set()
             trial.report(0.0, step)
 
-    monkeypatch.setattr(running, "_wait", interrupted)
+    monkeypatch.setattr(live_trials, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hydra_tune.HydraTrialRunner(pool, 2).optimize(study, objective, n_trials=10)
     assert [t.state for t in study.trials] == [TrialState.FAIL] * 2
@@ -229,9 +229,9 @@ def test_an_interruption_while_a_search_begins_waits_for_no_search_that_will_not
         begun.set()
         assert stopped.wait(WAIT_S)
 
-    monkeypatch.setattr(running, "ThreadPoolExecutor", Executor)
+    monkeypatch.setattr(live_trials, "ThreadPoolExecutor", Executor)
     with pytest.raises(KeyboardInterrupt):
-        running.Running().wait_for(optimize, stopped.set)
+        live_trials.LiveTrials().wait_for(optimize, stopped.set)
     ((call, *arguments),) = late
     call(*arguments)
     assert begun.is_set() == (when == "after it began")

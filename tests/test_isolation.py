@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.blocks.process_state import remembers_casts
+from hydra_tune.blocks.ambient_settings import remembers_casts
 from models import gpt
 
 STEPS = 6

@@ -116,7 +116,7 @@ def test_who_waited_to_measure_the_same_enters_by_what_was_measured():
             assert begun.wait(60)
         model = hydra_tune.prepare(Net())
         output = model(torch.randn(4, WIDTH))
-        measures[trial.number] = current_context().trials[0].planner.first is not None
+        measures[trial.number] = current_context().trials[0].planner.pilot is not None
         begun.set()
         if trial.number == 0:
             wait_until(waits)

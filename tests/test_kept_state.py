@@ -34,9 +34,18 @@ from hydra_tune.checkpoints.hyperparameters import Hyperparameters
 from hydra_tune.checkpoints.resumption import Interval, Resumption
 from hydra_tune.errors import ResumeError
 from hydra_tune.integrations.ray_node import pool_work
-from hydra_tune.integrations.ray_node.attempt import Attempt
+from hydra_tune.integrations.ray_node.attempt import TrialThread
 from hydra_tune.integrations.ray_node.kept_state import KeptState, KeptStates
-from hydra_tune.integrations.ray_tune.messages import Call, Ended, Order, Raised, Returned, Save, Saved, Stopped
+from hydra_tune.integrations.ray_tune.messages import (
+    CallMethod,
+    Ended,
+    Order,
+    Raised,
+    Returned,
+    SaveState,
+    StateSaved,
+    Stopped,
+)
 from hydra_tune.trials.context import trial_context
 
 STEPS, HALF = 6, 3
@@ -242,7 +251,7 @@ def test_of_a_state_that_could_not_be_written_none_is_kept(pool, tmp_path):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            attempt.answer(Save(str(tmp_path / name)))
+            attempt.answer(SaveState(str(tmp_path / name)))
             attempt.answer(None)
             attempt.await_answer()
             held.append([state.trial_id for state in states._of.values()])
@@ -250,10 +259,10 @@ def test_of_a_state_that_could_not_be_written_none_is_kept(pool, tmp_path):
     (tmp_path / "file").write_text("no folder")
     surroundings = {"trial_id": "t", "trial_name": "t", "experiment_name": "e", "loaded_checkpoint": None}
     order = Order("job", b"", {}, surroundings)
-    attempt = Attempt(pool, order, said, work, lambda: None, states)
+    attempt = TrialThread(pool, order, said, work, lambda: None, states)
     attempt.start()
     attempt._thread.join(60)
-    assert [type(message) for message in said] == [Saved, Saved, Ended], said
+    assert [type(message) for message in said] == [StateSaved, StateSaved, Ended], said
     assert said[0].why_not == "" and "file" in said[1].why_not
     assert held == [["t"], []]
 
@@ -397,9 +406,9 @@ def served(pool, states, kind, calls, lr=0.1, names=None):
     surroundings = {"trial_id": "t", "trial_name": "t", "experiment_name": "e", "storage": None, "trial_dir": None}
     order = Order("job", cloudpickle.dumps(kind), {"lr": lr}, surroundings)
     said = Said()
-    attempt = Attempt(pool, order, said, pool_work.train, lambda: None, states)
+    attempt = TrialThread(pool, order, said, pool_work.train, lambda: None, states)
     for method, *arguments in calls:
-        attempt.answer(Call(method, tuple(arguments), {"storage": None} if method == "reset" else {}))
+        attempt.answer(CallMethod(method, tuple(arguments), {"storage": None} if method == "reset" else {}))
     attempt.start()
     while attempt.is_alive and len(said) <= len(calls):
         attempt._thread.join(0.01)

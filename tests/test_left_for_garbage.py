@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.blocks.process_state import ModuleStates, Surroundings
+from hydra_tune.blocks.ambient_settings import AmbientSettings, ModuleStates
 
 
 class Training:
@@ -43,10 +43,10 @@ def test_it_does_not_look_at_what_a_pool_remembers_of_the_past():
 def test_calls_share_what_they_note_of_plain_attributes():
     module = nn.Dropout(0.5)
     states = ModuleStates([module])
-    first, again = Surroundings.now(states), Surroundings.now(states)
+    first, again = AmbientSettings.now(states), AmbientSettings.now(states)
     assert first is again
     module.p = 0.25
-    changed = Surroundings.now(states)
+    changed = AmbientSettings.now(states)
     assert changed.state.attributes[0]["p"] == 0.25
     assert first.state.attributes[0]["p"] == 0.5, "the earlier call's is as it was"
 
@@ -55,7 +55,7 @@ def test_a_tensor_lives_no_longer_than_in_its_module():
     module, thing = nn.Dropout(0.5), torch.ones(1)
     module.thing, gone = (thing,), weakref.ref(thing)
     states = ModuleStates([module])
-    found = Surroundings.now(states)
+    found = AmbientSettings.now(states)
     assert found.state.attributes[0]["thing"][0] is thing
     del module.thing, thing, found
     gc.collect()

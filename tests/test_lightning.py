@@ -293,7 +293,7 @@ def test_a_module_never_goes_to_a_device_as_a_whole():
         told = ()
 
         def to(self, *args, **kwargs):
-            self.told += ((*args, *kwargs.values()),)
+            self.summary += ((*args, *kwargs.values()),)
             return super().to(*args, **kwargs)
 
     plain, ours = Moves(), Moves()
@@ -562,8 +562,8 @@ def test_each_trial_writes_to_a_folder_of_its_own(tmp_path):
 def test_what_is_for_the_whole_process_is_warned_of_by_name(caplog, monkeypatch):
     """Where others run, too."""
     monkeypatch.setattr(process_settings, "_warned", {})
-    monkeypatch.setattr(process_settings, "has_company", lambda: True)
-    monkeypatch.setattr(lightning_callback, "has_company", lambda: True)
+    monkeypatch.setattr(process_settings, "runs_beside_others", lambda: True)
+    monkeypatch.setattr(lightning_callback, "runs_beside_others", lambda: True)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0"), monkeypatch.setenv("PL_SEED_WORKERS", "0")
     with hydra_tune.ShardPool(["cpu"], SPILLED) as pool:
         trainer([hydra_tune.HydraLightningCallback(pool)], detect_anomaly=True)

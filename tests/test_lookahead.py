@@ -16,7 +16,7 @@ from hydra_tune.devices.host_buffer import HostWeights
 from hydra_tune.pool import event_loop
 from hydra_tune.pool.copier import start_copier
 from hydra_tune.process.interrupts import Stop
-from hydra_tune.schedule.events import Promote, Run
+from hydra_tune.schedule.events import PromoteShard, Run
 from hydra_tune.trials.context import current_context
 from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, step
 from waiting import wait_until
@@ -34,7 +34,7 @@ def copies_ahead(pool):
     """The shards of copies in the machine's instructions, by whether they were ahead."""
     said = [i for _, instructions in pool._machine._story for i in instructions]
     in_time = [i.task.shard for i in said if isinstance(i, Run) and i.num_bytes]
-    return [i.task.shard for i in said if isinstance(i, Promote)], in_time
+    return [i.task.shard for i in said if isinstance(i, PromoteShard)], in_time
 
 
 def reads(copies, weight):

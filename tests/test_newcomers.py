@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.planning.first_step import FirstStep
+from hydra_tune.planning.pilot import Pilot
 from hydra_tune.schedule import machine as schedule
 from models import gpt
 from waiting import wait_until
@@ -158,8 +158,8 @@ def test_a_first_step_may_have_two_forwards(device):
 
 
 def test_who_waited_for_a_first_step_of_its_like_makes_none(monkeypatch):
-    measured, measure, first_is_in_step = set(), FirstStep._measure, threading.Event()
-    monkeypatch.setattr(FirstStep, "_measure", lambda *a: measured.add(threading.get_ident()) or measure(*a))
+    measured, measure, first_is_in_step = set(), Pilot._measure, threading.Event()
+    monkeypatch.setattr(Pilot, "_measure", lambda *a: measured.add(threading.get_ident()) or measure(*a))
 
     def other_asks():
         with pool._lock:

@@ -153,5 +153,5 @@ def test_the_machine_and_its_simulation_know_no_torch_thread_or_clock(room):
 def test_only_devices_name_cuda():
     """`trial_state` stands for CUDA's default generators as well, and must name them."""
     for path in HYDRA_TUNE.rglob("*.py"):
-        if path.parent.name != "devices" and path.name != "trial_state.py":
+        if path.parent.name not in ("demo", "devices") and path.name != "trial_state.py":
             assert "torch.cuda" not in path.read_text(), path.name

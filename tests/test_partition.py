@@ -21,13 +21,13 @@ import hydra_tune
 from hydra_tune.errors import BudgetError
 from hydra_tune.planning import fingerprint, partition
 from hydra_tune.planning.partition import find_blocks, make_plan, pack_shards
-from hydra_tune.planning.step_kind import Kind
+from hydra_tune.planning.step_kind import StepKind
 from hydra_tune.schedule.events import (
     Done,
     Invalidated,
     PlanReady,
-    Promote,
     Promoted,
+    PromoteShard,
     StepDone,
     StepReady,
     TaskReady,
@@ -116,7 +116,7 @@ def promoted_bytes(plan, budget):
             pending += [TaskReady(task), Done(task)]
         pending.append(StepDone(0))
         while pending:
-            promotes = [i for i in machine.handle(pending.pop(0)) if isinstance(i, Promote)]
+            promotes = [i for i in machine.handle(pending.pop(0)) if isinstance(i, PromoteShard)]
             totals[-1] += sum(promote.num_bytes for promote in promotes)
             pending[:0] = [Promoted(promote.task, 0) for promote in promotes]
     machine.validate()
@@ -458,7 +458,7 @@ def test_a_plan_keeps_no_string_of_its_model():
 
 def test_a_pilot_on_a_batch_covers_smaller_ones():
     def kind(*sizes, dtype=torch.long):
-        return Kind(True, None, ((sizes, dtype),))
+        return StepKind(True, None, ((sizes, dtype),))
 
     measured = kind(4, 16)
     assert measured.covers(kind(4, 8))

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.blocks import call, process_state, repeated_call
+from hydra_tune.blocks import ambient_settings, call, repeated_call
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.planning import measurement as measure
-from hydra_tune.planning.first_step import FirstStep
+from hydra_tune.planning.pilot import Pilot
 from hydra_tune.trials import context, trial
 from hydra_tune.trials.context import trial_context
 
@@ -239,7 +239,7 @@ PITFALLS = {
     ),
     "4 inputs changed in place afterwards": (
         lambda: Overwriting(*(Scaled() for _ in range(4))),
-        [(FirstStep, "before_writing", always(nothing))],
+        [(Pilot, "before_writing", always(nothing))],
     ),
     "5 caches": (
         lambda: Caching(*(Cached() for _ in range(4))),
@@ -247,7 +247,7 @@ PITFALLS = {
     ),
     "7 autocast in recompute": (
         lambda: Model(*(Layer() for _ in range(4))),
-        [(process_state.Surroundings, "restored", always(lambda *_, **__: nullcontext()))],
+        [(ambient_settings.AmbientSettings, "restored", always(lambda *_, **__: nullcontext()))],
     ),
     "7 a weight is cast once": (
         lambda: Recurrent(Layer(), Layer()),
@@ -266,7 +266,7 @@ PITFALLS = {
     "16 groups and schedules": (plain_layers, [(trial.Trial, "bind", one_group)]),
     "29 default device in backward": (
         lambda: OnDefaultDevice(*(Makes() for _ in range(4))),
-        [(process_state.Surroundings, "restored", always(lambda *_, **__: nullcontext()))],
+        [(ambient_settings.AmbientSettings, "restored", always(lambda *_, **__: nullcontext()))],
     ),
 }
 

@@ -10,7 +10,7 @@ pytest.importorskip("ray")
 from ray import cloudpickle
 
 from hydra_tune.integrations.ray_node.pool_lines import Lines
-from hydra_tune.integrations.ray_tune.messages import GoOn, Raised, Stop
+from hydra_tune.integrations.ray_tune.messages import GoOn, Raised, StopTrial
 
 
 class NotHere:
@@ -29,7 +29,7 @@ def heard():
 def lines(heard):
     def hears(line, said):
         heard.put((line, said))
-        if isinstance(said, Stop):
+        if isinstance(said, StopTrial):
             raise ValueError(said.reason)
 
     return Lines(hears)
@@ -59,7 +59,7 @@ def test_what_cannot_be_read_is_answered_and_the_line_goes_on(lines, heard):
 
 def test_an_error_of_who_hears_is_answered_and_other_lines_go_on(lines, heard):
     client, other = connected(lines), connected(lines)
-    say(client, Stop("no such thing"))
+    say(client, StopTrial("no such thing"))
     assert str(error_on(client)) == "no such thing"
     say(other, GoOn())
     line, said = [heard.get(timeout=10) for _ in range(2)][-1]

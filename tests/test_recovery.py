@@ -16,7 +16,7 @@ import torch
 from optuna.trial import TrialState
 
 import hydra_tune
-from hydra_tune.checkpoints.checkpoint import Moment
+from hydra_tune.checkpoints.checkpoint import Position
 from hydra_tune.integrations.optuna_runner.recovery import MOST_DEATHS, Lock, StudyFolder
 from scripts import BUDGETS, WIDTH, Net
 
@@ -269,7 +269,7 @@ def test_a_trial_that_takes_its_process_with_it_is_given_up(tmp_path, caplog):
 
     for _ in range(MOST_DEATHS - 1):
         assert die() == 0
-    StudyFolder(tmp_path, study).of(0).write(Moment(0, 5), {})
+    StudyFolder(tmp_path, study).of(0).write(Position(0, 5), {})
     for _ in range(MOST_DEATHS):
         assert study.trials[0].state is TrialState.WAITING
         assert die() == 0
@@ -306,7 +306,7 @@ def test_checkpoints_of_trials_that_failed_are_removed_at_the_end(tmp_path):
     folder = StudyFolder(tmp_path, study)
     for state in (TrialState.FAIL, TrialState.PRUNED):
         trial = folder.ask(study.ask)
-        folder.of(trial.number).write(Moment(0, 5), {})
+        folder.of(trial.number).write(Position(0, 5), {})
         study.tell(trial, state=state)
     live = folder.ask(study.ask)
     folder.tidy(study)

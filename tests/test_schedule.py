@@ -25,8 +25,8 @@ from hydra_tune.schedule.events import (
     PilotReady,
     Place,
     PlanReady,
-    Promote,
     Promoted,
+    PromoteShard,
     Recall,
     Reported,
     Run,
@@ -40,7 +40,7 @@ from hydra_tune.schedule.events import (
     Worked,
 )
 from hydra_tune.schedule.ledger import Ledger
-from hydra_tune.schedule.machine import PATIENCE, Machine
+from hydra_tune.schedule.machine import STARVATION_LIMIT, Machine
 from hydra_tune.schedule.plan import BlockProfile, Direction, Shard, Task, TrialPlan
 from hydra_tune.schedule.policy import (
     BestFirst,
@@ -89,12 +89,12 @@ def test_one_trial_alone(machine):
     assert machine.handle(PlanReady(0, plan())) == [Admit(0)]
     assert machine.handle(StepReady(0)) == [Enter(0)]
     first, second = task(0, 0), task(0, 1)
-    assert machine.handle(TaskReady(first)) == [Promote(first, 0, 0, 30)]
+    assert machine.handle(TaskReady(first)) == [PromoteShard(first, 0, 0, 30)]
     assert machine.devices[0].in_flight == {(0, 0)}
     assert machine.handle(Promoted(first, 0)) == [Run(first, 0)]
     assert machine.devices[0].in_flight == set()
     assert machine.handle(Done(first)) == []
-    assert machine.handle(TaskReady(second)) == [Promote(second, 0, 30, 30)]
+    assert machine.handle(TaskReady(second)) == [PromoteShard(second, 0, 30, 30)]
     assert machine.handle(Promoted(second, 0)) == [Run(second, 0)]
     assert machine.handle(Done(second)) == []
     back = task(0, 1, Direction.BACKWARD)
@@ -115,7 +115,7 @@ def test_one_lease_a_device_first_come_first_served(machine):
     machine.handle(TaskReady(a))
     assert machine.handle(TaskReady(b)) == [], "the device is taken"
     assert machine.handle(Promoted(a, 0)) == [Run(a, 0)]
-    assert machine.handle(Done(a)) == [Promote(b, 0, 70, 30)]
+    assert machine.handle(Done(a)) == [PromoteShard(b, 0, 70, 30)]
 
 
 def test_the_shard_used_least_recently_makes_room(machine):
@@ -126,13 +126,13 @@ def test_the_shard_used_least_recently_makes_room(machine):
         machine.handle(Promoted(task(0, shard), 0))
         machine.handle(Done(task(0, shard)))
     third = task(0, 2)
-    assert machine.handle(TaskReady(third)) == [Promote(third, 0, 60, 30)]
+    assert machine.handle(TaskReady(third)) == [PromoteShard(third, 0, 60, 30)]
     assert machine.handle(Promoted(third, 0)) == [Drop(0, 0, 0, 0, 30), Run(third, 0)], "its work needs room as well"
 
 
 def visit(machine, shard, direction=Direction.FORWARD):
     instructions = machine.handle(TaskReady(task(0, shard, direction)))
-    if any(isinstance(i, Promote) for i in instructions):
+    if any(isinstance(i, PromoteShard) for i in instructions):
         instructions += machine.handle(Promoted(task(0, shard, direction), 0))
     machine.handle(Done(task(0, shard, direction)))
     return [i for i in instructions if not isinstance(i, Run)]
@@ -155,9 +155,9 @@ def test_gaps_cost_no_shard_that_bytes_leave_room_for(machine):
     """Shard 1 was once put behind shard 0, so that shard 2 found no gap and shard 1 was promoted twice."""
     admitted(machine, 0, slots=(10, 40, 60), work=0, step=0)
     machine.handle(StepReady(0))
-    assert visit(machine, 0) == [Promote(task(0, 0), 0, 90, 10)]
-    assert visit(machine, 1) == [Promote(task(0, 1), 0, 0, 40)]
-    assert visit(machine, 2) == [Drop(0, 0, 0, 90, 10), Promote(task(0, 2), 0, 40, 60)]
+    assert visit(machine, 0) == [PromoteShard(task(0, 0), 0, 90, 10)]
+    assert visit(machine, 1) == [PromoteShard(task(0, 1), 0, 0, 40)]
+    assert visit(machine, 2) == [Drop(0, 0, 0, 90, 10), PromoteShard(task(0, 2), 0, 40, 60)]
     assert visit(machine, 2, Direction.BACKWARD) == []
     assert visit(machine, 1, Direction.BACKWARD) == []
 
@@ -169,7 +169,7 @@ def test_a_place_that_another_trial_has_is_not_taken_from_it(machine):
     machine.handle(TaskReady(task(1, 0)))
     machine.handle(Promoted(task(1, 0), 0))
     machine.handle(Done(task(1, 0)))
-    assert visit(machine, 0) == [Promote(task(0, 0), 0, 70, 30)]
+    assert visit(machine, 0) == [PromoteShard(task(0, 0), 0, 70, 30)]
 
 
 def test_a_step_waits_until_its_largest_task_fits_beside_the_others(machine):
@@ -310,7 +310,7 @@ def test_a_failed_task_gives_the_lease_to_the_next(machine, moment):
     machine.handle(TaskReady(b))
     if moment == "running":
         machine.handle(Promoted(a, 0))
-    assert machine.handle(Failed(a)) == [Drop(0, 0, 0, 0, 30), Promote(b, 0, 0, 30)]
+    assert machine.handle(Failed(a)) == [Drop(0, 0, 0, 0, 30), PromoteShard(b, 0, 0, 30)]
 
 
 def test_who_does_not_wait_any_more_keeps_what_it_has_and_may_ask_anew(machine):
@@ -355,7 +355,7 @@ def looking_ahead(*trials, budget=100, devices=1, policy=None, **options):
         for shard, direction in places:
             now = task(trial, shard, direction)
             for instruction in machine.handle(TaskReady(now)):
-                if isinstance(instruction, Promote):
+                if isinstance(instruction, PromoteShard):
                     machine.handle(Promoted(now, instruction.device))
             machine.handle(Done(now, 1.0))
         machine.handle(StepDone(trial))
@@ -368,8 +368,8 @@ def looking_ahead(*trials, budget=100, devices=1, policy=None, **options):
 def test_while_a_task_computes_the_shard_of_the_next_is_promoted():
     machine = looking_ahead(0, slots=(40, 40), work=5)
     first, second = task(0, 0, step=2), task(0, 1, step=2)
-    assert machine.handle(TaskReady(first)) == [Promote(first, 0, 0, 40)]
-    assert machine.handle(Promoted(first, 0)) == [Run(first, 0), Promote(second, 0, 40, 40, ahead=True)]
+    assert machine.handle(TaskReady(first)) == [PromoteShard(first, 0, 0, 40)]
+    assert machine.handle(Promoted(first, 0)) == [Run(first, 0), PromoteShard(second, 0, 40, 40, ahead=True)]
     assert machine.devices[0].in_flight == {(0, 1)}
     assert machine.handle(Promoted(second, 0)) == []
     assert machine.handle(Done(first, 1.0, TaskReady(second))) == [Run(second, 0)]
@@ -396,7 +396,7 @@ def test_the_next_may_be_another_trials():
     assert machine.task_state(1) is None
     assert machine.handle(TaskReady(b)) == [], "the promise is made"
     assert machine.task_state(1) is TaskState.WAITING
-    assert machine.handle(Done(a, 1.0)) == [Promote(b, 0, 75, 25)], "the promised one is not ready yet"
+    assert machine.handle(Done(a, 1.0)) == [PromoteShard(b, 0, 75, 25)], "the promised one is not ready yet"
     machine.validate()
 
 
@@ -404,8 +404,8 @@ def test_a_promise_that_proves_wrong_does_no_harm():
     machine = looking_ahead(0, slots=(25, 25, 25), work=5)
     first, second, other = (task(0, shard, step=2) for shard in (0, 1, 2))
     machine.handle(TaskReady(first))
-    assert machine.handle(Promoted(first, 0)) == [Run(first, 0), Promote(second, 0, 25, 25, ahead=True)]
-    assert machine.handle(Done(first, 1.0, TaskReady(other))) == [Promote(other, 0, 50, 25)]
+    assert machine.handle(Promoted(first, 0)) == [Run(first, 0), PromoteShard(second, 0, 25, 25, ahead=True)]
+    assert machine.handle(Done(first, 1.0, TaskReady(other))) == [PromoteShard(other, 0, 50, 25)]
     assert machine.handle(Promoted(second, 0)) == [], "it stays, as long as there is room"
     assert machine.handle(Promoted(other, 0)) == [Run(other, 0)], "what comes next is not known now"
     machine.validate()
@@ -415,11 +415,11 @@ def test_a_pruned_trials_promise_is_given_to_the_next():
     machine = looking_ahead(0, 1, slots=(25, 25), work=5)
     a, b = task(0, 0, step=2), task(1, 0, step=2)
     machine.handle(TaskReady(a))
-    assert machine.handle(Promoted(a, 0))[1:] == [Promote(task(0, 1, step=2), 0, 25, 25, ahead=True)]
+    assert machine.handle(Promoted(a, 0))[1:] == [PromoteShard(task(0, 1, step=2), 0, 25, 25, ahead=True)]
     machine.handle(TaskReady(b))
     instructions = machine.handle(TrialEnded(0))
     assert instructions[:2] == [Drop(0, 0, 0, 0, 25), Drop(0, 1, 0, 25, 25)]
-    assert instructions[2:] == [Promote(b, 0, 0, 25)]
+    assert instructions[2:] == [PromoteShard(b, 0, 0, 25)]
     assert machine.handle(Promoted(task(0, 1, step=2), 0)) == [], "what was on its way counts no more"
     machine.validate()
 
@@ -428,12 +428,13 @@ def test_nothing_that_is_to_stay_makes_way_for_a_promise():
     """Shards 1 and 2 stay from their forward to their backward; beside the work of shard 1 there is no room for 2."""
     machine = looking_ahead(0, slots=(40, 30, 35), work=(5, 40, 5), step=0)
     machine.handle(TaskReady(task(0, 0, step=2)))
-    assert machine.handle(Promoted(task(0, 0, step=2), 0))[1:] == [Promote(task(0, 1, step=2), 0, 0, 30, ahead=True)]
+    ahead = PromoteShard(task(0, 1, step=2), 0, 0, 30, ahead=True)
+    assert machine.handle(Promoted(task(0, 0, step=2), 0))[1:] == [ahead]
     machine.handle(Promoted(task(0, 1, step=2), 0))
     running = machine.handle(Done(task(0, 0, step=2), 1.0, TaskReady(task(0, 1, step=2))))
     assert running == [Drop(0, 0, 0, 60, 40), Run(task(0, 1, step=2), 0)]
     assert machine.handle(Done(task(0, 1, step=2), 1.0, TaskReady(task(0, 2, step=2)))) == [
-        Promote(task(0, 2, step=2), 0, 30, 35)
+        PromoteShard(task(0, 2, step=2), 0, 30, 35)
     ]
     machine.validate()
 
@@ -532,12 +533,12 @@ def test_a_task_runs_where_nothing_does_and_its_step_goes_on_at_home():
         machine.handle(StepReady(trial))
     a, b, c = (task(trial, 0) for trial in (0, 1, 2))
     assert [machine.trials[trial].home for trial in (0, 1, 2)] == [0, 1, 0]
-    assert machine.handle(TaskReady(a)) == [Promote(a, 0, 0, 30)]
-    assert machine.handle(TaskReady(c)) == [Promote(c, 1, 0, 30)], "its home has a task"
+    assert machine.handle(TaskReady(a)) == [PromoteShard(a, 0, 0, 30)]
+    assert machine.handle(TaskReady(c)) == [PromoteShard(c, 1, 0, 30)], "its home has a task"
     machine.handle(Promoted(c, 1))
     assert machine.handle(TaskReady(b)) == []
     machine.handle(Promoted(a, 0))
-    assert machine.handle(Done(c, 1.0)) == [Promote(b, 1, 30 + 40, 30)]
+    assert machine.handle(Done(c, 1.0)) == [PromoteShard(b, 1, 30 + 40, 30)]
     assert (1, 0) in machine.trials[2].slots
     assert 2 in machine.devices[0].ledger.steps
     assert machine.handle(Invalidated(2)) == [Drop(2, 0, 1, 0, 30)]
@@ -583,8 +584,8 @@ def test_a_step_begins_where_fewer_trials_are_at_home():
     assert machine.handle(StepReady(2)) == [Move(2, 1), Enter(2)], "the second device is nobody's"
     machine.handle(StepReady(0))
     a, c = task(0, 0), task(2, 0)
-    assert machine.handle(TaskReady(a)) == [Promote(a, 0, 0, 30)]
-    assert machine.handle(TaskReady(c)) == [Promote(c, 1, 0, 30)]
+    assert machine.handle(TaskReady(a)) == [PromoteShard(a, 0, 0, 30)]
+    assert machine.handle(TaskReady(c)) == [PromoteShard(c, 1, 0, 30)]
     assert machine.trials[2].home == 1
     machine.handle(Promoted(c, 1))
     machine.handle(Done(c, 1.0))
@@ -596,7 +597,7 @@ def test_a_step_begins_where_fewer_trials_are_at_home():
 @pytest.mark.parametrize(("bytes_per_s", "goes"), [(50, True), (49, False)])
 def test_a_task_goes_where_the_way_takes_no_longer_than_itself(bytes_per_s, goes):
     machine = three_on_two_devices(plan(boundary=10), links_bytes_per_s=[inf, bytes_per_s])
-    travelled = [Promote(task(2, 0), 1, 0, 30)] if goes else []
+    travelled = [PromoteShard(task(2, 0), 1, 0, 30)] if goes else []
     assert machine.handle(TaskReady(task(2, 0))) == travelled, "a second to compute, and 30 + 10 + 10 bytes to move"
     machine.validate()
 
@@ -640,11 +641,11 @@ def test_what_was_promised_abroad_returns_if_its_task_is_to_run_at_home():
     machine.handle(TaskReady(task(0, 0)))
     machine.handle(StepReady(2))
     first, second = task(2, 0, step=2), task(2, 1, step=2)
-    assert machine.handle(TaskReady(first)) == [Promote(first, 1, 0, 30)]
-    assert Promote(second, 1, 30, 30, ahead=True) in machine.handle(Promoted(first, 1))
+    assert machine.handle(TaskReady(first)) == [PromoteShard(first, 1, 0, 30)]
+    assert PromoteShard(second, 1, 30, 30, ahead=True) in machine.handle(Promoted(first, 1))
     machine.handle(Promoted(second, 1))
     machine.handle(Promoted(task(0, 0), 0))
-    promised_at_home = Promote(second, 0, 30, 30, ahead=True)
+    promised_at_home = PromoteShard(second, 0, 30, 30, ahead=True)
     assert machine.handle(Done(first, 1.0, TaskReady(second, at_home=True))) == [promised_at_home]
     machine.validate()
 
@@ -670,12 +671,12 @@ def test_a_step_leaves_room_for_the_work_of_a_traveller_whose_shard_is_on_its_wa
     a, b, c = (task(trial, 0) for trial in (0, 1, 2))
     for now in (a, c):
         machine.handle(StepReady(now.trial))
-    assert machine.handle(TaskReady(a)) == [Promote(a, 0, 0, 50)]
-    assert machine.handle(TaskReady(c)) == [Promote(c, 1, 0, 50)], "its home has a task"
+    assert machine.handle(TaskReady(a)) == [PromoteShard(a, 0, 0, 50)]
+    assert machine.handle(TaskReady(c)) == [PromoteShard(c, 1, 0, 50)], "its home has a task"
     assert machine.handle(StepReady(1)) == [], "40 + 50 + 40 > 100"
     assert machine.handle(Promoted(c, 1)) == [Run(c, 1)]
     assert machine.handle(Done(c, 1.0)) == [Enter(1)]
-    assert machine.handle(TaskReady(b)) == [Drop(2, 0, 1, 0, 50), Promote(b, 1, 70, 30)]
+    assert machine.handle(TaskReady(b)) == [Drop(2, 0, 1, 0, 50), PromoteShard(b, 1, 70, 30)]
     machine.validate()
 
 
@@ -775,7 +776,7 @@ class Player:
             self.story.append(instruction)
             if isinstance(instruction, Move):
                 assert self.machine.trials[instruction.trial].home == instruction.device
-            elif isinstance(instruction, Promote):
+            elif isinstance(instruction, PromoteShard):
                 self.copies.append(instruction)
             elif isinstance(instruction, Drop):
                 gone = (instruction.trial, instruction.shard, instruction.device)
@@ -802,7 +803,7 @@ class Player:
         for trial, waiting in self.machine.ready.of.items():
             if waiting.home == run.device:
                 self.passed_over[trial] = self.passed_over.get(trial, 0) + 1
-                assert self.passed_over[trial] <= (PATIENCE + 2) * (len(self.plans) + 1), "starved"
+                assert self.passed_over[trial] <= (STARVATION_LIMIT + 2) * (len(self.plans) + 1), "starved"
 
     def withdraw(self, trial):
         self.send(Withdrawn(trial))
@@ -928,12 +929,12 @@ def test_a_task_that_goes_on_where_a_copy_for_another_is_on_its_way_waits_for_it
     for device, now in enumerate((a, b)):
         machine.handle(TaskReady(now))
         assert machine.handle(Promoted(now, device)) == [Run(now, device)]
-    assert machine.handle(TaskReady(c)) == [Promote(c, 0, 40, 60, ahead=True)]
-    assert machine.handle(Done(b, 1.0)) == [Promote(c, 1, 40, 60)], "the other device was free first"
+    assert machine.handle(TaskReady(c)) == [PromoteShard(c, 0, 40, 60, ahead=True)]
+    assert machine.handle(Done(b, 1.0)) == [PromoteShard(c, 1, 40, 60)], "the other device was free first"
     after = task(0, 1)
     assert machine.handle(Done(a, 1.0, TaskReady(after))) == [Drop(0, 0, 0, 0, 10)]
     assert machine.task_state(0) is TaskState.WAITING
-    assert machine.handle(Promoted(c, 0)) == [Drop(2, 0, 0, 40, 60), Promote(after, 0, 40, 60)]
+    assert machine.handle(Promoted(c, 0)) == [Drop(2, 0, 0, 40, 60), PromoteShard(after, 0, 40, 60)]
     machine.validate()
 
 
@@ -945,14 +946,14 @@ def test_what_another_device_promised_runs_at_home_if_that_is_free_first():
         machine.handle(PlanReady(trial, plan((10, 60), work=0, step=0)))
         machine.handle(StepReady(trial))
     at_0, older, promised, at_1 = task(0, 0), task(1, 1), task(2, 1), task(3, 0)
-    assert machine.handle(TaskReady(at_1)) == [Promote(at_1, 1, 0, 10)]
-    assert machine.handle(TaskReady(at_0)) == [Promote(at_0, 0, 0, 10)]
+    assert machine.handle(TaskReady(at_1)) == [PromoteShard(at_1, 1, 0, 10)]
+    assert machine.handle(TaskReady(at_0)) == [PromoteShard(at_0, 0, 0, 10)]
     assert machine.handle(TaskReady(promised)) == []
-    assert machine.handle(Promoted(at_1, 1)) == [Run(at_1, 1), Promote(promised, 1, 10, 60, ahead=True)]
+    assert machine.handle(Promoted(at_1, 1)) == [Run(at_1, 1), PromoteShard(promised, 1, 10, 60, ahead=True)]
     assert machine.handle(Promoted(at_0, 0)) == [Run(at_0, 0)]
     assert machine.handle(TaskReady(older, at_home=True)) == []
     assert machine.handle(Done(at_1, 1.0)) == [Drop(3, 0, 1, 0, 10)], "60 + 60 > 100"
-    assert machine.handle(Done(at_0, 1.0)) == [Promote(promised, 0, 10, 60)]
+    assert machine.handle(Done(at_0, 1.0)) == [PromoteShard(promised, 0, 10, 60)]
     assert machine.handle(Promoted(promised, 1)) == [Drop(2, 1, 1, 10, 60), Run(older, 1, False, 40, 60)]
     machine.validate()
 
@@ -1029,7 +1030,7 @@ def test_at_the_end_of_a_quantum_the_policy_decides_but_nobody_starves():
     live(machine, 0, 1)
     wants_turn(machine, 0)
     wants_turn(machine, 1)
-    most = PATIENCE * (2 + 1) + 1
+    most = STARVATION_LIMIT * (2 + 1) + 1
     assert [machine.handle(Expired(0)) for _ in range(most)] == [[]] * most
     assert machine.handle(Expired(0)) == [Recall(0, 0)]
     machine.validate()
@@ -1109,7 +1110,7 @@ def test_whatever_resident_and_spilled_trials_do_no_turn_is_lost(seed, number):
             if isinstance(said, Run):
                 assert not running, "one lease a device"
                 running[said.task.trial] = said
-            elif isinstance(said, Promote):
+            elif isinstance(said, PromoteShard):
                 ready.append(Promoted(said.task, said.device))
             elif isinstance(said, Recall):
                 recalled.add(said.trial)

@@ -11,7 +11,7 @@ import torch
 from optuna.trial import TrialState, create_trial
 
 import hydra_tune
-from hydra_tune.integrations.optuna_runner.rehearsal import warn_of_pruner, warn_of_sampler
+from hydra_tune.integrations.optuna_runner.search_warnings import warn_of_pruner, warn_of_sampler
 from waiting import WAIT_S
 
 STEPS = 30

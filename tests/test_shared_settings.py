@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 import hydra_tune
-from hydra_tune.blocks import process_state
+from hydra_tune.blocks import ambient_settings
 from scripts import BUDGETS, WIDTH, Layer, Net
 
 
@@ -96,7 +96,7 @@ def test_what_only_gpus_heed_may_be_switched_where_none_is(monkeypatch):
     trials = Switched(lambda: switch(False), lambda: switch(True)).search()
     assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE"]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(process_state, "_choices", process_state._choices.__wrapped__)
+    monkeypatch.setattr(ambient_settings, "_choices", ambient_settings._choices.__wrapped__)
     script = Switched(lambda: switch(False), lambda: switch(True))
     assert [trial.state.name for trial in script.search()] == ["FAIL", "COMPLETE"]
     assert "cudnn_enabled was True" in str(script.error)

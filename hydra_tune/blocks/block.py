@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hydra_tune.blocks.own_forward import own_forward_of
-from hydra_tune.blocks.process_state import ModuleStates
+from hydra_tune.blocks.ambient_settings import ModuleStates
+from hydra_tune.blocks.stand_ins import own_forward_of
 from hydra_tune.devices.host_buffer import same_bits, storage_bytes
 from hydra_tune.errors import PrepareError
 from hydra_tune.process.interrupts import interruptible

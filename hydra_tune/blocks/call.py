@@ -26,10 +26,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from hydra_tune.blocks.ambient_settings import casts_to, remembers_casts
 from hydra_tune.blocks.block import Block, are_trained, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.engine import ForwardPass
-from hydra_tune.blocks.process_state import casts_to, remembers_casts
 from hydra_tune.blocks.shared_casts import OtherBranchError, dtype_of, seen_as
 from hydra_tune.blocks.tree import map_tensors, tensors_in
 from hydra_tune.devices.counting_mode import TrialMode
@@ -110,7 +110,7 @@ class Versioned(NamedTuple):
         return self.tensor
 
 
-class Kept(Versioned):
+class KeptTensor(Versioned):
     """One that a repetition would make, kept until it is known that it may."""
 
 

@@ -47,14 +47,14 @@ class Backward:
     passes: dict[Trial, set[ForwardPass]] = field(default_factory=dict)
 
 
-class _Thread(threading.local):
+class _EngineThread(threading.local):
     """`trial` is a weak reference to the one that has run a forward in this thread last."""
 
     backward: Backward | None = None  # the innermost
     trial: Callable[[], Trial | None] | None = None
 
 
-here = _Thread()
+here = _EngineThread()
 os.register_at_fork(after_in_child=lambda: here.__dict__.clear())
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hydra_tune.blocks.ambient_settings import AmbientSettings, changed_in_between
 from hydra_tune.blocks.block import Block
-from hydra_tune.blocks.call import Call, Kept, Versioned, WeightView, _pop_hooks, _push_hooks, memory_of, place_of
+from hydra_tune.blocks.call import Call, KeptTensor, Versioned, WeightView, _pop_hooks, _push_hooks, memory_of, place_of
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.engine import ForwardPass
-from hydra_tune.blocks.process_state import Surroundings, changed_in_between
 from hydra_tune.blocks.shared_casts import seen_as
 from hydra_tune.blocks.tree import Structure, tensors_in, unflatten
 from hydra_tune.devices.host_buffer import digest, same_bits, version_of, versions_of
@@ -43,7 +43,7 @@ class _WithoutHooks(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class Saved:
+class SavedTensor:
     """What autograd has instead of a tensor that it saved; lives as long as that would."""
 
     __slots__ = ("__weakref__", "value")
@@ -75,14 +75,14 @@ class RepeatedCall(Call):
         forward_pass: ForwardPass,
         leaves: Sequence[Any],
         structure: Structure,
-        surroundings: Surroundings,
+        settings: AmbientSettings,
     ) -> None:
         super().__init__(block, trial, forward_pass)
-        self._leaves, self._structure, self._surroundings = leaves, structure, surroundings
+        self._leaves, self._structure, self._settings = leaves, structure, settings
         self._given = self.tensors
         self._input_versions = self._given_versions = versions_of(self._given)
         self._draws = DrawRecord(trial.device.generators)
-        self._saved: list[weakref.ref[Saved]] = []
+        self._saved: list[weakref.ref[SavedTensor]] = []
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
@@ -130,7 +130,7 @@ class RepeatedCall(Call):
         """What a repetition makes."""
         self.has_dropped = True
         for saved in self._alive():
-            if type(saved.value) is Kept:
+            if type(saved.value) is KeptTensor:
                 saved.value = None
 
     def settle(self, outputs: Any, *, keeps: bool) -> None:
@@ -171,8 +171,8 @@ class RepeatedCall(Call):
         self._leaves = _apart(self._leaves, clones=True)
         self._input_versions = versions_of(self.tensors)
 
-    def _pack(self, tensor: torch.Tensor) -> Saved:
-        saved = Saved()
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor:
+        saved = SavedTensor()
         saved.value = None
         self.num_saved += 1
         place = place_of(tensor)
@@ -186,11 +186,11 @@ class RepeatedCall(Call):
             else:
                 self._drops = True
                 if self.measurement is not None:
-                    saved.value = Kept(tensor, version_of(tensor))
+                    saved.value = KeptTensor(tensor, version_of(tensor))
         self._saved.append(weakref.ref(saved))
         return saved
 
-    def _unpack(self, saved: Saved) -> torch.Tensor:
+    def _unpack(self, saved: SavedTensor) -> torch.Tensor:
         if self.measurement is not None and self.measurement.is_running:
             raise self.measurement.runs_backward_within()
         if saved.value is None:
@@ -217,7 +217,7 @@ class RepeatedCall(Call):
             if isinstance(saved.value, torch.Tensor):
                 saved.value = None
 
-    def _alive(self) -> list[Saved]:
+    def _alive(self) -> list[SavedTensor]:
         return [saved for reference in self._saved if (saved := reference()) is not None]
 
     # ---- the repetition ----
@@ -256,7 +256,7 @@ class RepeatedCall(Call):
         """Within, all but the arguments is as in the first run; with the weights, as leaves of a graph that is
         nobody's."""
         block, caches, gradients = self.block, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
-        with self._surroundings.restored(block.module_states, block.name), drawing_again(self._draws):
+        with self._settings.restored(block.module_states, block.name), drawing_again(self._draws):
             weights = self._leaves_of(copy)
             buffers = block.lend_buffers(self._buffers)
             block.lend(weights)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hydra_tune.blocks.own_forward import StandIn
+from hydra_tune.blocks.stand_ins import StandIn
 from hydra_tune.errors import PrepareError
 from hydra_tune.process.interrupts import interrupts
 

@@ -91,14 +91,14 @@ class SharedCasts:
         self._barred.clear()
 
 
-class _Here(threading.local):
+class _CastsOfThread(threading.local):
     """What is to be cleared with the thread's autocast context."""
 
     def __init__(self) -> None:
         self.casts: dict[int, weakref.ref[SharedCasts]] = {}  # by id
 
 
-_here = _Here()
+_here = _CastsOfThread()
 _clear = torch.clear_autocast_cache
 
 

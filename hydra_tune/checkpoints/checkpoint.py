@@ -28,7 +28,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
-class Moment:
+class Position:
     """After so many mini-batches with the trial's model of that number, from 0."""
 
     model: int
@@ -44,19 +44,19 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, moment: Moment, state: Any) -> None:
+    def write(self, position: Position, state: Any) -> None:
         """Write one and let go of all but the newest few. Those before are untouched should it fail.
 
         Raises:
             Exception: of the disk, or of safetensors.
             ConfigError: the state holds what no checkpoint can.
         """
-        self.stage(moment, state)
-        self.publish(moment)
+        self.stage(position, state)
+        self.publish(position)
 
-    def stage(self, moment: Moment, state: Any) -> None:
+    def stage(self, position: Position, state: Any) -> None:
         """Write one that is not there before it is published."""
-        unfinished = self.path / (str(moment) + _UNFINISHED)
+        unfinished = self.path / (str(position) + _UNFINISHED)
         self.discard()
         try:
             unfinished.mkdir(parents=True)
@@ -65,13 +65,13 @@ class CheckpointFolder:
             self.discard()
             raise
 
-    def publish(self, moment: Moment) -> None:
+    def publish(self, position: Position) -> None:
         with gate.stepped_out():  # the disk keeps no other trial from forking its loader's workers
-            place = self.path / str(moment)
+            place = self.path / str(position)
             shutil.rmtree(place, ignore_errors=True)
             place.with_name(place.name + _UNFINISHED).rename(place)
             _synchronise(self.path)
-            for _, old in self._moments()[KEPT:]:
+            for _, old in self._positions()[KEPT:]:
                 shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
@@ -79,31 +79,31 @@ class CheckpointFolder:
         for unfinished in self.path.glob("*" + _UNFINISHED):
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    def newest(self) -> tuple[Moment, Any] | None:
+    def newest(self) -> tuple[Position, Any] | None:
         """The newest that is sound, if there is one; says which ones are not."""
-        moments = self._moments()
-        for i, (moment, place) in enumerate(moments):
+        positions = self._positions()
+        for i, (position, place) in enumerate(positions):
             try:
-                return moment, _read(place)
+                return position, _read(place)
             except Exception as error:  # torn in any way
-                then = "the one before it is taken" if i + 1 < len(moments) else "there is none before it"
+                then = "the one before it is taken" if i + 1 < len(positions) else "there is none before it"
                 logger.warning("the checkpoint %s is not sound (%s); %s", place, error, then)
         return None
 
     @property
-    def last_moment(self) -> str:
+    def last_position(self) -> str:
         """The newest one's name, sound or not."""
-        return max((str(moment) for moment, _ in self._moments()), default="none")
+        return max((str(position) for position, _ in self._positions()), default="none")
 
-    def _moments(self) -> list[tuple[Moment, Path]]:
+    def _positions(self) -> list[tuple[Position, Path]]:
         """The newest first."""
         return sorted(self._found(), reverse=True)
 
-    def _found(self) -> Iterator[tuple[Moment, Path]]:
+    def _found(self) -> Iterator[tuple[Position, Path]]:
         for place in self.path.iterdir() if self.path.is_dir() else ():
             model, _, step = place.name.partition("-")
             if model.isdecimal() and step.isdecimal():
-                yield Moment(int(model), int(step)), place
+                yield Position(int(model), int(step)), place
 
 
 def _write(place: Path, state: Any) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Moment
+from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
 from hydra_tune.checkpoints.hyperparameters import Hyperparameters
 from hydra_tune.checkpoints.loader_progress import LoaderProgress
 from hydra_tune.errors import ConfigError, PrepareError, ResumeError
@@ -60,7 +60,7 @@ class Interval:
 class Source(Protocol):
     """Of what a trial goes on from."""
 
-    def newest(self) -> tuple[Moment, Any] | None: ...
+    def newest(self) -> tuple[Position, Any] | None: ...
 
 
 class Resumption:
@@ -100,7 +100,7 @@ class Resumption:
         self._name = name
         sources: Sequence[Source] = reads if writes is None else (writes, *reads)
         found = (source.newest() for source in sources)
-        self._from: tuple[Moment, Any] | None = next((each for each in found if each is not None), None)
+        self._from: tuple[Position, Any] | None = next((each for each in found if each is not None), None)
         self._thread = threading.get_ident()
         self._asked = self._was_called = False
         self._stop_reason = ""
@@ -109,7 +109,7 @@ class Resumption:
         self._loaders: list[LoaderProgress] = []
         self._extra: list[Any] = []
         self._given: Hyperparameters | None = None
-        self._staged: Moment | None = None
+        self._staged: Position | None = None
         self._start(0)
 
     def _start(self, step: int) -> None:
@@ -120,12 +120,12 @@ class Resumption:
         self._latest = self._random_state.states()
 
     @property
-    def moment(self) -> Moment | None:
+    def position(self) -> Position | None:
         """That the trial goes on from, if it does."""
         return self._from[0] if self._from else None
 
     def _steps_behind(self, model: int) -> int:
-        return self.moment.step if self.moment is not None and self.moment.model == model else 0
+        return self.position.step if self.position is not None and self.position.model == model else 0
 
     @property
     def next_steps_behind(self) -> int:
@@ -158,7 +158,7 @@ class Resumption:
         self._given = Hyperparameters.of(optimizer, self._extra)
         self._start(0)
         if self._from is not None and self._from[0].model == self._model:
-            moment, state = self._from
+            position, state = self._from
             try:
                 _refuse_changed(state, _made_of(model, optimizer, self._loaders), but_model=self._perturbed)
                 _restore(state, model, optimizer, self._loaders, self._extra)
@@ -168,9 +168,9 @@ class Resumption:
                 self._given.stay(state["given"], optimizer, self._extra)
             self._random_state.set_states(state["random"])
             self._restored = True
-            self._start(moment.step)
-            logger.info("%s: goes on from mini-batch %d", self._name, moment.step)
-            self._from = moment, None
+            self._start(position.step)
+            logger.info("%s: goes on from mini-batch %d", self._name, position.step)
+            self._from = position, None
         elif self._weights is not None and self._model == 0:
             copied = self._weights.newest()
             if copied is None:
@@ -295,7 +295,7 @@ class Resumption:
             )
         if due and (why := self._uncountable):
             self._stop(why)
-        return due and not self._stop_reason and (self.moment is None or Moment(self._model, step) > self.moment)
+        return due and not self._stop_reason and (self.position is None or Position(self._model, step) > self.position)
 
     @property
     def _uncountable(self) -> str:
@@ -317,14 +317,14 @@ class Resumption:
         """A checkpoint with all loaders in these states, to be published. One that fails is the last."""
         assert self._folder is not None
         random = now[0]["random"] if self._is_fed else self._latest
-        moment, state = self._state(model, optimizer, now, random)
+        position, state = self._state(model, optimizer, now, random)
         try:
-            self._folder.stage(moment, state)
-            self._staged = moment
+            self._folder.stage(position, state)
+            self._staged = position
         except Exception as error:  # of a full disk, or what no checkpoint can hold
             self._stop(str(error))
 
-    def now(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[Moment, Any]:
+    def now(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[Position, Any]:
         """What a checkpoint of this moment would hold, in the trial's thread and between two steps; the tensors are the
         trial's own.
 
@@ -343,7 +343,7 @@ class Resumption:
         optimizer: torch.optim.Optimizer | None,
         now: Sequence[dict[str, Any]],
         random: Sequence[torch.Tensor],
-    ) -> tuple[Moment, Any]:
+    ) -> tuple[Position, Any]:
         assert self._given is not None
         state = {
             **_state_of(model),
@@ -354,22 +354,22 @@ class Resumption:
             "loaders": [p.state(each["generators"]) for p, each in zip(self._loaders, now, strict=True)],
             "random": random,
         }
-        return Moment(self._model, self._step), state
+        return Position(self._model, self._step), state
 
     def publish(self) -> None:
         """What was staged counts from here on."""
         if self._staged is not None and self._folder is not None:
-            moment, self._staged = self._staged, None
-            self._last_step, self._last_s = moment.step, time.monotonic()
+            position, self._staged = self._staged, None
+            self._last_step, self._last_s = position.step, time.monotonic()
             try:
-                self._folder.publish(moment)
+                self._folder.publish(position)
             except OSError as error:
                 self._stop(str(error))
 
 
 def write_weights(folder: CheckpointFolder, model: nn.Module) -> None:
     """For `Resumption(weights=folder)`."""
-    folder.write(Moment(0, 0), {**_state_of(model), "gradients": {}})
+    folder.write(Position(0, 0), {**_state_of(model), "gradients": {}})
 
 
 class _GeneratorState:

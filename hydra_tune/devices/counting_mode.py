@@ -73,7 +73,7 @@ class TrialMode(ThreadMode):
         if meter is None or not meter.counting:
             with _as_outside(func):
                 return func(*args, **kwargs)
-        first, inputs = meter.first(), _tensors((args, *kwargs.values()))
+        first, inputs = meter.pilot(), _tensors((args, *kwargs.values()))
         if first is not None and isinstance(func, OpOverload) and func._schema.is_mutable:
             first.before_writing(_written_by(func, args, kwargs))
         try:

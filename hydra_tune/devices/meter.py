@@ -25,7 +25,7 @@ from hydra_tune.process.fork import gate, new_in_child
 
 if TYPE_CHECKING:
     from hydra_tune.devices.device import Device
-    from hydra_tune.planning.first_step import FirstStep
+    from hydra_tune.planning.pilot import Pilot
 
 # A finalizer may run within any meter's work: reentrant, and one for all, lest two meters' threads wait for each other.
 _lock = new_in_child(threading.RLock())
@@ -49,7 +49,7 @@ class TrialMeter:
         self._outside_start = self._outside_peak = 0
         self._is_outside = False  # no block runs
         # Under way: is told what is written. Weak, for a mode on the thread's stack keeps this meter.
-        self.first: Callable[[], FirstStep | None] = lambda: None
+        self.pilot: Callable[[], Pilot | None] = lambda: None
         self.within_checkpoint = False  # one that is not reentrant, since this was said to be False
         self.inside = 0  # > 0 within a prepared model's forward or a block's backward
 
@@ -112,7 +112,7 @@ class TrialMeter:
         """Whether an operator on these makes its outputs on the device; else in host memory."""
         if not any(map(is_counted, inputs)):
             return not inputs and self.inside > 0
-        if self.first() is not None:
+        if self.pilot() is not None:
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) or (None,)
             self.within_checkpoint |= getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
         return True
@@ -120,7 +120,7 @@ class TrialMeter:
     def refusal_of(self, error: torch.OutOfMemoryError) -> Exception:
         """What ends the trial: outside of visits a first step cannot run an operator otherwise. Nothing is counted from
         here on: who catches that may not come back, and the mode that counts is still on the thread's stack."""
-        first = self.first()
+        first = self.pilot()
         if first is None or self.inside:
             return error
         first.failed, self.counting = True, self.always

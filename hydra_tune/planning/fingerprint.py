@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hydra_tune.blocks.own_forward import StandIn, own_forward_of
+from hydra_tune.blocks.stand_ins import StandIn, own_forward_of
 from hydra_tune.planning.optimizer_memory import options_of
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
@@ -150,7 +150,7 @@ def _digest(parts: object) -> bytes:
 # ---- at each forward ----
 
 
-class Glance(NamedTuple):
+class ModelState(NamedTuple):
     """Modules in the order of `nn.Module.modules`; parameters and buffers by the place of their module there.
 
     `switches` is what is on or off in modules and in their configs: training mode and other truth values, names, what
@@ -162,7 +162,7 @@ class Glance(NamedTuple):
     switches: Hashable
 
 
-def glance_at(model: nn.Module) -> Glance:
+def model_state(model: nn.Module) -> ModelState:
     parameters, buffers = [], []
     modules: dict[nn.Module, int] = {}  # as `model.modules()`, in a third of the time; their places
     left = [model]
@@ -182,7 +182,7 @@ def glance_at(model: nn.Module) -> Glance:
     having = [m for m in modules if "config" in vars(m) or type(m) in configured]
     configs = {id(config): config for m in having if hasattr(config := getattr(m, "config", None), "__dict__")}
     switches = tuple([_switches_of(owner) for owner in (*modules, *configs.values())])
-    return Glance(tuple(parameters), tuple(buffers), switches)
+    return ModelState(tuple(parameters), tuple(buffers), switches)
 
 
 def has_users_hook(module: nn.Module) -> bool:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from hydra_tune.blocks.ambient_settings import casts_to, is_activation, remembers_casts
 from hydra_tune.blocks.block import Block, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
-from hydra_tune.blocks.process_state import casts_to, is_activation, remembers_casts
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.tree import flatten, tensors_in
 from hydra_tune.devices.host_buffer import same_bits, storage_bytes, versions_of

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hydra_tune.blocks.ambient_settings import autocast_mode
 from hydra_tune.blocks.block import Block
-from hydra_tune.blocks.own_forward import BlockForward
-from hydra_tune.blocks.process_state import autocast_mode
+from hydra_tune.blocks.stand_ins import BlockForward
 from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.devices.host_buffer import storage_bytes
 from hydra_tune.devices.meter import ADVICE
 from hydra_tune.errors import BudgetError, PrepareError
 from hydra_tune.planning import partition
-from hydra_tune.planning.fingerprint import glance_at, has_users_hook, plan_key
-from hydra_tune.planning.first_step import FirstStep
+from hydra_tune.planning.fingerprint import has_users_hook, model_state, plan_key
 from hydra_tune.planning.optimizer_memory import stepping_bytes
+from hydra_tune.planning.pilot import Pilot
 from hydra_tune.planning.refusals import refuse_computed_weights, refuse_unsupported
-from hydra_tune.planning.step_kind import Kind, Known, StepMeasure, larger_of
+from hydra_tune.planning.step_kind import KnownArchitecture, StepKind, StepMeasure, larger_of
 from hydra_tune.schedule.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
 from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile, Cut, TrialPlan
 
@@ -46,11 +46,11 @@ class Planner:
         self._trial = trial
         self.blocks: list[Block] = []
         self.plan: TrialPlan | None = None  # that the trial is admitted under
-        self.first: FirstStep | None = None
+        self.pilot: Pilot | None = None
         self.covered: set[Any] = set()  # calls that the plan, a resident one, is known to cover
         self._plans: dict[bool, TrialPlan] = {}  # of `_measures`, for training and for evaluation
         self._measures: list[StepMeasure] = []  # of forwards that this trial has made
-        self._key, self._known = b"", Known()  # of the architecture, and what is known of it
+        self._key, self._known = b"", KnownArchitecture()  # of the architecture, and what is known of it
         self._cut = Cut()
         self._is_changed = False  # the model, since it was cut
         self._shard_of: dict[str, int] = {}
@@ -71,24 +71,24 @@ class Planner:
 
     # ---- the plan for a forward ----
 
-    def kind_of(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:
+    def kind_of(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> StepKind:
         """Of a forward of the model with this number."""
-        glance, inputs = glance_at(self._trial.model), (args, kwargs)
+        state, inputs = model_state(self._trial.model), (args, kwargs)
         for block in self.blocks:  # it would fire again when its block is repeated
             if not block.keeps and any(map(has_users_hook, block.modules[1:])):
                 block.keeps = "it has a hook within"
         if len(self._settings) < _MOST_SETTINGS:
-            self._settings.add(glance.switches)
+            self._settings.add(state.switches)
         setting = (
-            glance.buffers, partition.flags_of(inputs),
-            autocast_mode(), glance.switches if glance.switches in self._settings else None, number,
+            state.buffers, partition.flags_of(inputs),
+            autocast_mode(), state.switches if state.switches in self._settings else None, number,
         )  # fmt: skip
-        return Kind(torch.is_grad_enabled(), setting, partition.input_signature(inputs), glance.parameters)
+        return StepKind(torch.is_grad_enabled(), setting, partition.input_signature(inputs), state.parameters)
 
-    def knows(self, kind: Kind) -> bool:
+    def knows(self, kind: StepKind) -> bool:
         return any(measure.covers(kind) for measure in self._measures)
 
-    def learn(self, kind: Kind) -> bool:
+    def learn(self, kind: StepKind) -> bool:
         """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it."""
         trial = self._trial
         key = plan_key(trial.model, trial.optimizers)
@@ -97,7 +97,7 @@ class Planner:
             self._key, self._known, self._measures, self._is_changed = key, trial.pool.known_of(key), [], True
         return self._take_known(kind)
 
-    def _take_known(self, kind: Kind) -> bool:
+    def _take_known(self, kind: StepKind) -> bool:
         found = next((m for m in self._known.measures if m.covers(kind.of_any)), None)
         plan = self.plan or next(iter(self._plans.values()), None)
         if found is None or plan is None or not plan.resident:
@@ -110,7 +110,7 @@ class Planner:
         self._is_changed |= measure.cut != self._cut
         self._measures, self._cut, self._plans = measure.put_among(self._measures), measure.cut, {}
 
-    def plan_for(self, kind: Kind) -> TrialPlan:
+    def plan_for(self, kind: StepKind) -> TrialPlan:
         """
         Raises:
             BudgetError: there is none.
@@ -119,13 +119,13 @@ class Planner:
             if self._is_changed:
                 self._adopt_cut(self._cut)
             self._plans = plans = self._make_plans()
-            self._trial.told |= partition.summary_of(plans.get(True) or plans[False])
+            self._trial.summary |= partition.summary_of(plans.get(True) or plans[False])
         self._known.plan = plan = self._plans.get(kind.trains) or self._plans[True]
         return plan
 
     # ---- a first step ----
 
-    def begin(self, kind: Kind) -> bool:
+    def begin(self, kind: StepKind) -> bool:
         """Wait until the device is the trial's own, to measure a forward of this kind; blocks run in visits from here
         on. False if another trial has measured it meanwhile."""
         trial = self._trial
@@ -133,7 +133,7 @@ class Planner:
             raise copy.copy(self._known.refusals[kind.of_any])  # without its frames
         self.leave_plan()
         room = trial.pool.ask(trial, PilotReady(trial.id, trial.alone), StartPilot)
-        self.first = FirstStep(trial, kind, room.free_bytes)
+        self.pilot = Pilot(trial, kind, room.free_bytes)
         if self._take_known(kind):
             self.give_up_first()
             return False
@@ -144,7 +144,7 @@ class Planner:
         """The error that ends a first step. What it would have needed is not known: its lack grows with the model and
         what this is given. What fits depends on the budget, not on the neighbours: where the step had all of it, trials
         alike are refused by the same words. Not where it had several forwards: others may have fewer in a step."""
-        first, trial = self.first, self._trial
+        first, trial = self.pilot, self._trial
         if first is None:
             return error
         refusal, budget_bytes = copy.copy(error), trial.pool.budget_bytes
@@ -183,8 +183,8 @@ class Planner:
             if len(first.kinds) == 1:
                 self._known.refusals[first.kinds[0].of_any] = copy.copy(error)
 
-    def give_up_first(self, *, trained: bool = False) -> FirstStep:
-        (first, self.first), trial = (self.first, None), self._trial
+    def give_up_first(self, *, trained: bool = False) -> Pilot:
+        (first, self.pilot), trial = (self.pilot, None), self._trial
         assert first is not None
         trial.meter.counting = trial.meter.always
         if not trial.meter.always:
@@ -348,7 +348,7 @@ class Planner:
         for block in self.blocks:  # from here on they run in visits
             block.is_current = True
             block.module.forward = BlockForward(block, self._trial)
-        if self.first is not None:
+        if self.pilot is not None:
             self._hold(self.blocks)
 
     def unwrap(self) -> None:

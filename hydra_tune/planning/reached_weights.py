@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.quasirandom import SobolEngine
 
+from hydra_tune.blocks.ambient_settings import STRUCTURE
 from hydra_tune.blocks.device_copy import DeviceCopy
-from hydra_tune.blocks.process_state import STRUCTURE
 from hydra_tune.blocks.tree import PLAIN, flatten
 from hydra_tune.devices.host_buffer import digest, version_of
 from hydra_tune.planning.fingerprint import Fingerprint

@@ -13,7 +13,7 @@ from hydra_tune.schedule.plan import BlockProfile, Cut, TrialPlan
 
 
 @dataclass(frozen=True)
-class Kind:
+class StepKind:
     """`trains`: gradients are on. `setting` is all that is equal for forwards of one kind; a measure of inputs of one
     `signature` holds for smaller ones. `parameters`: what only one model has, the identities of its own."""
 
@@ -22,14 +22,14 @@ class Kind:
     signature: Signature
     parameters: Hashable = None
 
-    def covers(self, other: Kind) -> bool:
+    def covers(self, other: StepKind) -> bool:
         same = (self.trains, self.setting, self.parameters) == (other.trains, other.setting, other.parameters)
         return (
             same and len(self.signature) == len(other.signature) and all(map(_bounds, self.signature, other.signature))
         )
 
     @property
-    def of_any(self) -> Kind:
+    def of_any(self) -> StepKind:
         """The same of any model of the architecture."""
         return replace(self, parameters=None)
 
@@ -38,7 +38,7 @@ class Kind:
 class StepMeasure:
     """What a first step with forwards of these kinds has shown: blocks in the order in which they ran."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[StepKind, ...]
     cut: Cut
     blocks: dict[str, BlockProfile]
     step_bytes: int
@@ -48,7 +48,7 @@ class StepMeasure:
     def trains(self) -> bool:
         return any(kind.trains for kind in self.kinds)
 
-    def covers(self, kind: Kind) -> bool:
+    def covers(self, kind: StepKind) -> bool:
         return any(own.covers(kind) for own in self.kinds)
 
     def put_among(self, measures: list[StepMeasure]) -> list[StepMeasure]:
@@ -58,12 +58,12 @@ class StepMeasure:
 
 
 @dataclass
-class Known:
+class KnownArchitecture:
     """What trials of one architecture have shown in a pool."""
 
     plan: TrialPlan | None = None  # the latest
     measures: list[StepMeasure] = field(default_factory=list)
-    refusals: dict[Kind, BudgetError] = field(default_factory=dict)  # of first steps that had the whole device
+    refusals: dict[StepKind, BudgetError] = field(default_factory=dict)  # of first steps that had the whole device
     too_large: bool = False  # one has run out of memory with all of it on the device
 
     def add(self, measure: StepMeasure) -> None:

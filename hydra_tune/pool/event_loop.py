@@ -1,7 +1,7 @@
 """What a pool and its trials' threads tell the scheduler, and how what it says is carried out.
 
 The machine decides under the pool's lock; a trial's own thread does the trial's work outside of it. So it does
-promotions, but for those made ahead, which a device's thread copies (`copier`). In a turn that lasts it goes on by
+promotions, but for those made ahead, which a device's thread copies (`copier`). In a long lease it goes on by
 itself, without the lock, and says in sums what it has done (`lease`); whatever else it tells the pool ends the turn.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hydra_tune")
 InstructionT = TypeVar("InstructionT", bound=e.Instruction)
-LOOK_S = 0.05  # how often one that waits looks at who has a turn that lasts, which costs that one a switch or two
+LOOK_S = 0.05  # how often one that waits looks at who has a long lease, which costs that one a switch or two
 _LOOK_AROUND_S = 1.0  # nobody says that a model was collected
 _COLLECT_S = 1.0  # and twice, four times ..: autograd's nodes hide what they refer to until they are gone
 _WARN_S = 60.0  # in which nobody was seen to compute
@@ -54,9 +54,9 @@ class EventLoop:
         self._abandoned: deque[int] = deque()  # collected with their models; only noted there, ended later
         self._summaries: dict[int, dict[str, Any]] = {}  # of all trials, ended ones included
         self.leases: dict[int, Lease] = {}  # of each trial
-        self._turns: list[Lease | None] = [None] * len(devices)  # those that last
+        self._long_leases: list[Lease | None] = [None] * len(devices)  # those that last
         self._copiers = [start_copier(self, device.name, num_threads) for device in devices]
-        self._copying: dict[int, list[e.Promote]] = {}  # ahead of their tasks, by trial
+        self._copying: dict[int, list[e.PromoteShard]] = {}  # ahead of their tasks, by trial
         os.register_at_fork(after_in_child=self._copying.clear)  # the thread stays behind
         self._trace = Trace()
         self._clocks = [TaskClock(self._trace, device) for device in devices]
@@ -141,7 +141,7 @@ class EventLoop:
                     lease.start(task, start_s, mark)
         except BaseException:
             with self._lock:
-                self._drop_turn(lease)
+                self._drop_long_lease(lease)
                 self.await_copies(trial)
                 self._handle(e.Failed(task))
                 lease.granted.clear()
@@ -155,7 +155,7 @@ class EventLoop:
     def _end(self, task: Task, end_s: float, then: e.TaskReady | None = None) -> e.Done:
         return e.Done(task, self._clocks[self._machine.trials[task.trial].home].end(task, end_s), then)
 
-    # ---- turns that last ----
+    # ---- long leases ----
 
     def hear(self, trial: Trial, *, ends: bool = False) -> bool:
         """In the trial's thread: what it has done in its turn, if one lasts. That `ends` here, or if it is to; whether
@@ -168,7 +168,7 @@ class EventLoop:
                 lease.end()
             ends = lease.device is not None and (ends or lease.revoked)  # still
             if ends:
-                self._end_turn(lease)
+                self._end_long_lease(lease)
             else:
                 self._note_ran(lease)
             return ends
@@ -177,23 +177,23 @@ class EventLoop:
         """End its turn, if one lasts: now, if its holder is between two tasks, else at the end of the holder's task."""
         lease.revoked = True  # first
         if not lease.busy and lease.device is not None:
-            self._end_turn(lease)
+            self._end_long_lease(lease)
 
-    def _end_turn(self, lease: Lease) -> None:
+    def _end_long_lease(self, lease: Lease) -> None:
         """Its holder is between two tasks, in whatever thread this is."""
         assert lease.device is not None
         task, in_step, clock = lease.task, lease.in_step, self._clocks[lease.device.number]
-        self._drop_turn(lease)
+        self._drop_long_lease(lease)
         if not clock.cause:
             clock.idles(clock.since_s, BETWEEN)
         self._handle(e.Done(task))
         if not in_step:
             self._handle(e.StepDone(lease.trial, trained=False))  # those that trained were told
 
-    def _drop_turn(self, lease: Lease) -> None:
+    def _drop_long_lease(self, lease: Lease) -> None:
         """If one lasts; of its end the machine is told nothing."""
         if lease.device is not None:
-            self._turns[lease.device.number] = None
+            self._long_leases[lease.device.number] = None
             lease.revoked = True  # first
             self._note_ran(lease)
             lease.close()
@@ -207,15 +207,15 @@ class EventLoop:
         seconds = self._clocks[lease.device.number].ran(lease.trial, tasks)
         self._handle(e.Worked(lease.trial, seconds, steps))
 
-    def _look_at_turn(self, trial: int) -> float:
+    def _look_at_long_lease(self, trial: int) -> float:
         """That of who is in the trial's way, if it waits for one that lasts and is the first to; for how many seconds
         it may wait now."""
         state = self._machine.trials.get(trial)
-        lease = None if state is None else self._turns[state.home]
+        lease = None if state is None else self._long_leases[state.home]
         if state is None or lease is None or lease.trial == trial:
             return _LOOK_AROUND_S
         if lease.revoked and not lease.busy:
-            self._end_turn(lease)
+            self._end_long_lease(lease)
         first = self._machine.ready.oldest(state.home)
         if lease.revoked or first is None or first.task.trial != trial:
             return _LOOK_AROUND_S
@@ -239,19 +239,19 @@ class EventLoop:
                     trial.residency.drop_shard(instruction.shard)
                 self._devices[instruction.device].free_slot(instruction.offset, instruction.num_bytes)
                 self._trace.count("dropped_bytes", instruction.device, instruction.trial, instruction.num_bytes)
-            elif isinstance(instruction, e.Promote):  # ahead of its task
+            elif isinstance(instruction, e.PromoteShard):  # ahead of its task
                 self._copying.setdefault(instruction.task.trial, []).append(instruction)
                 self._copiers[instruction.device](partial(self._copy_ahead, instruction))
             elif isinstance(instruction, e.Move):
                 trial = self._trials[instruction.trial]
                 trial.residency.move_home(self._devices[instruction.device])
-                trial.told["device"] = trial.device.name
+                trial.summary["device"] = trial.device.name
             elif isinstance(instruction, e.Recall):
                 recalled.append(self.leases[instruction.trial])
             else:
                 lease = self.leases[instruction.task.trial if isinstance(instruction, e.Run) else instruction.trial]
                 if isinstance(instruction, e.Run) and instruction.lasts:
-                    self._turns[instruction.device] = lease
+                    self._long_leases[instruction.device] = lease
                     lease.open(instruction.task, self._devices[instruction.device])
                     if (first := self._machine.ready.oldest(instruction.device)) is not None:
                         self.leases[first.task.trial].wake.notify_all()  # it looks at the holder from here on
@@ -272,7 +272,7 @@ class EventLoop:
             with self._lock:
                 self.leases[trial.id].wake.wait_for(lambda: trial.id not in self._copying)
 
-    def _copy_ahead(self, promote: e.Promote) -> None:
+    def _copy_ahead(self, promote: e.PromoteShard) -> None:
         """In a device's copy thread. One that failed is made again when the task runs."""
         task, trace = promote.task, self._trace
         start_s, trial, copied_bytes = trace.now_s(), self._trials.get(task.trial), 0
@@ -298,7 +298,7 @@ class EventLoop:
         while not lease.granted:
             interrupts.check()
             check()
-            wait_s = self._look_at_turn(number)
+            wait_s = self._look_at_long_lease(number)
             if not lease.granted:
                 lease.wake.wait(wait_s)
             waited_s += wait_s  # at most
@@ -318,7 +318,7 @@ class EventLoop:
 
     def _is_busy(self) -> bool:
         """Whether anybody computes now, or measures a first step."""
-        devices = zip(self._machine.devices, self._turns, strict=True)
+        devices = zip(self._machine.devices, self._long_leases, strict=True)
         return any(d.ledger.pilot is not None or (d.running and (turn is None or turn.busy)) for d, turn in devices)
 
     def _warn_of_wait(self, number: int) -> None:
@@ -359,7 +359,7 @@ class EventLoop:
         """Once; an end that was interrupted is repeated."""
         if number in self.leases:
             self._summaries[number]["state"] = "ended"
-            self._drop_turn(self.leases[number])
+            self._drop_long_lease(self.leases[number])
             end_trial(number, self._devices)  # before others may have its bytes
             self._handle(e.TrialEnded(number))
             del self.leases[number]

@@ -23,9 +23,9 @@ from hydra_tune.schedule.events import Instruction
 from hydra_tune.schedule.plan import Direction, Task
 
 TELL_AFTER = 512  # tasks
-Moment: TypeAlias = float | tuple[float, Any]  # in seconds; of a GPU's task, with the device's mark
+TaskTime: TypeAlias = float | tuple[float, Any]  # in seconds; of a GPU's task, with the device's mark
 # plain tuples, made twice a step: a task's step and direction, when it began, and when it ended
-_Running: TypeAlias = tuple[int, Direction, Moment]
+_Running: TypeAlias = tuple[int, Direction, TaskTime]
 Ran: TypeAlias = tuple[int, Direction, Any, Any]  # moments
 
 
@@ -49,13 +49,13 @@ class Lease:
         self.since_s = 0.0  # of the quantum
         self._seen = -1  # tasks begun, by who has looked at the holder; -1 if it was in one
         self._now_s = now_s
-        self._now: Callable[[], Moment] = now_s
+        self._now: Callable[[], TaskTime] = now_s
         self._running: _Running | None = None
 
     # ---- in the pool, under its lock ----
 
     def open(self, task: Task, device: Device) -> None:
-        """The trial has been given a turn that lasts; with this task, which it has yet to begin."""
+        """The trial has been given a long lease; with this task, which it has yet to begin."""
         self.task, self.device, self.in_step, self._seen = task, device, True, -1
         self.since_s = self._now_s()
         self._now = self._now_s if device.is_virtual else lambda: (self._now_s(), device.mark())
@@ -97,7 +97,7 @@ class Lease:
         return True
 
     def end(self) -> bool | None:
-        """The task, if one is under way in a turn that lasts; whether nobody need be told."""
+        """The task, if one is under way in a long lease; whether nobody need be told."""
         running = self._running
         if running is None:
             return None

@@ -18,7 +18,7 @@ from hydra_tune.config import ALIGNMENT_BYTES, format_bytes
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.open_devices import host_bytes_for, open_devices
 from hydra_tune.errors import BudgetError, ConfigError
-from hydra_tune.planning.step_kind import Known
+from hydra_tune.planning.step_kind import KnownArchitecture
 from hydra_tune.pool.event_loop import EventLoop
 from hydra_tune.pool.lease import Lease
 from hydra_tune.pool.recording import recorded
@@ -73,7 +73,7 @@ class ShardPool(EventLoop):
         opened = open_devices(devices, memory)
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
-        self._known: dict[bytes, Known] = {}  # by `fingerprint.plan_key`, the latest last
+        self._known: dict[bytes, KnownArchitecture] = {}  # by `fingerprint.plan_key`, the latest last
         self.host_memory_bytes = host_bytes_for(host_memory, opened)  # for all live trials together
         self.budget_bytes = min(device.budget_bytes for device in opened)  # plans are made for any home
         self.spills_behind = any(device.spills_behind for device in opened)
@@ -124,7 +124,7 @@ class ShardPool(EventLoop):
             return {"elapsed_s": self._trace.now_s(), "devices": devices, "trials": trials}
 
     def _settle_clocks(self) -> None:
-        for lease in self._turns:
+        for lease in self._long_leases:
             if lease is not None:
                 self._note_ran(lease)
         for clock in self._clocks:
@@ -132,9 +132,9 @@ class ShardPool(EventLoop):
 
     def figures(self, trial: Trial) -> dict[str, Any]:
         """Plain data on what one trial has done so far, a few numbers."""
-        told = {key: trial.told[key] for key in ("device", "steps", "resident", "weight_bytes")}
+        told = {key: trial.summary[key] for key in ("device", "steps", "resident", "weight_bytes")}
         with self._lock:
-            return {**told, "shards": len(trial.told["shards"]), **asdict(self._trace.trials[trial.id])}
+            return {**told, "shards": len(trial.summary["shards"]), **asdict(self._trace.trials[trial.id])}
 
     def timeline(self) -> list[dict[str, Any]]:
         """Spans of time in order of their end: kind (run, promote, spill, wait, stall), device, trial, step, shard,
@@ -173,7 +173,7 @@ class ShardPool(EventLoop):
         """Stop every live trial at its next task boundary and refuse new ones. May be called twice."""
         with self._lock:
             self._closed = True
-            for turn in self._turns:
+            for turn in self._long_leases:
                 if turn is not None:
                     self._recall(turn)
             for lease in self.leases.values():
@@ -215,7 +215,7 @@ class ShardPool(EventLoop):
                 self._forget(number)
                 del self._summaries[number]
                 raise
-            self._summaries[number] = trial.told
+            self._summaries[number] = trial.summary
             weakref.finalize(trial, self._abandoned.append, number).atexit = False
             return trial
 
@@ -253,10 +253,10 @@ class ShardPool(EventLoop):
             self.await_copies(trial)
             self._forget(trial.id)
 
-    def known_of(self, key: bytes) -> Known:
+    def known_of(self, key: bytes) -> KnownArchitecture:
         """What trials of this architecture have shown; the latest architectures are remembered."""
         with self._lock:
-            self._known[key] = known = self._known.pop(key, None) or Known()
+            self._known[key] = known = self._known.pop(key, None) or KnownArchitecture()
             if len(self._known) > _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
             return known

@@ -22,7 +22,7 @@ from hydra_tune.schedule.state import NO_TRIAL
 
 MAX_SPANS = 200_000  # the oldest are forgotten first
 LATE_HOST = "launch"  # the cause of a stall that the scheduler has not seen: nothing was launched yet
-BETWEEN = "no ready task"  # the cause of one within a turn that lasts
+BETWEEN = "no ready task"  # the cause of one within a long lease
 _LEAST_STALL_S = 2e-5
 
 
@@ -83,7 +83,7 @@ class Trace:
         self._spans.append(("stall", device, -1, -1, "", start_s, end_s, cause, 0))
         self.devices[device].stalled_s += end_s - start_s
 
-    def note_turn(self, device: int, trial: int, tasks: Sequence[Ran], since_s: float) -> tuple[float, float]:
+    def note_long_lease(self, device: int, trial: int, tasks: Sequence[Ran], since_s: float) -> tuple[float, float]:
         """A resident trial's tasks, one after another, and that the device waited before each. Seconds they took, and
         when the last has ended."""
         busy_s = stalled_s = 0.0
@@ -114,7 +114,7 @@ class TaskClock:
         self.cause = ""  # why it idles; empty where it does not
         self._idle_s = 0.0  # since when
         self._why = 0.0, ""  # a GPU had nothing to do: the longest of what the host has seen
-        self.since_s = 0.0  # when its task began, or the last one of a turn that lasts ended; on a GPU, for the host
+        self.since_s = 0.0  # when its task began, or the last one of a long lease ended; on a GPU, for the host
         self._begun: Any = None  # a mark
         # what a GPU may not be done with: kind, task, marks of its start and end, when the host has launched it (it may
         # have begun later), and why the GPU would have computed nothing before
@@ -150,9 +150,9 @@ class TaskClock:
         return self._told_s(task.trial)
 
     def ran(self, trial: int, tasks: Sequence[Ran]) -> float:
-        """Those of a resident trial, one after another, in a turn that lasts. As `end`."""
+        """Those of a resident trial, one after another, in a long lease. As `end`."""
         if self._device.is_virtual:
-            seconds, self.since_s = self._trace.note_turn(self._device.number, trial, tasks, self.since_s)
+            seconds, self.since_s = self._trace.note_long_lease(self._device.number, trial, tasks, self.since_s)
             return seconds
         for step, direction, (start_s, start), (end_s, end) in tasks:
             self._launch(Task(trial, step, 0, direction), start_s, start, end, BETWEEN)

@@ -38,7 +38,7 @@ Note = Callable[[torch.Generator], object]
 _BACKEND_SELECT = DispatchKeySet(DispatchKey.BackendSelect)
 
 
-class _Thread(threading.local):
+class _DrawingThread(threading.local):
     """What the calling thread draws from, the trial that this is of, and who is told before each draw."""
 
     generator = DEFAULT
@@ -46,7 +46,7 @@ class _Thread(threading.local):
     notes: tuple[Note, ...] = ()
 
 
-thread = _Thread()
+thread = _DrawingThread()
 os.register_at_fork(after_in_child=lambda: thread.__dict__.clear())  # a loader's worker is no trial
 _default_lock = new_in_child(threading.RLock())  # draws of all threads from the default generator, one after another
 gate.guard(_default_lock)  # a fork waits for the draw under way, which has the generator's own lock, too
@@ -90,7 +90,7 @@ def _drawing(operator: Any) -> Callable[..., Any]:
     return drawing
 
 
-class _StandIn(torch.Generator):
+class _GeneratorStandIn(torch.Generator):
     """For the default generator. May be given to operators, too: they take it for that one."""
 
 
@@ -106,8 +106,8 @@ def _of_thread(name: str) -> Callable[..., Any]:
 
 
 for _method in ("get_state", "set_state", "manual_seed", "seed", "initial_seed", "clone_state", "__reduce__"):
-    setattr(_StandIn, _method, _of_thread(_method))
-_stand_in = _StandIn()
+    setattr(_GeneratorStandIn, _method, _of_thread(_method))
+_stand_in = _GeneratorStandIn()
 # Operators see a new wrapper of the same generator.
 _DEFAULTS = frozenset(each._cdata for each in (DEFAULT, _stand_in))  # type: ignore[attr-defined]
 torch.random.default_generator = _stand_in  # type: ignore[attr-defined]

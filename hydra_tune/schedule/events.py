@@ -2,9 +2,9 @@
 
 trial  TrialAdded -> Place -> [PilotReady -> StartPilot -> PilotDone] -> PlanReady -> Admit -> ... -> TrialEnded
 step   StepReady -> [Move] -> Enter -> task -> ... -> StepDone
-task   TaskReady -> [Promote -> Promoted] -> Run, perhaps with a promotion -> Done (which may say what comes next)
+task   TaskReady -> [PromoteShard -> Promoted] -> Run, perhaps with a promotion -> Done (which may say what comes next)
 turn   Run that lasts, for many steps -> [Worked ...] -> [Expired ...] -> [Recall] -> Done -> [StepDone]
-slot   Promote, perhaps ahead of its task -> Promoted -> Drop
+slot   PromoteShard, perhaps ahead of its task -> Promoted -> Drop
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Enter:
 
 
 @dataclass(slots=True)
-class Promote:
+class PromoteShard:
     """With `ahead`, while another task computes: whoever copies for the device does it, not the trial's thread."""
 
     task: Task
@@ -243,4 +243,4 @@ class Drop:
     num_bytes: int
 
 
-Instruction: TypeAlias = Place | StartPilot | Admit | Move | Enter | Promote | Run | Recall | Drop
+Instruction: TypeAlias = Place | StartPilot | Admit | Move | Enter | PromoteShard | Run | Recall | Drop

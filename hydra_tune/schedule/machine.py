@@ -20,7 +20,7 @@ until no step has bytes of its device, and has all that is free there until it e
 device is idle, as soon as its copy is made. So whoever holds bytes can always run its next task at home.
 No starvation: admissions, steps and pilots are each served in the order in which they asked, an admission that awaits
 only that steps end after `STEPS_LET_BY` more of them; a task goes first, whatever the policy, once its home has given
-`PATIENCE` tasks a trial to others since it was ready.
+`STARVATION_LIMIT` tasks a trial to others since it was ready.
 
 Known slack: a step's reservation stays at home while its tasks travel; who moves home is decided by how many trials
 are at home where, not by seconds.
@@ -47,8 +47,8 @@ from hydra_tune.schedule.events import (
     PilotReady,
     Place,
     PlanReady,
-    Promote,
     Promoted,
+    PromoteShard,
     Recall,
     Reported,
     Run,
@@ -68,7 +68,7 @@ from hydra_tune.schedule.ready import ReadyTasks, Waiting
 from hydra_tune.schedule.slots import Slots
 from hydra_tune.schedule.state import NO_TRIAL, PROMOTION, DeviceState, TaskState, TrialState
 
-PATIENCE = 16
+STARVATION_LIMIT = 16
 _STORY_EVENTS = 200  # short, or the garbage collector would take what it forgets for old
 
 
@@ -493,7 +493,7 @@ class Machine:
 
     def _waited_too_long(self, device: DeviceState) -> Waiting | None:
         oldest, given = self.ready.oldest(device.index), self.ready.queues[device.index].given
-        too_long = oldest is not None and given - oldest.since > PATIENCE * (len(device.trials) + 1)
+        too_long = oldest is not None and given - oldest.since > STARVATION_LIMIT * (len(device.trials) + 1)
         return oldest if too_long else None
 
     def _may_last(self, device: DeviceState) -> bool:
@@ -536,7 +536,7 @@ class Machine:
                 device.promotes = offset, slot_bytes
             else:
                 device.in_flight.add(key)
-                made.append(Promote(task, device.index, offset, slot_bytes))
+                made.append(PromoteShard(task, device.index, offset, slot_bytes))
         elif slot_bytes:
             device.ledger.touch(key)
         self.ready.of.pop(task.trial, None)
@@ -556,7 +556,7 @@ class Machine:
             return []
         trial, lasts = self.trials[task.trial], False
         work_bytes = trial.work_bytes(task, device.index)
-        if trial.plan.resident:  # in a turn that lasts, all its tasks come
+        if trial.plan.resident:  # in a long lease, all its tasks come
             most_bytes = trial.plan.task_bytes
             lasts = self._may_last(device) and self.slots.has_room(device, most_bytes)
             work_bytes = most_bytes if lasts else work_bytes
@@ -602,7 +602,7 @@ class Machine:
             self.ready.remove(task.trial)
             self.trials[task.trial].on = device.index
         device.in_flight.add((task.trial, task.shard))
-        return [*dropped, Promote(task, device.index, offset, slot_bytes, ahead=True)]
+        return [*dropped, PromoteShard(task, device.index, offset, slot_bytes, ahead=True)]
 
     def _take_promise_back(self, device: DeviceState) -> None:
         """Its shard stays for as long as there is room."""

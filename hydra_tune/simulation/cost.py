@@ -111,7 +111,7 @@ _RATES = tuple(field.name for field in fields(CostModel) if field.name.endswith(
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Layer:
     """`multiplied` weights are computed with for each token; `trained` ones have gradients and moments. Of so many
     blocks together."""
 
@@ -122,8 +122,8 @@ class _Block:
     activation_bytes: int
     blocks: int = 1
 
-    def __add__(self, other: _Block) -> _Block:
-        return _Block(*map(add, astuple(self), astuple(other)))
+    def __add__(self, other: _Layer) -> _Layer:
+        return _Layer(*map(add, astuple(self), astuple(other)))
 
     @property
     def work_bytes(self) -> int:
@@ -136,7 +136,7 @@ class _Block:
         return 2 * self.slot_bytes + self.work_bytes
 
 
-_NOTHING = _Block(0, 0, 0, 0, 0, 0)
+_NOTHING = _Layer(0, 0, 0, 0, 0, 0)
 
 
 def transformer_trial(
@@ -186,9 +186,9 @@ def transformer_trial(
     table = vocabulary * width
     layer = 4 * width**2 + 2 * width * feed_forward + 9 * width + feed_forward
 
-    def block(weights: int, multiplied: int, trained: int, activations: int) -> _Block:
+    def block(weights: int, multiplied: int, trained: int, activations: int) -> _Layer:
         gradients = trained * (weight_bytes if gradient_bytes is None else gradient_bytes)
-        return _Block(weights * weight_bytes, multiplied, trained, gradients, tokens * activations * weight_bytes)
+        return _Layer(weights * weight_bytes, multiplied, trained, gradients, tokens * activations * weight_bytes)
 
     kept = 9 * width + 2 * feed_forward + 5 * heads * sequence // 2
     blocks = [
@@ -217,7 +217,7 @@ def transformer_trial(
     )
 
 
-def _cut(blocks: Sequence[_Block], shards: int | None, memory: int | str | None, boundary_bytes: int) -> list[_Block]:
+def _cut(blocks: Sequence[_Layer], shards: int | None, memory: int | str | None, boundary_bytes: int) -> list[_Layer]:
     """The shards, each as one block. A step keeps a boundary tensor a shard, and so depends on their number."""
     if (shards is None) == (memory is None):
         raise ConfigError(
@@ -238,7 +238,7 @@ def _cut(blocks: Sequence[_Block], shards: int | None, memory: int | str | None,
     raise AssertionError("there are no more shards than blocks")
 
 
-def _balance(blocks: Sequence[_Block], shards: int) -> list[_Block]:
+def _balance(blocks: Sequence[_Layer], shards: int) -> list[_Layer]:
     """The cut into so many shards whose largest need is least."""
     needed = list(accumulate((block.need_bytes for block in blocks), initial=0))
 
@@ -257,7 +257,7 @@ def _balance(blocks: Sequence[_Block], shards: int) -> list[_Block]:
     return [sum(blocks[start:end], _NOTHING) for start, end in pairwise(edges)]
 
 
-def _pack(blocks: Sequence[_Block], limit_bytes: int) -> list[_Block]:
+def _pack(blocks: Sequence[_Layer], limit_bytes: int) -> list[_Layer]:
     """Block by block until the next would not fit: pilot partitioning (arXiv 2110.08633, section 4.1)."""
     cut = [_NOTHING]
     for block in blocks:

@@ -64,7 +64,7 @@ class SimulatedDevice:
 
 
 @dataclass
-class Trial:
+class ReplayedTrial:
     work: TrialWork
     plan: TrialPlan
     places: list[tuple[int, Direction]]  # that each step visits
@@ -75,7 +75,7 @@ class Trial:
 
 
 @dataclass
-class Device:
+class ReplayedDevice:
     """While it does not compute, `copying` says what its task waits for, if its shard is there; the stall that is
     under way began at `since_s`, for `cause`."""
 
@@ -102,10 +102,10 @@ class Replay:
         timeline: bool,
     ) -> None:
         self.trials = [
-            Trial(work, plan, [(shard, direction) for direction, shard in work.tasks()])
+            ReplayedTrial(work, plan, [(shard, direction) for direction, shard in work.tasks()])
             for work, plan in zip(works, plans, strict=True)
         ]
-        self.devices = [Device(spec) for spec in devices]
+        self.devices = [ReplayedDevice(spec) for spec in devices]
         self.machine = Machine(
             [spec.memory for spec in devices],
             policy,
@@ -119,7 +119,7 @@ class Replay:
         self._double_buffering = double_buffering
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
-        self._arriving: dict[tuple[int, int, int], e.Promote] = {}  # the latest by (trial, shard, device)
+        self._arriving: dict[tuple[int, int, int], e.PromoteShard] = {}  # the latest by (trial, shard, device)
         self._left = len(works)
         self._idle = set(range(len(devices)))
         self._optimizer_free_s = 0.0
@@ -148,7 +148,7 @@ class Replay:
         for instruction in self.machine.handle(event):
             if isinstance(instruction, e.Run):
                 self._begin(instruction.task, instruction.device)
-            elif isinstance(instruction, e.Promote):
+            elif isinstance(instruction, e.PromoteShard):
                 self._promote(instruction)
             elif isinstance(instruction, e.Drop):
                 self._arriving.pop((instruction.trial, instruction.shard, instruction.device), None)
@@ -162,13 +162,13 @@ class Replay:
             else:
                 assert isinstance(instruction, e.Move), f"nobody asked for {instruction}"
 
-    def _promote(self, promote: e.Promote) -> None:
+    def _promote(self, promote: e.PromoteShard) -> None:
         task = promote.task
         self._arriving[task.trial, task.shard, promote.device] = promote
         self.promoted_bytes += promote.num_bytes
         self._at(self._copy("promote", task, promote.device, promote.num_bytes), self._promoted, promote)
 
-    def _promoted(self, promote: e.Promote) -> None:
+    def _promoted(self, promote: e.PromoteShard) -> None:
         """Unless it was dropped on its way."""
         key = (promote.task.trial, promote.task.shard, promote.device)
         if self._arriving.get(key) is promote:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hydra_tune.blocks.process_state import thread_settings_kept
+from hydra_tune.blocks.ambient_settings import thread_settings_kept
 from hydra_tune.checkpoints.resumption import Resumption
 from hydra_tune.errors import clear_frames
 from hydra_tune.pool.shard_pool import ShardPool

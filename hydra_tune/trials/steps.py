@@ -21,7 +21,7 @@ _MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: t
 
 
 class Steps:
-    """`under_way` is the step of that `number`; the first of a kind has what its `FirstStep` has reserved."""
+    """`under_way` is the step of that `number`; the first of a kind has what its `Pilot` has reserved."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial: Trial = weakref.proxy(trial)
@@ -52,7 +52,7 @@ class Steps:
         self.under_way = False
         trial.residency.await_gradients()
         lease = trial.lease
-        if trial.planner.first is None and (not lease.leave_step(trained=self.trains) or lease.revoked):
+        if trial.planner.pilot is None and (not lease.leave_step(trained=self.trains) or lease.revoked):
             trial.pool.leave_step(trial, trained=self.trains)
         if self.trains and trial.resumption is not None:
             trial.resumption.has_trained()

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from hydra_tune.blocks.ambient_settings import AmbientSettings, TorchSettings, autocast_mode
 from hydra_tune.blocks.block import Block, are_trained, has_hooks
 from hydra_tune.blocks.call import Call, KeptCall, hooks_of_checkpoint, is_watched, refuse_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.engine import Backward, ForwardPass, here
-from hydra_tune.blocks.process_state import ProcessState, Surroundings, autocast_mode
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.root import RootApply, RootForward, SeveralModels, give_back
 from hydra_tune.blocks.shared_casts import OtherBranchError, SharedCasts
@@ -42,7 +42,7 @@ from hydra_tune.planning.partition import UNMEASURED, summary_of
 from hydra_tune.planning.planner import Planner
 from hydra_tune.planning.reached_weights import weights_in
 from hydra_tune.planning.refusals import refuse_global_hooks, refuse_transforms
-from hydra_tune.planning.step_kind import Kind
+from hydra_tune.planning.step_kind import StepKind
 from hydra_tune.pool.lease import TELL_AFTER
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.process.fork import gate
@@ -92,7 +92,7 @@ class Trial:
         self.stop = stop
         self.lease = pool.leases[number]
         self.name = name
-        self.told = {"name": self.name, "device": home.name, "steps": 0, "state": "live", **summary_of(TrialPlan())}
+        self.summary = {"name": self.name, "device": home.name, "steps": 0, "state": "live", **summary_of(TrialPlan())}
         self.of_runner = False  # whose trials end with their objective
         self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise
         self.meter = TrialMeter(home, number, always=checks_enabled())
@@ -118,7 +118,7 @@ class Trial:
         self.casts = SharedCasts()
         self._visiting = False  # a block's forward is under way, or its repetition
         self.is_measuring = False  # in a first step, a block's first run: what it keeps may be dropped yet
-        self._choices = ProcessState.now().choices  # of kernels, in the last backward; at first, in `prepare`
+        self._choices = TorchSettings.now().choices  # of kernels, in the last backward; at first, in `prepare`
         self._backwards: list[Backward] = []  # that have come to this trial, the innermost last
         self._open: weakref.ref[Call] | None = None  # the call whose block's backward is under way; its graph has it
         self._open_copy: DeviceCopy | None = None
@@ -209,9 +209,9 @@ class Trial:
             self.unwatch()
             self._close_backward()
             self.residency.await_gradients()
-            if self.planner.first is not None:
-                self.planner.first.end()
-                self.planner.first = None
+            if self.planner.pilot is not None:
+                self.planner.pilot.end()
+                self.planner.pilot = None
             self.planner.unwrap()  # parts of a model may live longer
             self.device.synchronize()  # it may have computed in a stream that is not the caller's
             self.residency.bring_home(self.optimizers)
@@ -246,7 +246,7 @@ class Trial:
             if within_forward or (self._task is None and not self.steps.under_way):
                 return
         self.boundary()
-        if self.planner.plan is None and self.planner.first is None and not self.ended:
+        if self.planner.plan is None and self.planner.pilot is None and not self.ended:
             self.planner.settle_last()
         interrupts.check()
 
@@ -265,7 +265,7 @@ class Trial:
 
     def _boundary(self) -> None:
         self.leave()
-        if self.steps.leave_if_done() and self.planner.first is not None:
+        if self.steps.leave_if_done() and self.planner.pilot is not None:
             self.planner.end_first()
 
     def checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
@@ -342,7 +342,7 @@ class Trial:
             or not self.lease.begin(steps.number + 1, Direction.FORWARD)
         ):
             return False
-        self.told["steps"] = steps.number = steps.number + 1
+        self.summary["steps"] = steps.number = steps.number + 1
         self._task = self.lease.task
         return True
 
@@ -420,12 +420,12 @@ class Trial:
             self._roots = [each for each in self._roots if each.model() is not None]
             planner.leave_plan()
             planner.start()
-        if planner.first is not None and self.steps.num_backwards >= _MOST_FIRST_BACKWARDS:
+        if planner.pilot is not None and self.steps.num_backwards >= _MOST_FIRST_BACKWARDS:
             self.steps.leave()
             self.planner.end_first()
         kind = planner.kind_of(self.models.index(root.module), args, kwargs)
-        if planner.first is not None:  # of a step with several forwards
-            planner.first.add(kind)
+        if planner.pilot is not None:  # of a step with several forwards
+            planner.pilot.add(kind)
             return
         if self.steps.under_way:
             if planner.knows(kind):
@@ -439,7 +439,7 @@ class Trial:
         planner.settle(planner.plan_for(kind))
         self.steps.open()
 
-    def _begins_first_step(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _begins_first_step(self, kind: StepKind, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """False if another trial has measured it while this one waited for room."""
         refuse_global_hooks()
         self.meter.counting = True
@@ -478,8 +478,8 @@ class Trial:
                 self._counting = None
 
     def _run_step(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        first, plan = self.planner.first, self.planner.plan
-        self.told["steps"] = self.steps.number = self.steps.number + 1
+        first, plan = self.planner.pilot, self.planner.plan
+        self.summary["steps"] = self.steps.number = self.steps.number + 1
         self._invalidate()
         self._pass = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
         here.trial = self._ref
@@ -568,7 +568,7 @@ class Trial:
 
     def _run_block_alone(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One that is called outside of its root's forward, as `generate` calls an encoder."""
-        if self.planner.plan is None and self.planner.first is None:
+        if self.planner.plan is None and self.planner.pilot is None:
             return block.forward(args, kwargs)
         if torch.is_grad_enabled():
             raise PrepareError(
@@ -576,7 +576,7 @@ class Trial:
                 "perhaps by another of its methods. Call the model itself (its forward may call these), prepare the "
                 "part that you call, or call it under torch.no_grad()."
             )
-        if self.planner.first is None:
+        if self.planner.pilot is None:
             self.steps.open()
         self._pass = ForwardPass()
         try:
@@ -592,7 +592,7 @@ class Trial:
                 "in another, perhaps that of an executor. Call them one after another, without threads."
             )
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
-        first, with_gradients = self.planner.first, torch.is_grad_enabled()
+        first, with_gradients = self.planner.pilot, torch.is_grad_enabled()
         if first is not None:
             self.pool.check_open(self)
             if with_gradients and block.keeps == UNMEASURED:
@@ -608,10 +608,10 @@ class Trial:
             return first.run(block, args, kwargs, forward_pass)
         return self.run_call(block, args, kwargs, forward_pass, leaves, structure)
 
-    def keeps_call(self, surroundings: Surroundings) -> bool:
+    def keeps_call(self, settings: AmbientSettings) -> bool:
         """Whether a call now is not to be repeated, whatever its block is like."""
         at_once = self._pass is None  # a checkpoint's repetition, whose own backward follows
-        is_rebuilt, choices = surroundings.state.is_rebuilt, surroundings.process.choices
+        is_rebuilt, choices = settings.state.is_rebuilt, settings.process.choices
         return at_once or is_rebuilt or choices != self._choices or is_watched()
 
     def run_call(
@@ -625,12 +625,12 @@ class Trial:
     ) -> Any:
         """With gradients."""
         hooks = hooks_of_checkpoint()
-        if hooks is not None or block.keeps or self.keeps_call(surroundings := Surroundings.now(block.module_states)):
+        if hooks is not None or block.keeps or self.keeps_call(settings := AmbientSettings.now(block.module_states)):
             kept = KeptCall(block, self, forward_pass, hooks)
             return self.with_room(block, lambda: kept.run(args, kwargs), lambda: False)
-        call = RepeatedCall(block, self, forward_pass, leaves, structure, surroundings)
-        if self.planner.first is not None:
-            self.planner.first.watch(call, call.tensors)
+        call = RepeatedCall(block, self, forward_pass, leaves, structure, settings)
+        if self.planner.pilot is not None:
+            self.planner.pilot.watch(call, call.tensors)
         try:
             return self.with_room(block, lambda: call.run(args, kwargs), call.rewind)
         except OtherBranchError:
@@ -645,7 +645,7 @@ class Trial:
         try:
             return self._evaluate(block, args, kwargs, given)
         except (torch.OutOfMemoryError, ReturnsWeightsError) as error:
-            if self.planner.first is None or versions != versions_of(given):
+            if self.planner.pilot is None or versions != versions_of(given):
                 raise
             returned, reason = getattr(error, "weights", ()), str(error)
             clear_frames(error)
@@ -663,7 +663,7 @@ class Trial:
         versions, draws, buffers = versions_of(given), DrawRecord(), block.buffers_now()
 
         def run() -> Any:
-            caches, first = torch.is_autocast_cache_enabled(), self.planner.first
+            caches, first = torch.is_autocast_cache_enabled(), self.planner.pilot
             copy = self.begin_visit(block, Direction.FORWARD)
             try:
                 weights = copy.leaves(block.slot_parameters)
@@ -721,8 +721,8 @@ class Trial:
 
     def _at(self, block: Block, direction: Direction) -> DeviceCopy:
         """Be where the block's shard is; its copy there."""
-        if self.planner.first is not None:
-            copy = self.planner.first.copy_of(block)
+        if self.planner.pilot is not None:
+            copy = self.planner.pilot.copy_of(block)
             if copy is not self._open_copy:  # which is gone: a checkpoint has called other blocks meanwhile
                 self._close_backward()
         elif self.planner.plan is not None and self.planner.plan.resident:
@@ -760,7 +760,7 @@ class Trial:
                 f"{self.name}: a prepared model's gradients are computed one by one, but backward was called with "
                 "is_grads_batched=True. Call torch.autograd.grad once for each gradient of the output."
             )
-        is_resident = not self.residency.spilled and self.planner.first is None
+        is_resident = not self.residency.spilled and self.planner.pilot is None
         if torch.is_grad_enabled() or is_resident:  # gradients of gradients follow; or the weights are there by now
             sent = [None if g is None else g.to(p.device, p.dtype) for g, p in zip(gradients, parameters, strict=True)]
         elif call.casts:  # converted there: exactly, and the device has no room for both
@@ -809,7 +809,7 @@ class Trial:
         self.hold()
         backward.passes[self] = {forward_pass}
         self._backwards.append(backward)
-        self._choices = ProcessState.now().choices
+        self._choices = TorchSettings.now().choices
         if not self.steps.under_way:
             if self.planner.plan is None:
                 self.planner.settle_last()
@@ -840,12 +840,12 @@ class Trial:
             self._sent = []
             if not (within_forward or within_backward):
                 self._leave_after_error()
-            elif self.planner.first is not None:
-                self.planner.first.failed = True
+            elif self.planner.pilot is not None:
+                self.planner.pilot.failed = True
             return
         if self._sent:
             self._check_taken()
-        if self.meter.counting and (self.residency.spilled or self.planner.first is not None):
+        if self.meter.counting and (self.residency.spilled or self.planner.pilot is not None):
             # in host memory, though a virtual device's operator may have added to it
             for gradient in [p.grad for block in self.planner.blocks for p in block.slot_parameters]:
                 if gradient is not None:
@@ -893,7 +893,7 @@ class Trial:
         Raises:
             BudgetError: it has run out of memory again.
         """
-        is_first = self.planner.first is not None
+        is_first = self.planner.pilot is not None
         if not is_first and (self.planner.plan is None or self.planner.plan.resident):
             return run()
         try:
@@ -953,11 +953,11 @@ class Trial:
     def _leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
         self._visiting = False
-        if self.planner.first is not None:
-            self.planner.first.failed = True
+        if self.planner.pilot is not None:
+            self.planner.pilot.failed = True
         if not self.of_runner:
             self.leave()
-            if self.planner.first is not None:
+            if self.planner.pilot is not None:
                 self.steps.under_way = False  # it has not begun
                 self.planner.give_up_first()
             self.unwatch()  # under checks, too: the next forward counts again

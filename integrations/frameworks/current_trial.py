@@ -30,7 +30,7 @@ def current_trial() -> CurrentTrial | None:
     return trial
 
 
-def has_company() -> bool:
+def runs_beside_others() -> bool:
     """Whether the calling thread runs a trial, and others run, too."""
     return current_trial() is not None and len(_live) > 1
 

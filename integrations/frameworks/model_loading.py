@@ -20,13 +20,13 @@ import wrapt
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hydra_tune.integrations.frameworks.current_trial import current_trial, has_company
+from hydra_tune.integrations.frameworks.current_trial import current_trial, runs_beside_others
 from hydra_tune.integrations.frameworks.process_settings import warn_of
 
 _one_at_a_time = threading.RLock()
 
 
-class _Here(threading.local):
+class _LoadingThread(threading.local):
     """What the calling thread's load has changed, that others do not see. A patch, even one that looks which thread
     calls it, would be seen for the moment before it does."""
 
@@ -36,7 +36,7 @@ class _Here(threading.local):
     default: _DefaultDtype | None = None
 
 
-_here = _Here()
+_here = _LoadingThread()
 
 
 def install() -> None:
@@ -190,7 +190,7 @@ def _set_default_dtype(dtype: torch.dtype) -> None:
     if mode is not None:
         mode.dtype = dtype
         return
-    if dtype is not _stock_get() and has_company():
+    if dtype is not _stock_get() and runs_beside_others():
         warn_of("torch.set_default_dtype", "Give layers and tensors their dtype, or convert the model: model.to(dtype)")
     _stock_set(dtype)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import wrapt
 
-from hydra_tune.integrations.frameworks.current_trial import has_company
+from hydra_tune.integrations.frameworks.current_trial import runs_beside_others
 
 logger = logging.getLogger("hydra_tune")
 _warned: dict[str, object] = {}
@@ -39,7 +39,7 @@ def _watch_wandb(module: Any) -> None:
 
     @functools.wraps(stock)
     def init(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("reinit") != "create_new" and has_company():
+        if kwargs.get("reinit") != "create_new" and runs_beside_others():
             advice = 'Write wandb.init(reinit="create_new") and log to the run that it returns, with report_to=[]'
             warn_of("wandb.init", advice)
         return stock(*args, **kwargs)
@@ -53,7 +53,7 @@ def _watch_seeding(module: Any) -> None:
 
     @functools.wraps(stock)
     def seed_everything(*args: Any, **kwargs: Any) -> Any:
-        if has_company():
+        if runs_beside_others():
             warn_of("seed_everything", "Call it once, before the search, and torch.manual_seed in the objective")
         return stock(*args, **kwargs)
 

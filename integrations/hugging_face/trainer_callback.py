@@ -77,7 +77,7 @@ class HydraTrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 @dataclass
-class Pooling:
+class _PooledRun:
     """What a trainer with the callback has more than others."""
 
     pool: ShardPool | None
@@ -94,7 +94,7 @@ class PooledTrainer:
 
     args: Any
     model: nn.Module
-    pooling: Pooling
+    pooling: _PooledRun
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (type(self).__mro__[2],), vars(self)
@@ -316,7 +316,7 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
         kind: Any = type(self)
         self.__class__ = _pooled(kind)
         folder = trial_folder()
-        self.pooling = Pooling(getattr(ours[0], "pool", None) if ours else None, has_own_folder=folder is not None)
+        self.pooling = _PooledRun(getattr(ours[0], "pool", None) if ours else None, has_own_folder=folder is not None)
         given["args"] = _own_arguments(given.get("args"), folder)
         _refuse_model(given.get("model"))
     _stock_init(self, **given)

@@ -1,8 +1,9 @@
 """Lightning's Trainer over a pool: `lightning.Trainer(..., callbacks=[hydra_tune.HydraLightningCallback()])`.
 
 A Trainer moves its module to the GPU, and what comes before that knows no callback. So what has this callback becomes,
-as it is made, a `PooledTrainer` with a `PooledStrategy` and a `PooledFitLoop`: each of its own class, but the module
-stays in host memory, is prepared for as long as it trains or evaluates, and runs each step within its own forward.
+as it is made, a `PooledLightningTrainer` with a `PooledStrategy` and a `PooledFitLoop`: each of its own class, but the
+module stays in host memory, is prepared for as long as it trains or evaluates, and runs each step within its own
+forward.
 
     Trainer._run   setup hooks | strategy.setup      | restored state | batches ... | strategy.teardown
                                  optimizers, prepare   of optimizers    steps         release
@@ -33,7 +34,7 @@ from hydra_tune.blocks.root import trial_of
 from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.integrations.frameworks import guards
-from hydra_tune.integrations.frameworks.current_trial import current_trial, has_company
+from hydra_tune.integrations.frameworks.current_trial import current_trial, runs_beside_others
 from hydra_tune.integrations.frameworks.framework_checkpoints import FrameworkCheckpoints, trial_folder
 from hydra_tune.integrations.frameworks.process_settings import warn_of
 from hydra_tune.integrations.frameworks.trial_reports import report, reports_here
@@ -101,7 +102,7 @@ class HydraLightningCallback(_Callback):  # type: ignore[misc]
 
 
 @dataclass
-class Pooling:
+class _PooledFit:
     """What a trainer with the callback has more than others."""
 
     pool: ShardPool | None
@@ -122,10 +123,10 @@ def _interruptible() -> Iterator[None]:
         raise KeyboardInterrupt from None
 
 
-class PooledTrainer:
+class PooledLightningTrainer:
     """Comes before a Trainer's own class."""
 
-    pooling: Pooling
+    pooling: _PooledFit
     state: Any
     strategy: Any
     fit_loop: Any
@@ -423,7 +424,7 @@ def _watch(module: Any) -> None:
         if (folder := trial_folder()) is not None:
             kwargs["default_root_dir"] = _own_folder(kwargs.get("default_root_dir") or Path.cwd(), folder)
         for name in _FOR_THE_PROCESS:
-            if kwargs.get(name) and has_company():
+            if kwargs.get(name) and runs_beside_others():
                 warn_of(f"Trainer({name}=...)", "Set it once, before the search")
         stock(self, *args, **kwargs)
         _refuse_trainer(self, pool or current_context().pool or default_pool())
@@ -435,12 +436,16 @@ def _watch(module: Any) -> None:
 
 
 def _pool_trainer(trainer: Any, pool: ShardPool | None) -> None:
-    trainer.pooling = Pooling(pool)
+    trainer.pooling = _PooledFit(pool)
     strategy = trainer.strategy
     strategy.pool, strategy._root_device = pool, _CPU
     # CUDA's free the workspaces of cuBLAS in the whole process, which kernels of other trials may be about to use
     strategy.accelerator.setup = strategy.accelerator.teardown = lambda *_: None
-    for each, kind in ((strategy, PooledStrategy), (trainer.fit_loop, PooledFitLoop), (trainer, PooledTrainer)):
+    for each, kind in (
+        (strategy, PooledStrategy),
+        (trainer.fit_loop, PooledFitLoop),
+        (trainer, PooledLightningTrainer),
+    ):
         own: Any = type(each)
         if not issubclass(own, kind):  # a strategy may be given to several trainers
             each.__class__ = _comes_before(kind, own)

@@ -24,7 +24,7 @@ from hydra_tune.integrations.optuna_runner.search import Attempt, Search
 _stock_tell = optuna.Study.tell
 
 
-class Block:
+class AskedBlock:
     """An open one. Its `attempt` begins once it is known that no other block has the same trial."""
 
     def __init__(self, search: Search) -> None:
@@ -45,12 +45,12 @@ class Block:
             return None, TrialState.PRUNED
 
 
-_open: dict[tuple[int, int], Block] = {}  # by the study's id and the trial's number
+_open: dict[tuple[int, int], AskedBlock] = {}  # by the study's id and the trial's number
 
 
 @contextmanager
 def asked_trial(search: Search, study: optuna.Study, options: Mapping[str, Any]) -> Iterator[optuna.Trial]:
-    block = Block(search)
+    block = AskedBlock(search)
     trial = study.ask(**options)
     while _open.setdefault((id(study), trial.number), block) is not block:  # on SQLite two threads may get the same
         trial = study.ask(**options)

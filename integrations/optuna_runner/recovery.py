@@ -198,7 +198,7 @@ class StudyFolder:
 
     def _has_died_often(self, number: int) -> bool:
         """At the same place: a trial that takes its process with it would do so for ever."""
-        note, place = self.of(number).path / "deaths", self.of(number).last_moment
+        note, place = self.of(number).path / "deaths", self.of(number).last_position
         before, times = note.read_text().split() if note.exists() else (place, "0")
         deaths = int(times) + 1 if before == place else 1
         note.parent.mkdir(exist_ok=True)

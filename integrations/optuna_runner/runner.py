@@ -94,7 +94,7 @@ class HydraTrialRunner:
             PoolClosedError: the pool is closed, or was while trials ran.
             RuntimeError: an objective of this study calls it.
         """
-        from hydra_tune.integrations.optuna_runner.rehearsal import warn_of_sampler
+        from hydra_tune.integrations.optuna_runner.search_warnings import warn_of_sampler
 
         _refuse_n_jobs(n_jobs)
         self._check(study)

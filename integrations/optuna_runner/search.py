@@ -26,7 +26,7 @@ from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, ResumeE
 from hydra_tune.integrations.frameworks import guards
 from hydra_tune.integrations.frameworks.current_trial import running
 from hydra_tune.integrations.optuna_runner.concurrency import Places
-from hydra_tune.integrations.optuna_runner.running import Running
+from hydra_tune.integrations.optuna_runner.live_trials import LiveTrials
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.schedule.events import Reported
 from hydra_tune.trials.context import Context, trial_context
@@ -64,7 +64,7 @@ class Attempt:
         """Of the model that has made the most steps, the last of such: others were prepared to evaluate it."""
         self.prepared = bool(self.context.trials)
         if self.prepared and not self.told:
-            longest = max(reversed(self.context.trials), key=lambda each: each.told["steps"])
+            longest = max(reversed(self.context.trials), key=lambda each: each.summary["steps"])
             self.trial.set_user_attr(FIGURES, longest.pool.figures(longest))
 
     def note_constraint(self) -> None:
@@ -87,7 +87,7 @@ class Search:
     ) -> None:
         guards.install()
         self.places = places
-        self.running = Running()
+        self.running = LiveTrials()
         self._pool = pool
         self._study = study
         self._stock_ask: Callable[..., optuna.Trial] = study.ask
@@ -100,13 +100,13 @@ class Search:
     def _warn_at_first_report(self) -> None:
         """A study has a pruner, whether its objective reports or not."""
         if self._first_report.acquire(blocking=False):
-            from hydra_tune.integrations.optuna_runner.rehearsal import warn_of_pruner
+            from hydra_tune.integrations.optuna_runner.search_warnings import warn_of_pruner
 
             warn_of_pruner(self._study, self.places.number)
 
     def _warn_at_first_lack(self, context: Context) -> None:
         if not context.notes_memory and _is_first(self._study, "lack"):
-            from hydra_tune.integrations.optuna_runner.rehearsal import warn_of_unlearned
+            from hydra_tune.integrations.optuna_runner.search_warnings import warn_of_unlearned
 
             warn_of_unlearned(self._study)
 

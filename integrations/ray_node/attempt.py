@@ -19,14 +19,23 @@ from hydra_tune.integrations.frameworks import guards
 from hydra_tune.integrations.frameworks.current_trial import running
 from hydra_tune.integrations.ray_node.kept_state import KeptState, KeptStates
 from hydra_tune.integrations.ray_node.pool_lines import Line
-from hydra_tune.integrations.ray_tune.messages import Ended, Message, Order, Raised, Reported, Save, Saved, Stopped
+from hydra_tune.integrations.ray_tune.messages import (
+    Ended,
+    Message,
+    Order,
+    Raised,
+    ResultReported,
+    SaveState,
+    StateSaved,
+    Stopped,
+)
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.trials.context import Context, trial_context
 
 logger = logging.getLogger("hydra_tune")
 
 
-class Attempt:
+class TrialThread:
     """`work` is called in the trial's thread, with this; `on_lost`, if it ends by an error after which the process can
     use its devices no more."""
 
@@ -35,7 +44,7 @@ class Attempt:
         pool: ShardPool,
         order: Order,
         line: Line,
-        work: Callable[[Attempt], Any],
+        work: Callable[[TrialThread], Any],
         on_lost: Callable[[], None],
         states: KeptStates,
     ) -> None:
@@ -84,7 +93,7 @@ class Attempt:
         Raises:
             TrialStopped: it has ended the trial.
         """
-        while isinstance(answer := self._answers.get(), Save):
+        while isinstance(answer := self._answers.get(), SaveState):
             self._save(answer.directory)
         self._check()
         return answer
@@ -92,9 +101,9 @@ class Attempt:
     def _save(self, directory: str) -> None:
         try:
             self.keep(directory)
-            self.say(Saved(""))
+            self.say(StateSaved(""))
         except Exception as error:  # a full disk, or nobody could go on from it
-            self.say(Saved(str(error)))
+            self.say(StateSaved(str(error)))
 
     def keep(self, directory: str) -> None:
         """The trial's state, in the pool and as a checkpoint; where nothing of it is under way.
@@ -116,7 +125,7 @@ class Attempt:
             TrialStopped: it has ended the trial.
         """
         self._check()
-        self.say(Reported(metrics, checkpoint))
+        self.say(ResultReported(metrics, checkpoint))
         return self.await_answer().checkpoint
 
     def _check(self) -> None:
@@ -204,7 +213,7 @@ def _warn_of_unprepared(experiment: str) -> None:
     )
 
 
-def _nothing(_: Attempt) -> None:
+def _nothing(_: TrialThread) -> None:
     return None
 
 

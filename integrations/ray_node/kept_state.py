@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Moment
+from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
 from hydra_tune.checkpoints.plain_state import decode, encode
 from hydra_tune.devices.host_buffer import tensor_bytes
 from hydra_tune.devices.meter import CountingPaused
@@ -27,7 +27,7 @@ _MARK = "hydra_tune.json"  # tells a checkpoint of ours from one of the function
 class KeptState:
     """Copies of a trial's tensors, and all else of it."""
 
-    def __init__(self, trial_id: str, moment: Moment, state: Any) -> None:
+    def __init__(self, trial_id: str, moment: Position, state: Any) -> None:
         self.name = uuid.uuid4().hex
         self.trial_id = trial_id
         self._moment = moment
@@ -52,7 +52,7 @@ class KeptState:
             moment, state = context.resumption.now(trial.model, trial.optimizer)
             return cls(trial_id, moment, state)
 
-    def newest(self) -> tuple[Moment, Any]:
+    def newest(self) -> tuple[Position, Any]:
         """Copies: the one that goes on from them will change them."""
         return self._moment, decode(json.loads(self._text), self._tensors)
 
@@ -108,7 +108,7 @@ class KeptStates:
             return None
         held = self.named(said["name"])
         if held is not None:
-            newest: tuple[Moment, Any] | None = held.newest()
+            newest: tuple[Position, Any] | None = held.newest()
         else:
             with checkpoint.as_directory() as directory:  # from wherever it is stored
                 newest = CheckpointFolder(Path(directory)).newest()
@@ -124,8 +124,8 @@ class KeptStates:
 class Found:
     """What to go on from."""
 
-    moment: Moment
+    moment: Position
     state: Any
 
-    def newest(self) -> tuple[Moment, Any]:
+    def newest(self) -> tuple[Position, Any]:
         return self.moment, self.state

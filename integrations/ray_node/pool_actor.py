@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from hydra_tune.integrations.ray_node.pool_lines import Line, Lines
-from hydra_tune.integrations.ray_tune.messages import Begun, Call, GoOn, Order, Raised, Save, Stop
+from hydra_tune.integrations.ray_tune.messages import Begun, CallMethod, GoOn, Order, Raised, SaveState, StopTrial
 from hydra_tune.integrations.ray_tune.pool_spec import PoolSpec
 
 LAST_WORDS_S = 1.0  # for a proxy to hear that the process ends
@@ -32,7 +32,7 @@ class PoolActor:
         import torch
 
         from hydra_tune.integrations.ray_node import pool_session, pool_work
-        from hydra_tune.integrations.ray_node.attempt import Attempt
+        from hydra_tune.integrations.ray_node.attempt import TrialThread
         from hydra_tune.integrations.ray_node.kept_state import KeptStates
         from hydra_tune.pool.shard_pool import ShardPool
 
@@ -42,10 +42,10 @@ class PoolActor:
         self._pool = ShardPool(**spec.arguments)
         self._job = None if spec.shared else job
         self._places = places
-        self._attempts: dict[Line, Attempt] = {}
+        self._attempts: dict[Line, TrialThread] = {}
         self._states = KeptStates(lambda: self._pool.host_memory_bytes - sum(self._pool.host_bytes))
         self._attempt = partial(
-            Attempt, self._pool, work=pool_work.train, on_lost=self._start_anew, states=self._states
+            TrialThread, self._pool, work=pool_work.train, on_lost=self._start_anew, states=self._states
         )
         self._lines = Lines(self._hears)
 
@@ -72,9 +72,9 @@ class PoolActor:
             attempt.stop("its proxy has died")
             if not attempt.is_alive:
                 del self._attempts[line]
-        elif isinstance(said, Stop):
+        elif isinstance(said, StopTrial):
             attempt.stop(said.reason)
-        elif isinstance(said, (GoOn, Call, Save)):
+        elif isinstance(said, (GoOn, CallMethod, SaveState)):
             attempt.answer(said)
 
     def _begin(self, line: Line, order: Order) -> None:

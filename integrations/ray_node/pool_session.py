@@ -15,7 +15,7 @@ from ray.train._internal import session as tune_session
 
 from hydra_tune.blocks.tree import map_tensors, tensors_in
 from hydra_tune.integrations.ray_node import working_directory
-from hydra_tune.integrations.ray_node.attempt import Attempt
+from hydra_tune.integrations.ray_node.attempt import TrialThread
 from hydra_tune.integrations.ray_tune.messages import Printed
 
 _current: ContextVar[TrialSession | None] = ContextVar("hydra_tune trial", default=None)
@@ -26,7 +26,7 @@ class TrialSession:
 
     world_rank = local_rank = node_rank = local_world_size = world_size = None
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: TrialThread) -> None:
         self._attempt = attempt
         self.loaded_checkpoint: Any = None
         self.storage: Any = None

@@ -12,12 +12,12 @@ from ray.tune import Checkpoint, Trainable
 from ray.tune.result import DEFAULT_METRIC, TRIAL_INFO
 
 from hydra_tune.errors import ResumeError
-from hydra_tune.integrations.ray_node.attempt import Attempt
+from hydra_tune.integrations.ray_node.attempt import TrialThread
 from hydra_tune.integrations.ray_node.pool_session import TrialSession, plain
 from hydra_tune.integrations.ray_tune.messages import Returned
 
 
-def train(attempt: Attempt) -> Any:
+def train(attempt: TrialThread) -> Any:
     session = TrialSession(attempt)
     session.make_current()
     work = cloudpickle.loads(attempt.order.payload)
@@ -31,7 +31,7 @@ def train(attempt: Attempt) -> Any:
     return None
 
 
-def _serve(attempt: Attempt, kind: Any, session: TrialSession) -> None:
+def _serve(attempt: TrialThread, kind: Any, session: TrialSession) -> None:
     """Until Tune stops the trial."""
     quiet = _no_logger(kind, session)
     kind = _kept_by_its_pool(kind, attempt)
@@ -50,13 +50,13 @@ def _serve(attempt: Attempt, kind: Any, session: TrialSession) -> None:
         trainable.stop()
 
 
-def _kept_by_its_pool(kind: Any, attempt: Attempt) -> Any:
+def _kept_by_its_pool(kind: Any, attempt: TrialThread) -> Any:
     """`kind`, if it says itself what a checkpoint of it is; else one whose checkpoints are its pool's, of what it gives
     to `prepare`."""
     if (kind.save_checkpoint, kind.load_checkpoint) != (Trainable.save_checkpoint, Trainable.load_checkpoint):
         return kind
 
-    class Kept(kind):  # type: ignore[misc]
+    class KeptByPool(kind):  # type: ignore[misc]
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
             attempt.goes_on()
@@ -81,8 +81,8 @@ def _kept_by_its_pool(kind: Any, attempt: Attempt) -> Any:
             self.setup(copy.deepcopy(self.config))
 
     attempt.go_on_from(None)
-    Kept.__name__ = Kept.__qualname__ = kind.__name__
-    return Kept
+    KeptByPool.__name__ = KeptByPool.__qualname__ = kind.__name__
+    return KeptByPool
 
 
 def _no_logger(kind: Any, session: TrialSession) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class GoOn(NamedTuple):
     checkpoint: Any = None
 
 
-class Call(NamedTuple):
+class CallMethod(NamedTuple):
     """A method of a trainable."""
 
     method: str
@@ -51,13 +51,13 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
 
-class Save(NamedTuple):
+class SaveState(NamedTuple):
     """Write there what another attempt can go on from; of one that has reported, and waits."""
 
     directory: str
 
 
-class Stop(NamedTuple):
+class StopTrial(NamedTuple):
     reason: str
 
 
@@ -70,7 +70,7 @@ class Begun(NamedTuple):
     has_begun: bool
 
 
-class Reported(NamedTuple):
+class ResultReported(NamedTuple):
     """The trial waits until it is told to go on."""
 
     metrics: dict[str, Any]
@@ -88,7 +88,7 @@ class Returned(NamedTuple):
     value: Any
 
 
-class Saved(NamedTuple):
+class StateSaved(NamedTuple):
     """Or not, and why."""
 
     why_not: str
@@ -122,4 +122,4 @@ class Raised(NamedTuple):
         return cls(pickled, text)
 
 
-Message: TypeAlias = Begun | Reported | Printed | Returned | Saved | Ended | Stopped | Raised
+Message: TypeAlias = Begun | ResultReported | Printed | Returned | StateSaved | Ended | Stopped | Raised

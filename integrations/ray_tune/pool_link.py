@@ -17,19 +17,19 @@ from ray.exceptions import RayActorError, RayTaskError
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.integrations.ray_tune.messages import (
     Begun,
-    Call,
+    CallMethod,
     Ended,
     GoOn,
     Message,
     Order,
     Printed,
     Raised,
-    Reported,
+    ResultReported,
     Returned,
-    Save,
-    Saved,
-    Stop,
+    SaveState,
+    StateSaved,
     Stopped,
+    StopTrial,
 )
 from hydra_tune.integrations.ray_tune.pool_spec import PoolSpec
 
@@ -94,7 +94,7 @@ class PoolLink:
         said = self._heard()
         return isinstance(said, Begun) and said.has_begun
 
-    def messages(self, persisted: Callable[[], Any]) -> Iterator[Reported | Ended]:
+    def messages(self, persisted: Callable[[], Any]) -> Iterator[ResultReported | Ended]:
         """What a function's attempt says, printed text apart, until it has ended. The attempt goes on where the next
         one is asked for; `persisted` is what has become of the checkpoint that it has reported last.
 
@@ -103,7 +103,7 @@ class PoolLink:
         """
         while True:
             said = self._heard()
-            if isinstance(said, Reported):
+            if isinstance(said, ResultReported):
                 self._waits = True
                 yield said
                 self._waits = False
@@ -119,8 +119,8 @@ class PoolLink:
         `messages`, which waits. Whether it has."""
         if not self._waits:
             return False
-        self._say(Save(directory))
-        while not isinstance(said := self._heard(), Saved):
+        self._say(SaveState(directory))
+        while not isinstance(said := self._heard(), StateSaved):
             if isinstance(said, (Ended, Stopped)):
                 raise PoolLostError(f"the trial was stopped in its pool: {said}.")
         if said.why_not:
@@ -133,7 +133,7 @@ class PoolLink:
         Raises:
             Exception: what the method raised.
         """
-        self._say(Call(method, arguments, options))
+        self._say(CallMethod(method, arguments, options))
         return self.await_value()
 
     def await_value(self) -> Any:
@@ -148,7 +148,7 @@ class PoolLink:
         self._stopped.set()
         if self._line is not None:
             with suppress(PoolLostError):
-                self._say(Stop(reason))
+                self._say(StopTrial(reason))
 
     # ---- its messages ----
 

@@ -47,7 +47,7 @@ def _choices() -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
     return names, tuple(reads[name] for name in names)
 
 
-class ProcessState(NamedTuple):
+class TorchSettings(NamedTuple):
     """`autocast` is a pair for each kind of device; nothing where it is off for all."""
 
     autocast: tuple[tuple[bool, torch.dtype], ...]
@@ -55,13 +55,13 @@ class ProcessState(NamedTuple):
     choices: tuple[Any, ...]
 
     @classmethod
-    def now(cls) -> ProcessState:
+    def now(cls) -> TorchSettings:
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU  # a mode may have set one
         autocast = _autocast() if torch._C._is_any_autocast_enabled() else ()
         return cls(autocast, device, tuple([read() for read in _choices()[1]]))
 
     @contextmanager
-    def entered(self, now: ProcessState, block: str) -> Iterator[None]:
+    def entered(self, now: TorchSettings, block: str) -> Iterator[None]:
         """For the block's repetition: as it was then; afterwards as now. Not by `torch.autocast`: who leaves the
         outermost one of a thread clears the casts of all threads, as the block would that enters one itself.
 
@@ -101,7 +101,7 @@ class ModuleStates:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._first = self._build()
-        self.shared: Surroundings | None = None  # the latest, if they keep nothing large alive
+        self.shared: AmbientSettings | None = None  # the latest, if they keep nothing large alive
 
     def _build(self) -> list[tuple[type, list[tuple[str, nn.Module | None]]]]:
         return [(type(module), [*module._modules.items()]) for module in self._modules]
@@ -138,19 +138,19 @@ def is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
-class Surroundings(NamedTuple):
+class AmbientSettings(NamedTuple):
     """Autocast, the default device, the choice of kernels, and the modules of a block; `versions` are those of tensors
     among the attributes of these."""
 
-    process: ProcessState
+    process: TorchSettings
     state: ModuleState
     versions: list[tuple[str, torch.Tensor, int]]
 
     @classmethod
-    def now(cls, modules: ModuleStates) -> Surroundings:
+    def now(cls, modules: ModuleStates) -> AmbientSettings:
         """As they are now. Calls that find the same share them: most attributes never change, and what each call keeps
         until its backward is work for the garbage collector."""
-        process, latest = ProcessState.now(), modules.shared
+        process, latest = TorchSettings.now(), modules.shared
         if latest is not None and latest.process == process and modules.are(latest.state):
             return latest
         state = modules.now()
@@ -178,7 +178,7 @@ class Surroundings(NamedTuple):
         for name, tensor, version in self.versions:
             if version_of(tensor) != version:
                 raise changed_in_between("attributes", repr(name), block)
-        present, process, now = self.state, self.process, ProcessState.now()
+        present, process, now = self.state, self.process, TorchSettings.now()
         if not modules.are(present):
             present = modules.now()
             if present.is_rebuilt:

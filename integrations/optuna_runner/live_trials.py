@@ -19,7 +19,7 @@ logger = logging.getLogger("hydra_tune")
 LOOK_AROUND_S = 0.2
 
 
-class Running:
+class LiveTrials:
     """Their contexts. The search's loop has a thread of its own, for Optuna's waits on Ctrl-C until all have ended."""
 
     def __init__(self) -> None:

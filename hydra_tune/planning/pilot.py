@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hydra_tune.blocks.ambient_settings import AmbientSettings, casts_to, remembers_casts
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.call import hooks_of_checkpoint
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.engine import ForwardPass
-from hydra_tune.blocks.process_state import Surroundings, casts_to, remembers_casts
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.tree import flatten_call
 from hydra_tune.config import format_bytes
@@ -33,7 +33,7 @@ from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.planning.fingerprint import Fingerprint
 from hydra_tune.planning.measurement import FoundError, Measurement, measured
 from hydra_tune.planning.partition import has_children, shape_of
-from hydra_tune.planning.step_kind import Kind, larger_of
+from hydra_tune.planning.step_kind import StepKind, larger_of
 from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ _NOT_RUN = object()
 _CAST = torch.ops.aten._to_copy.default
 
 
-class FirstStep:
+class Pilot:
     """`profiles` by the names of blocks, in the order in which they ran."""
 
-    def __init__(self, trial: Trial, kind: Kind, free_bytes: int) -> None:
+    def __init__(self, trial: Trial, kind: StepKind, free_bytes: int) -> None:
         self.kinds = [kind]
         self.free_bytes = free_bytes
         self.profiles: dict[str, BlockProfile] = {}
@@ -62,13 +62,13 @@ class FirstStep:
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
         # weights, by memory, in these blocks
         self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]]] = (None, {})
-        trial.meter.first = weakref.ref(self)
+        trial.meter.pilot = weakref.ref(self)
 
     @property
     def trains(self) -> bool:
         return any(kind.trains for kind in self.kinds)
 
-    def add(self, kind: Kind) -> None:
+    def add(self, kind: StepKind) -> None:
         """Another forward of the step."""
         if not any(own.covers(kind) for own in self.kinds):
             self.kinds.append(kind)
@@ -103,7 +103,7 @@ class FirstStep:
         }
 
     def end(self) -> None:
-        self._trial.meter.first = lambda: None
+        self._trial.meter.pilot = lambda: None
         self._drop_copy()
 
     # ---- blocks ----
@@ -212,10 +212,10 @@ class FirstStep:
     ) -> tuple[BlockProfile | FoundError, Any]:
         """What the call's first run shows, and its outputs, unless it was taken back: where the block is to be run
         otherwise, or without its hooks, or within a checkpoint, which counts what is saved."""
-        trial, surroundings = self._trial, Surroundings.now(block.module_states)
+        trial, settings = self._trial, AmbientSettings.now(block.module_states)
         leaves, structure = flatten_call(args, kwargs)
-        stays = bool(block.keeps) or trial.keeps_call(surroundings)
-        call = RepeatedCall(block, trial, forward_pass, leaves, structure, surroundings)
+        stays = bool(block.keeps) or trial.keeps_call(settings)
+        call = RepeatedCall(block, trial, forward_pass, leaves, structure, settings)
         measurement = Measurement(call, leaves)
         run = partial(measurement.run, args, kwargs, repeats=not stays)
         found: BlockProfile | FoundError

@@ -144,14 +144,14 @@ class RepeatedCall(Call):
     def run_apart(self, run: Callable[[Sequence[Any], dict[str, Any], Sequence[torch.Tensor]], None]) -> bool:
         """As in a repetition, but that `run` does it: with arguments without a history, and the tensors that may be
         asked for gradients. Whether it has hooks on its tensors, which are left out."""
-        copy = self.trial.begin_visit(self.block, Direction.FORWARD)
+        copy = self.trial.visits.begin(self.block, Direction.FORWARD)
         try:
             with self._as_at_first(copy, _as_it_is) as weights, _WithoutHooks() as hooks:
                 bare = _apart(self._leaves)
                 run(*self._arguments(bare), [x for x in (*bare, *weights) if isinstance(x, torch.Tensor)])
             return bool(hooks.found)
         finally:
-            self.trial.end_visit(copy, Direction.FORWARD)
+            self.trial.visits.end(copy, Direction.FORWARD)
 
     def do_without_casts(self) -> bool:
         """After another branch: autocast casts within the call, as often as that uses a weight. Not where an earlier
@@ -194,7 +194,7 @@ class RepeatedCall(Call):
         if self.measurement is not None and self.measurement.is_running:
             raise self.measurement.runs_backward_within()
         if saved.value is None:
-            self.trial.with_room(self.block, self._repeat, self._rewound)
+            self.trial.visits.with_room(self.block, self._repeat, self._rewound)
         value = saved.value
         if type(value) is WeightView:
             self._gave_weights = True
@@ -230,8 +230,8 @@ class RepeatedCall(Call):
             raise changed_in_between("inputs", "one", block.name, "Give the model a copy of it.")
         if [*self._buffer_versions] != versions_of([b for b in self._buffers if b is not None]):
             raise changed_in_between("buffers", "one", block.name)
-        trial.visit_backward(self)
-        copy = trial.begin_visit(block, Direction.BACKWARD)
+        trial.backwards.visit(self)
+        copy = trial.visits.begin(block, Direction.BACKWARD)
         try:
             self._enter(copy)
             self._next = 0
@@ -247,7 +247,7 @@ class RepeatedCall(Call):
             pass
         finally:
             del self._copy
-            trial.end_visit(copy, Direction.BACKWARD)
+            trial.visits.end(copy, Direction.BACKWARD)
         if self._next < len(self._saved):
             raise self._made_other("fewer tensors")
 

@@ -188,7 +188,7 @@ class Planner:
         assert first is not None
         trial.meter.counting = trial.meter.always
         if not trial.meter.always:
-            trial.unwatch()
+            trial.stop_counting()
         first.end()
         trial.pool.tell(PilotDone(trial.id, first.peak_bytes, trained and not first.failed))
         trial.residency.bring_home(trial.optimizers)

@@ -20,8 +20,8 @@ from hydra_tune.blocks.ambient_settings import autocast_mode
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.stand_ins import BlockForward
 from hydra_tune.blocks.tree import tensors_in
-from hydra_tune.devices.host_buffer import storage_bytes
 from hydra_tune.devices.meter import ADVICE
+from hydra_tune.devices.tensor_bytes import storage_bytes
 from hydra_tune.errors import BudgetError, PrepareError
 from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import has_users_hook, model_state, plan_key

@@ -18,10 +18,10 @@ class HostWeights:
     """The parameters of all blocks in host memory; the model's own parameters are views.
 
     They lie one after another in the order in which their blocks run, so that one copy promotes any run of them. The
-    memory is a mapping of exact size (PyTorch's pinned allocator would round it up to a power of two), private to its process
-    unless it is pinned: a fork leaves one side with copies of private pages, and the GPU reads those that there were.
-    Every parameter has a storage of its own over its own bytes, so that saving one does not write the others. Pages
-    take memory as they are written: what a parameter had before is free by then.
+    memory is a mapping of exact size: PyTorch's pinned allocator would round it up to a power of two. It is private to
+    its process unless it is pinned: a fork leaves one side with copies of private pages, and the GPU reads those that
+    there were. Every parameter has a storage of its own over its own bytes, so that saving one does not write the
+    others. Pages take memory as they are written: what a parameter had before is free by then.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: Device) -> None:

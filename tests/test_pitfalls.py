@@ -257,7 +257,10 @@ PITFALLS = {
         plain_layers,
         [(sent_gradients.SentGradients, "send", gradients_made_into(clipped_by_block))],
     ),
-    "9 scaling shard by shard": (plain_layers, [(sent_gradients.SentGradients, "send", gradients_made_into(unscaled_by_block))]),
+    "9 scaling shard by shard": (
+        plain_layers,
+        [(sent_gradients.SentGradients, "send", gradients_made_into(unscaled_by_block))],
+    ),
     "10 accumulation": (plain_layers, [(sent_gradients.SentGradients, "send", gradients_made_into(overwriting))]),
     "12 a graph outlives its weights": (
         lambda: Caching(*(Cached() for _ in range(4))),

@@ -1,5 +1,5 @@
 # make demo   set up .venv, install, run the main job          make check   ruff and mypy
-# make test   set up .venv, install, run the tests             make bench   the benchmarks, results in benchmarks/results
+# make test   set up .venv, install, check, run the tests      make bench   the benchmarks, results in benchmarks/results
 # make proof  the slow proofs                                  make clean   remove .venv and what was built
 
 PYTHON ?= python3
@@ -20,9 +20,7 @@ $(READY): pyproject.toml setup.cfg constraints.txt
 demo: $(READY)
 	$(BIN)/hydra-tune demo
 
-test: $(READY)
-	$(BIN)/python -m ruff check .
-	$(BIN)/python -m mypy
+test: check
 	$(BIN)/python -m pytest -n 2 $(HANGS)
 
 proof: $(READY)
@@ -30,6 +28,7 @@ proof: $(READY)
 
 check: $(READY)
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
 bench: $(READY)

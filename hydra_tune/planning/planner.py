@@ -25,10 +25,11 @@ from hydra_tune.devices.meter import ADVICE
 from hydra_tune.errors import BudgetError, PrepareError
 from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import has_users_hook, model_state, plan_key
+from hydra_tune.planning.known_architectures import KnownArchitecture
 from hydra_tune.planning.optimizer_memory import stepping_bytes
 from hydra_tune.planning.pilot import Pilot
 from hydra_tune.planning.refusals import refuse_computed_weights, refuse_unsupported
-from hydra_tune.planning.step_kind import KnownArchitecture, StepKind, StepMeasure, larger_of
+from hydra_tune.planning.step_kind import StepKind, StepMeasure, larger_of
 from hydra_tune.schedule.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
 from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile, Cut, TrialPlan
 
@@ -94,7 +95,7 @@ class Planner:
         key = plan_key(trial.model, trial.optimizers)
         if key != self._key:  # it has changed: what was measured of it holds no more
             refuse_unsupported(trial.model)
-            self._key, self._known, self._measures, self._is_changed = key, trial.pool.known_of(key), [], True
+            self._key, self._known, self._measures, self._is_changed = key, trial.pool.known.of(key), [], True
         return self._take_known(kind)
 
     def _take_known(self, kind: StepKind) -> bool:
@@ -132,7 +133,7 @@ class Planner:
         if kind.of_any in self._known.refusals:
             raise copy.copy(self._known.refusals[kind.of_any])  # without its frames
         self.leave_plan()
-        room = trial.pool.ask(trial, PilotReady(trial.id, trial.alone), StartPilot)
+        room = trial.events.ask(trial, PilotReady(trial.id, trial.alone), StartPilot)
         self.pilot = Pilot(trial, kind, room.free_bytes)
         if self._take_known(kind):
             self.give_up_first()
@@ -190,7 +191,7 @@ class Planner:
         if not trial.meter.always:
             trial.unwatch()
         first.end()
-        trial.pool.tell(PilotDone(trial.id, first.peak_bytes, trained and not first.failed))
+        trial.events.tell(PilotDone(trial.id, first.peak_bytes, trained and not first.failed))
         trial.residency.bring_home(trial.optimizers)
         return first
 
@@ -286,7 +287,7 @@ class Planner:
 
     def settle(self, plan: TrialPlan) -> None:
         """Be admitted under this plan, and put every weight where it wants it."""
-        trial, pool = self._trial, self._trial.pool
+        trial = self._trial
         if plan is self.plan:
             return
         if not plan.resident:
@@ -295,9 +296,9 @@ class Planner:
         alike = before is not None and (before.resident, before.cut, before.held_bytes) == (
             plan.resident, plan.cut, plan.held_bytes,
         )  # fmt: skip
-        if not (alike and pool.readmit(trial, plan)):
+        if not (alike and trial.events.readmit(trial, plan)):
             self.leave_plan()  # until it is admitted it holds nothing
-            pool.ask(trial, PlanReady(trial.id, plan), Admit)
+            trial.events.ask(trial, PlanReady(trial.id, plan), Admit)
         if not alike and not (plan.resident and plan.cut == self._cut):  # who is resident makes no visits
             self._adopt_cut(plan.cut, plan.blocks)
         names = {b.name: b for b in self.blocks}

@@ -90,7 +90,8 @@ class Trial:
         self.id = number
         self.pool = pool
         self.stop = stop
-        self.lease = pool.leases[number]
+        self.events = pool.events
+        self.lease = pool.events.table.leases[number]
         self.name = name
         self.summary = {"name": self.name, "device": home.name, "steps": 0, "state": "live", **summary_of(TrialPlan())}
         self.of_runner = False  # whose trials end with their objective
@@ -205,7 +206,7 @@ class Trial:
         self._task = None
         with_gradients = torch.is_grad_enabled()
         try:
-            self.pool.await_copies(self)
+            self.events.promotions.await_copies(self)
             self.unwatch()
             self._close_backward()
             self.residency.await_gradients()
@@ -218,7 +219,7 @@ class Trial:
             self.residency.close()
         finally:  # last: from here on others may have its bytes
             torch._C._set_grad_enabled(with_gradients)  # should that have failed
-            self.pool.end_trial(self)
+            self.events.end_trial(self)
             for root in self._roots:
                 root.unhook()
             for model in self.models:  # so far `release` may be called again, should it have failed
@@ -261,7 +262,7 @@ class Trial:
         if (plan := self.planner.plan) is None or not plan.resident:
             if self._task is not None:  # of a closure that the optimizer has called, within a forward
                 self.boundary()
-            self.pool.tell_between_tasks(self, Invalidated(self.id))
+            self.events.tell_between_tasks(self, Invalidated(self.id))
 
     def _boundary(self) -> None:
         self.leave()
@@ -305,7 +306,7 @@ class Trial:
         refuse_transforms(lambda: tensors_in((args, kwargs, [*self.model.parameters()])))
         if self._pass is not None or self._visiting:
             return root.run(args, kwargs)  # the model calls itself
-        self.pool.check_open(self)
+        self.events.check_open(self)
         if torch._C._current_graph_task_id() != -1 and (self.planner.plan is None or not self.planner.plan.resident):
             raise PrepareError(
                 f"{self.name}: a spilled model keeps what its own backward needs, but its forward was called again in "
@@ -383,7 +384,7 @@ class Trial:
             if lasts and self._task and not keeps_graph and lease.leave_step(trained=trained):
                 self._task = None
                 if lease.revoked:
-                    self.pool.hear(self)
+                    self.events.hear(self)
             else:
                 self.leave()
                 self.awaits_backward = keeps_graph
@@ -594,7 +595,7 @@ class Trial:
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         first, with_gradients = self.planner.pilot, torch.is_grad_enabled()
         if first is not None:
-            self.pool.check_open(self)
+            self.events.check_open(self)
             if with_gradients and block.keeps == UNMEASURED:
                 block.keeps = ""
         forward_pass = self._pass or next(iter(self._backwards[-1].passes[self]))
@@ -924,7 +925,7 @@ class Trial:
         self._close_backward()
         if self._task is not None:
             self.residency.drop_shard(self._task.shard)
-        self.pool.tell(OutOfMemory(self.id))
+        self.events.tell(OutOfMemory(self.id))
         self.residency.await_gradients()  # which are on the device until then
         collect()
         self.device.free_cache()
@@ -935,13 +936,13 @@ class Trial:
         assert self.planner.plan is not None
         if self.planner.plan.resident and self.lease.begin(self.steps.number, direction):
             self._task = self.lease.task
-            self.pool.check_open(self)
+            self.events.check_open(self)
             return None
         task = Task(self.id, self.steps.number, shard, direction)
         if self._task != task:
             self._close_backward()
             ended, self._task = self._task, None
-            self.pool.acquire(self, task, ended)
+            self.events.acquire(self, task, ended)
             hold(self.device.generators, self.random_state)
             self._task = task
         copies = self.residency.copies
@@ -970,9 +971,9 @@ class Trial:
             task, self._task = self._task, None
             goes_on = self.lease.end()
             if goes_on is None:
-                self.pool.release(task)
+                self.events.release(task)
             elif not goes_on:
-                self.pool.hear(self)
+                self.events.hear(self)
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

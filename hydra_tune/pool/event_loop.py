@@ -13,10 +13,13 @@ The way of an event, and of the answer to it:
     copies its shard, computes: without the lock
     release(task) ------------> _handle(Done) -------------------> chooses the next task, perhaps another trial's
 
-So a decision is carried out by the thread whose event brought it about, for all trials, and no thread of the pool's own
-stands between two of them. An event comes back here twice, in two cases. A copy that a copy thread has made ahead is
-told when it is done (Promoted). A Recall ends a lease that lasts, which is an event itself (Done): it is handled after
-all other instructions, so that the machine is asked for nothing before they are carried out.
+So the thread whose event brought a decision about carries it out, for all trials; the pool has no thread of its own
+that others would wait for. Two instructions come back here as events. A copy that a copy thread makes ahead is told
+when it is done (Promoted). A Recall ends a lease that lasts, which is told as its task's end (Done): last of all, when
+the other instructions of that decision are carried out.
+
+The pool calls back into trials for their bytes: a shard is copied once the machine has given it a slot, which is known
+here, by what owns the trial's memory (`trial.residency`).
 
 A resident trial whose lease lasts takes this way once a lease and not once a task (`long_leases.py`).
 """
@@ -51,7 +54,7 @@ InstructionT = TypeVar("InstructionT", bound=e.Instruction)
 
 
 class EventLoop:
-    """Of one pool. Methods without an underscore take the lock, which a thread may take again."""
+    """Of one pool. Methods without an underscore are for trials' threads, which may have the lock already."""
 
     def __init__(self, devices: tuple[Device, ...], machine: Machine, num_threads: int) -> None:
         self.lock = threading.RLock()

@@ -213,7 +213,7 @@ class Trial:
             if self.planner.pilot is not None:
                 self.planner.pilot.end()
                 self.planner.pilot = None
-            self.planner.unwrap()  # parts of a model may live longer
+            self.planner.cut.unwrap()  # parts of a model may live longer
             self.device.synchronize()  # it may have computed in a stream that is not the caller's
             self.residency.bring_home(self.optimizers)
             self.residency.close()
@@ -267,7 +267,7 @@ class Trial:
     def _boundary(self) -> None:
         self.leave()
         if self.steps.leave_if_done() and self.planner.pilot is not None:
-            self.planner.end_first()
+            self.planner.end_pilot()
 
     def checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
         """Write one, from the host, with the trial's loaders in these states; the devices go on with others."""
@@ -423,19 +423,19 @@ class Trial:
             planner.start()
         if planner.pilot is not None and self.steps.num_backwards >= _MOST_FIRST_BACKWARDS:
             self.steps.leave()
-            self.planner.end_first()
+            self.planner.end_pilot()
         kind = planner.kind_of(self.models.index(root.module), args, kwargs)
         if planner.pilot is not None:  # of a step with several forwards
             planner.pilot.add(kind)
             return
         if self.steps.under_way:
-            if planner.knows(kind):
+            if planner.known.covers(kind):
                 self.steps.open()
             else:
                 planner.learn(kind)  # the next step counts with it
             return
         self.stop.check_between_steps()
-        if not (planner.knows(kind) or planner.learn(kind)) and self._begins_first_step(kind, args, kwargs):
+        if not (planner.known.covers(kind) or planner.learn(kind)) and self._begins_first_step(kind, args, kwargs):
             return
         planner.settle(planner.plan_for(kind))
         self.steps.open()
@@ -651,10 +651,10 @@ class Trial:
             returned, reason = getattr(error, "weights", ()), str(error)
             clear_frames(error)
         for weight in returned:
-            block = self.planner.hold_weight(block, weight, "its block returns it")
+            block = self.planner.cut.hold_weight(block, weight, "its block returns it")
         if returned:
             return self._evaluate(block, args, kwargs, given)
-        self.planner.open_block(block, f"{TOO_LARGE}: {reason}")
+        self.planner.cut.open_block(block, f"{TOO_LARGE}: {reason}")
         return block.forward(args, kwargs)
 
     def _evaluate(
@@ -729,7 +729,7 @@ class Trial:
         elif self.planner.plan is not None and self.planner.plan.resident:
             copy = DeviceCopy(self.device, self.device.slot(None, 0), [], None)
         else:
-            copy = self._go_to(self.planner.shard_of(block), direction)
+            copy = self._go_to(self.planner.cut.shard_of(block), direction)
         self.residency.refresh(copy, block)
         return copy
 
@@ -781,7 +781,7 @@ class Trial:
             and call.forward_pass.calls.get(call.block.name, 0) == 1
             and self.steps.has_one_forward
             # nor does autograd, or a hook, read what it adds to `.grad`
-            and not any(self.planner.uses[id(p)] > 1 or p.grad is not None or has_hooks(p) for p in parameters)
+            and not any(self.planner.cut.uses[id(p)] > 1 or p.grad is not None or has_hooks(p) for p in parameters)
         )
         late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
         sent = self.residency.spill_gradients(parameters, gradients, late=late)
@@ -848,7 +848,7 @@ class Trial:
             self._check_taken()
         if self.meter.counting and (self.residency.spilled or self.planner.pilot is not None):
             # in host memory, though a virtual device's operator may have added to it
-            for gradient in [p.grad for block in self.planner.blocks for p in block.slot_parameters]:
+            for gradient in [p.grad for block in self.planner.cut.blocks for p in block.slot_parameters]:
                 if gradient is not None:
                     self.meter.disown(gradient)
         steps = self.steps
@@ -960,7 +960,7 @@ class Trial:
             self.leave()
             if self.planner.pilot is not None:
                 self.steps.under_way = False  # it has not begun
-                self.planner.give_up_first()
+                self.planner.give_up_pilot()
             self.unwatch()  # under checks, too: the next forward counts again
 
     def leave(self) -> None:

@@ -302,7 +302,7 @@ def test_an_optimizer_is_stepped_within_the_forward(budget, with_closure):
                 self.optimizer.step(closure) if with_closure else (closure(), self.optimizer.step())
                 self.optimizer.zero_grad()
                 if trial_of(self) is not None:
-                    holds.append(self.forward.trial._task is not None)
+                    holds.append(self.forward.trial.tasks.current is not None)
                 return self.rest(self.layers[0](x))
 
         torch.manual_seed(0)

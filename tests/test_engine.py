@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.trials.trial import Trial
+from hydra_tune.trials.forwards import Forwards
 
 WIDTH, STEPS = 8, 6
 
@@ -121,8 +121,8 @@ def test_it_trains_as_in_plain_pytorch(step, checks, monkeypatch):
 
 
 def test_steps_of_one_forward_and_one_backward_have_no_hook(monkeypatch):
-    announced, announce = [], Trial._announce_backward
-    monkeypatch.setattr(Trial, "_announce_backward", lambda *args: announced.append(args) or announce(*args))
+    announced, announce = [], Forwards._announce_backward
+    monkeypatch.setattr(Forwards, "_announce_backward", lambda *args: announced.append(args) or announce(*args))
     with hydra_tune.ShardPool(["cpu"], "64MiB") as pool:
         model = hydra_tune.prepare(net(), pool=pool)
         for _ in range(STEPS):
@@ -147,7 +147,7 @@ def test_each_backward_has_the_device(step):
         for _ in range(STEPS):
             step(model, torch.randn(2, WIDTH))
         model[2].weight.register_hook(
-            lambda _: has.append(trial._task is not None and device.running.trial == trial.id)
+            lambda _: has.append(trial.tasks.current is not None and device.running.trial == trial.id)
         )
         for _ in range(STEPS):
             step(model, torch.randn(2, WIDTH))

@@ -27,7 +27,7 @@ class CollectsAtLength(threading.Thread):
 
     def __init__(self):
         super().__init__()
-        self.begun, self.summary = threading.Event(), threading.Event()
+        self.begun, self.told = threading.Event(), threading.Event()
 
     def run(self):
         thread = self
@@ -46,7 +46,7 @@ class CollectsAtLength(threading.Thread):
         return self
 
     def __exit__(self, *_):
-        self.summary.set()
+        self.told.set()
         self.join()
 
 

@@ -293,7 +293,7 @@ def test_a_module_never_goes_to_a_device_as_a_whole():
         told = ()
 
         def to(self, *args, **kwargs):
-            self.summary += ((*args, *kwargs.values()),)
+            self.told += ((*args, *kwargs.values()),)
             return super().to(*args, **kwargs)
 
     plain, ours = Moves(), Moves()

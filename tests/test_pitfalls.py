@@ -402,7 +402,7 @@ def test_27_a_task_that_fails_gives_up_its_lease_and_its_bytes(where, monkeypatc
 
     with hydra_tune.ShardPool(["cpu"], 48_000) as pool:
         assert not any(left(pool))
-    monkeypatch.setattr(trial.Trial, "_leave_after_error" if where == "script" else "end", nothing)
+    monkeypatch.setattr(trial.Trial, "leave_after_error" if where == "script" else "end", nothing)
     with hydra_tune.ShardPool(["cpu"], 48_000) as pool:
         assert any(left(pool))
         monkeypatch.undo()

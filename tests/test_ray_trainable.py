@@ -33,26 +33,26 @@ class Link:
     """Notes what it is told, and has lost an attempt if `gone` says so."""
 
     def __init__(self, spec):
-        self.summary = []
+        self.told = []
         self.gone = False
         MADE.append(self)
 
     def begin(self, payload, config, surroundings):
         assert config[TRIAL_INFO].trial_id == surroundings["trial_id"]
         self.gone = False
-        self.summary.append(("begins", surroundings["trial_id"], config["lr"]))
+        self.told.append(("begins", surroundings["trial_id"], config["lr"]))
 
     def await_value(self):
-        self.summary.append("is made")
+        self.told.append("is made")
 
     def call(self, method, *arguments, **options):
         if self.gone:
             raise PoolLostError("another attempt of this trial has begun")
-        self.summary.append(method)
+        self.told.append(method)
         return {} if method == "train" else True
 
     def stop(self, reason):
-        self.summary.append("stops")
+        self.told.append("stops")
 
 
 MADE: list[Link] = []

@@ -271,14 +271,14 @@ class Moves(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.model, self.summary = gpt(), []
+        self.model, self.told = gpt(), []
         self.config = self.model.config
 
     def forward(self, input_ids, labels):
         return self.model(input_ids=input_ids, labels=labels)
 
     def to(self, *args, **kwargs):
-        self.summary.append((args, kwargs))
+        self.told.append((args, kwargs))
         return super().to(*args, **kwargs)
 
 

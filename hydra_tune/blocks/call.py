@@ -68,7 +68,7 @@ class Promote(torch.autograd.Function):
                 "Trying to backward through the graph a second time: what a block keeps for its backward is gone. "
                 "Specify retain_graph=True the first time."
             )
-        sent = call.trial.send_home(call, gradients)
+        sent = call.trial.gradients.send(call, gradients)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.call = call.used_up()  # a kept loss shall not keep the call's inputs
         if interrupts.pending:
@@ -143,7 +143,7 @@ class Call:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The block's forward in the user's graph, in a visit."""
         block, trial = self.block, self.trial
-        copy = trial.begin_visit(block, Direction.FORWARD)
+        copy = trial.visits.begin(block, Direction.FORWARD)
         try:
             self._enter(copy)
             self._versions = versions_of(block.slot_parameters)
@@ -175,7 +175,7 @@ class Call:
             return outputs
         finally:
             del self._copy
-            trial.end_visit(copy, Direction.FORWARD)
+            trial.visits.end(copy, Direction.FORWARD)
 
     def _enter(self, copy: DeviceCopy) -> None:
         self._copy, self._start = copy, copy.start
@@ -232,7 +232,7 @@ class Call:
         """Where it is now; of its own where a graph of gradients may save it once more."""
         if self._versions != versions_of(self.block.slot_parameters):
             raise self._changed_weight()
-        weight = self.trial.visit_backward(self).weight(view.parameter)
+        weight = self.trial.backwards.visit(self).weight(view.parameter)
         if view.is_cast:
             weight = weight.to(view.dtype)
         elif weight.dtype is not view.dtype:

@@ -20,14 +20,14 @@ def repeat_early(
 ) -> bool:
     """Have `run` do it, with arguments without a history, and the tensors that may be asked for gradients. Whether it
     has put hooks on its tensors, which are left out."""
-    copy = call.trial.begin_visit(call.block, Direction.FORWARD)
+    copy = call.trial.visits.begin(call.block, Direction.FORWARD)
     try:
         with call.as_at_first(copy, as_it_is) as weights, _WithoutHooks() as hooks:
             bare = without_history(call.leaves)
             run(*call.arguments(bare), [x for x in (*bare, *weights) if isinstance(x, torch.Tensor)])
         return bool(hooks.found)
     finally:
-        call.trial.end_visit(copy, Direction.FORWARD)
+        call.trial.visits.end(copy, Direction.FORWARD)
 
 
 class _WithoutHooks(TorchFunctionMode):

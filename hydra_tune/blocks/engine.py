@@ -65,15 +65,15 @@ class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
         here.backward = backward
         try:
             trial = None if here.trial is None else here.trial()
-            if trial is None or not trial.awaits_backward:
+            if trial is None or not trial.forwards.awaits_backward:
                 result = _run(self, args, kwargs)
             else:
-                result = trial.run_backward(_run, (self, args, kwargs), keeps_graph=keeps_graph)
+                result = trial.forwards.run_backward(_run, (self, args, kwargs), keeps_graph=keeps_graph)
             failed = False
         finally:
             here.backward = outer
             for each in backward.passes:
-                each.end_backward(backward, failed=failed)
+                each.backwards.end(backward, failed=failed)
         if interrupts.pending:
             interrupts.check()
         return result

@@ -178,7 +178,7 @@ class RepeatedCall(Call):
         if self.measurement is not None and self.measurement.is_running:
             raise self.measurement.runs_backward_within()
         if saved.value is None:
-            self.trial.with_room(self.block, self._repeat, self._rewound)
+            self.trial.visits.with_room(self.block, self._repeat, self._rewound)
         value = saved.value
         if type(value) is WeightView:
             self._gave_weights = True
@@ -214,8 +214,8 @@ class RepeatedCall(Call):
             raise changed_in_between("inputs", "one", block.name, "Give the model a copy of it.")
         if [*self._buffer_versions] != versions_of([b for b in self._buffers if b is not None]):
             raise changed_in_between("buffers", "one", block.name)
-        trial.visit_backward(self)
-        copy = trial.begin_visit(block, Direction.BACKWARD)
+        trial.backwards.visit(self)
+        copy = trial.visits.begin(block, Direction.BACKWARD)
         try:
             self._enter(copy)
             self._next = 0
@@ -231,7 +231,7 @@ class RepeatedCall(Call):
             pass
         finally:
             del self._copy
-            trial.end_visit(copy, Direction.BACKWARD)
+            trial.visits.end(copy, Direction.BACKWARD)
         if self._next < len(self._saved):
             raise self._made_other("fewer tensors")
 

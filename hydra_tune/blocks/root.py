@@ -42,7 +42,7 @@ class RootForward(StandIn):
             return self.original(*args, **kwargs)
         trial.hold()
         try:
-            outputs = trial.run_root(self, args, kwargs)
+            outputs = trial.forwards.run(self, args, kwargs)
         finally:
             trial.busy.release()
         interrupts.check()

@@ -61,12 +61,13 @@ class BlockForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block, trial = self.block, self.trial
-        if trial.in_visit or not block.is_current:  # a block within a block; a user's wrapper of one that was cut anew
+        calls = trial.block_calls
+        if calls.are_within_another or not block.is_current:  # the latter: a user's wrapper of one that was cut anew
             return block.forward(args, kwargs)
-        if not (trial.is_between_visits or trial.models):  # within its forward a model is alive
+        if not (calls.are_expected or trial.models):  # within its forward a model is alive
             trial.end()
             return block.forward(args, kwargs)
-        outputs = trial.run_block(block, args, kwargs)
+        outputs = calls.run(block, args, kwargs)
         interrupts.check()
         return outputs
 

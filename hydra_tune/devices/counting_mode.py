@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -141,6 +142,29 @@ def watch(mode: TrialMode) -> None:
 def unwatch(mode: TrialMode) -> None:
     """No more, in this thread, wherever it is among the modes."""
     _keep(lambda each: each is not mode)
+
+
+class Counting:
+    """Of one trial's operators in a thread, also between forward and backward, from `start` to `stop`. The engine runs
+    nodes with the modes that were there when a backward was called."""
+
+    def __init__(self, meter: TrialMeter) -> None:
+        self._meter = meter
+        self._mode: TrialMode | None = None
+
+    def start(self) -> None:
+        if self._mode is None:
+            self._mode = TrialMode(self._meter)
+            weakref.finalize(self, setattr, self._mode, "meter", None).atexit = False
+            watch(self._mode)
+
+    def stop(self, *, for_good: bool) -> None:
+        """Not for good within a backward: at its end the engine puts back what is on the stack."""
+        if self._mode is not None:
+            unwatch(self._mode)
+            if for_good:
+                self._mode.meter = None  # it may be on another thread's stack, where it does nothing from here on
+                self._mode = None
 
 
 def _keep(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode) -> None:

@@ -148,7 +148,7 @@ class Pilot:
         self._note(block, found)
         if outputs is not _NOT_RUN:
             return outputs
-        return trial.run_call(block, args, kwargs, forward_pass, *flatten_call(args, kwargs))
+        return trial.block_calls.run_trained(block, args, kwargs, forward_pass, *flatten_call(args, kwargs))
 
     @contextmanager
     def measuring(self, block: Block) -> Iterator[None]:
@@ -183,7 +183,7 @@ class Pilot:
         a GPU in any case. Where it is a part of the block that has it, which may be called by itself, the block is
         opened."""
         trial, cut = self._trial, self._trial.planner.cut
-        if not trial.is_between_visits or (trial.device.is_virtual and operator is not _CAST):
+        if not trial.block_calls.are_expected or (trial.device.is_virtual and operator is not _CAST):
             return
         if self._spilled[0] is not cut.blocks:
             own = {s._cdata: (b, p) for b in cut.blocks for p in b.slot_parameters for s in storages_of(p)}
@@ -224,22 +224,22 @@ class Pilot:
         otherwise, or without its hooks, or within a checkpoint, which counts what is saved."""
         trial, settings = self._trial, AmbientSettings.now(block.module_states)
         leaves, structure = flatten_call(args, kwargs)
-        stays = bool(block.keeps) or trial.keeps_call(settings)
+        stays = bool(block.keeps) or trial.block_calls.keeps(settings)
         call = RepeatedCall(block, trial, forward_pass, leaves, structure, settings)
         measurement = Measurement(call, leaves)
         run = partial(measurement.run, args, kwargs, repeats=not stays)
         found: BlockProfile | FoundError
         outputs: Any = None
-        trial.is_measuring = True
+        trial.visits.is_measuring = True
         try:
-            found, outputs = trial.with_room(block, run, measurement.take_back)
+            found, outputs = trial.visits.with_room(block, run, measurement.take_back)
         except FoundError as error:
             found = FoundError(error.why, holds=error.holds)  # without its frames
         except torch.OutOfMemoryError as error:
             clear_frames(error)
             found = FoundError(f"{TOO_LARGE}: {error}")
         finally:
-            trial.is_measuring, call.measurement = False, None
+            trial.visits.is_measuring, call.measurement = False, None
             trial.meter.outside_starts()
         if isinstance(found, FoundError):
             why = found.why

@@ -181,7 +181,7 @@ class Planner:
         assert pilot is not None
         trial.meter.counting = trial.meter.always
         if not trial.meter.always:
-            trial.unwatch()
+            trial.stop_counting()
         pilot.end()
         trial.events.tell(PilotDone(trial.id, pilot.peak_bytes, trained and not pilot.failed))
         trial.residency.bring_home(trial.optimizers)

@@ -18,7 +18,8 @@ from typing import TypeVar
 from hydra_tune.errors import TrialStopped
 
 _LOOK_AROUND_S = 0.5
-_TRIALS = "context residency steps trial"  # what prepares a model, and its loaders, may be interrupted at once
+# Of trials; in what prepares a model, and in its loaders, Ctrl-C is raised at once.
+_TRIALS = "backwards block_calls context forwards residency sent_gradients steps tasks trial visits"
 _DEVICES = "counting_mode meter"
 _OURS = frozenset(
     f"hydra_tune.{folder}.{name}"

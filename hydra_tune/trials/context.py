@@ -83,7 +83,7 @@ def trial_context(
                 yield context
             finally:
                 for trial in context.trials:
-                    trial.unwatch()
+                    trial.stop_counting()
     except BaseException as error:
         clear_frames(error)
         if isinstance(error, torch.OutOfMemoryError):

@@ -31,6 +31,8 @@ class Steps:
         self.num_forwards = self.num_backwards = 0
         # of the last step; some may have gone since. Not a WeakSet, whose callbacks swallow interruptions
         self.forwards: list[weakref.ref[ForwardPass]] = []
+        self.forward: ForwardPass | None = None  # under way
+        self.are_simple: bool | None = None  # one forward, one backward; None as long as nobody has seen
         self._keeps = False  # an activation, of which the script was told
 
     def open(self) -> None:
@@ -66,6 +68,11 @@ class Steps:
         if self.under_way:
             self.leave()
         return True
+
+    def note_whether_simple(self) -> None:
+        """A step has had its backward."""
+        if self.are_simple is None:
+            self.are_simple = (self.num_forwards, self.num_backwards) == (1, 1) or None
 
     def _leave_endless(self) -> None:
         """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes

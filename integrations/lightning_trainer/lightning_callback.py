@@ -310,7 +310,7 @@ class PooledEvents:
         """Lightning runs forward and backward within the optimizer's step, whose own hooks come before them."""
         trial = trial_of(pl_module)
         if trial is not None and pl_module.automatic_optimization:
-            trial._before_optimizer_step()
+            trial.before_optimizer_step()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         random_state = current_context().random_state

@@ -1,0 +1,104 @@
+"""The task that a trial runs now: it has a lease for it, and its shard is on the device.
+
+    forward    | F0 | F1 | F2 |          going on to the next shard gives the lease of the one before back
+    backward                   | B2 | B1 | B0 |
+               ^ go_to(0) ... ^ go_to(2)           ^ leave
+
+A resident trial has one shard. Where a lease lasts for many steps (`pool/lease.py`), the pool is not asked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from hydra_tune.blocks.call import Call
+from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.devices.meter import TrialMeter
+from hydra_tune.planning.planner import Planner
+from hydra_tune.pool.event_loop import EventLoop
+from hydra_tune.pool.lease import Lease
+from hydra_tune.randomness import hold
+from hydra_tune.schedule.plan import Direction, Task
+from hydra_tune.trials.residency import Residency
+from hydra_tune.trials.steps import Steps
+
+if TYPE_CHECKING:
+    from hydra_tune.trials.trial import Trial
+
+
+class OpenBackward:
+    """The call whose block's backward is under way, if one is, and its weights on the device."""
+
+    def __init__(self, meter: TrialMeter) -> None:
+        self._meter = meter
+        self._call: weakref.ref[Call] | None = None  # its graph has it
+        self.copy: DeviceCopy | None = None
+
+    def begin(self, call: Call, copy: DeviceCopy) -> weakref.ref[Call]:
+        self.copy = copy
+        self._call = weakref.ref(call)
+        return self._call
+
+    def copy_of(self, call: Call) -> DeviceCopy | None:
+        """None if another one's is under way, or none."""
+        return self.copy if self._call is not None and self._call() is call else None
+
+    def end(self) -> None:
+        """It is over, or another one's begins."""
+        if self.copy is not None:
+            self.copy.used = self.copy.device.mark()
+            self._meter.outside_starts(later=True)
+        self._call = self.copy = None
+
+
+class Tasks:
+    """`current` is None between two tasks: the trial has no lease then, unless it has one for many steps."""
+
+    def __init__(
+        self, trial: Trial, events: EventLoop, *, lease: Lease, steps: Steps, planner: Planner, residency: Residency
+    ) -> None:
+        self._trial = weakref.ref(trial)
+        self._events = events
+        self._lease = lease
+        self._steps = steps
+        self._planner = planner
+        self._residency = residency
+        self.current: Task | None = None
+        self.backward = OpenBackward(residency.meter)
+
+    def go_to(self, shard: int, direction: Direction) -> DeviceCopy | None:
+        """Wait for the lease of this task, and have its shard on the device; the copy of it there."""
+        plan, residency = self._planner.plan, self._residency
+        trial = self._trial()
+        assert plan is not None and trial is not None
+        if plan.resident and self._lease.begin(self._steps.number, direction):
+            self.current = self._lease.task
+            self._events.check_open(trial)
+            return None
+        task = Task(trial.id, self._steps.number, shard, direction)
+        if self.current != task:
+            self.backward.end()
+            ended, self.current = self.current, None
+            self._events.acquire(trial, task, ended)
+            hold(residency.device.generators, trial.random_state)
+            self.current = task
+        copies = residency.copies
+        if shard not in copies and not plan.resident:
+            place = residency.device.ledger.slots.get((trial.id, shard), (0, 0))  # it needs no slot, or that failed
+            residency.promote_shard(shard, *place)
+        return copies.get(shard)
+
+    def leave(self) -> None:
+        """Release the lease, if the trial has it."""
+        if self.backward.copy is not None:
+            self.backward.end()
+        if self.current is not None:
+            task, self.current = self.current, None
+            goes_on = self._lease.end()
+            if goes_on is None:
+                self._events.release(task)
+            elif not goes_on:
+                trial = self._trial()
+                assert trial is not None
+                self._events.hear(trial)

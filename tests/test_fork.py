@@ -17,7 +17,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
 from hydra_tune.devices.counting_mode import TrialMode
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.host_buffer import HostWeights
+from hydra_tune.devices.host_weights import HostWeights
 from hydra_tune.devices.meter import CountingPaused, TrialMeter
 from hydra_tune.process.fork import ForkGate, gate
 from hydra_tune.trials.context import trial_context
@@ -290,7 +290,7 @@ def test_weights_that_a_gpu_copies_from_stay_where_they_are_when_the_process_for
     """Then both have them. Others are the process's own."""
     layer = torch.nn.Linear(4, 4)
     layer.bias.data.zero_()
-    host = HostWeights([Block("layer", layer)], device(0, 1 << 16))
+    host = HostWeights(Block("layer", layer).slot_parameters, device(0, 1 << 16))
     written, tells = os.pipe()
     child = os.fork()
     if child == 0:

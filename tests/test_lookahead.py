@@ -12,7 +12,7 @@ import hydra_tune
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.host_buffer import HostWeights
+from hydra_tune.devices.host_weights import HostWeights
 from hydra_tune.pool import long_leases
 from hydra_tune.pool.copier import start_copier
 from hydra_tune.process.interrupts import Stop
@@ -404,7 +404,7 @@ def test_a_copy_that_is_made_while_a_weight_is_lent_is_not_taken_for_one_of_its_
     """In the thread that promotes ahead, while a forward gives the weight its own memory back."""
     layer = nn.Linear(8, 8)
     block, device = Block("layer", layer), Device(0, 1 << 20)
-    host, own = HostWeights([block], device), layer.weight.data
+    host, own = HostWeights(block.slot_parameters, device), layer.weight.data
     offset = HostWeights.offset
 
     def offset_while_given_back(self, parameter, *data):

@@ -82,6 +82,7 @@ def test_the_wheel_holds_the_packages_and_the_typing_marker(tmp_path):
 
 
 HYDRA_TUNE, INTEGRATIONS = ROOT / "hydra_tune", ROOT / "integrations"
+MOST_LINES, MOST_LINES_OF_A_CLASS, MOST_FILES = 400, 250, 12
 # From the top of the house down. Rooms beside each other import nothing of each other.
 FLOORS = [
     ["hydra_tune.cli"],
@@ -141,6 +142,25 @@ def imports(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         else:
             yield from imports(node)
+
+
+def test_files_and_classes_are_short():
+    """But for the machine's."""
+    machine = "hydra_tune.schedule.machine"
+    too_long = [
+        f"{name}.{node.name}"
+        for name, source in sources().items()
+        if name != machine
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno >= MOST_LINES_OF_A_CLASS
+    ]
+    assert [name for name, source in sources().items() if source.count("\n") > MOST_LINES and name != machine] == []
+    assert too_long == []
+
+
+def test_folders_are_small():
+    folders = {path.parent for path in (*HYDRA_TUNE.rglob("*.py"), *INTEGRATIONS.rglob("*.py"))}
+    assert {folder.name: n for folder in folders if (n := len([*folder.glob("[!_]*.py")])) > MOST_FILES} == {}
 
 
 @pytest.mark.parametrize("room", ["schedule", "simulation"])

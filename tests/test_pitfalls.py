@@ -26,7 +26,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.planning import measurement as measure
 from hydra_tune.planning.pilot import Pilot
-from hydra_tune.trials import context, trial
+from hydra_tune.trials import context, sent_gradients, trial
 from hydra_tune.trials.context import trial_context
 
 WIDTH = 32
@@ -167,10 +167,10 @@ def gradients_made_into(change):
     """Each block's gradients are changed as soon as they are there."""
 
     def wrapper(original):
-        def send_home(this, call, gradients):
+        def send(this, call, gradients):
             return [change(call, grad) for grad in original(this, call, gradients)]
 
-        return send_home
+        return send
 
     return wrapper
 
@@ -255,10 +255,13 @@ PITFALLS = {
     ),
     "8 clipping before all gradients are there": (
         plain_layers,
-        [(trial.Trial, "send_home", gradients_made_into(clipped_by_block))],
+        [(sent_gradients.SentGradients, "send", gradients_made_into(clipped_by_block))],
     ),
-    "9 scaling shard by shard": (plain_layers, [(trial.Trial, "send_home", gradients_made_into(unscaled_by_block))]),
-    "10 accumulation": (plain_layers, [(trial.Trial, "send_home", gradients_made_into(overwriting))]),
+    "9 scaling shard by shard": (
+        plain_layers,
+        [(sent_gradients.SentGradients, "send", gradients_made_into(unscaled_by_block))],
+    ),
+    "10 accumulation": (plain_layers, [(sent_gradients.SentGradients, "send", gradients_made_into(overwriting))]),
     "12 a graph outlives its weights": (
         lambda: Caching(*(Cached() for _ in range(4))),
         [(call.Call, "_weight_view", always(nothing))],

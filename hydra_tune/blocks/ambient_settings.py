@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hydra_tune.devices.host_buffer import version_of
+from hydra_tune.devices.tensor_bytes import version_of
 
 _CPU = torch.device("cpu")
 _KINDS = ("cpu", "cuda")  # of devices, that autocast is on or off for

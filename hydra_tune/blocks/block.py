@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hydra_tune.blocks.ambient_settings import ModuleStates
 from hydra_tune.blocks.stand_ins import own_forward_of
-from hydra_tune.devices.host_buffer import same_bits, storage_bytes
+from hydra_tune.devices.tensor_bytes import same_bits, storage_bytes
 from hydra_tune.errors import PrepareError
 from hydra_tune.process.interrupts import interruptible
 

@@ -33,7 +33,7 @@ from hydra_tune.blocks.engine import ForwardPass
 from hydra_tune.blocks.shared_casts import OtherBranchError, dtype_of, seen_as
 from hydra_tune.blocks.tree import map_tensors, tensors_in
 from hydra_tune.devices.counting_mode import TrialMode
-from hydra_tune.devices.host_buffer import version_of, versions_of
+from hydra_tune.devices.tensor_bytes import version_of, versions_of
 from hydra_tune.errors import PrepareError
 from hydra_tune.process.interrupts import interrupts
 from hydra_tune.schedule.plan import Direction

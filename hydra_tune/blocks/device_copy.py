@@ -16,7 +16,8 @@ from torch import nn
 
 from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.host_buffer import HostWeights, storage_bytes, tensor_bytes, versions_of
+from hydra_tune.devices.host_weights import HostWeights
+from hydra_tune.devices.tensor_bytes import storage_bytes, tensor_bytes, versions_of
 
 
 class DeviceCopy:

@@ -26,7 +26,7 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.engine import ForwardPass
 from hydra_tune.blocks.shared_casts import seen_as
 from hydra_tune.blocks.tree import Structure, tensors_in, unflatten
-from hydra_tune.devices.host_buffer import digest, same_bits, version_of, versions_of
+from hydra_tune.devices.tensor_bytes import digest, same_bits, version_of, versions_of
 from hydra_tune.randomness import DrawRecord, drawing_again
 from hydra_tune.schedule.plan import Direction
 

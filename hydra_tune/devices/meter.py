@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hydra_tune.config import format_bytes
-from hydra_tune.devices.host_buffer import parts_of
+from hydra_tune.devices.tensor_bytes import parts_of
 from hydra_tune.errors import BudgetError
 from hydra_tune.process.fork import gate, new_in_child
 

@@ -1,25 +1,60 @@
-"""Which kinds of step are known of one trial's model, and what they need.
+"""Which kinds of step are known, and what they need: of one trial's model, and of architectures in a pool.
 
-A forward is known if the trial has measured its like, or a trial of the same architecture has. One that trains, on
-larger inputs, or with something else switched on may need other bytes: it is of another kind, and unknown until a pilot
-has measured it.
+A forward is known if the trial has measured its like. One that trains, on larger inputs, or with something else
+switched on may need other bytes: it is of another kind, and unknown until a pilot has measured it.
+
+A search trains one architecture many times. What its first trial has measured holds for all others: they reuse its
+numbers and its plan, and are refused by its words.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from hydra_tune.blocks.ambient_settings import autocast_mode
+from hydra_tune.errors import BudgetError
 from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import model_state
-from hydra_tune.planning.known_architectures import KnownArchitecture
 from hydra_tune.planning.step_kind import StepKind, StepMeasure
+from hydra_tune.schedule.plan import TrialPlan
 
 _MOST_SWITCHES = 8  # which modules train, or what is switched on, may be drawn anew in each step
+_MOST_KNOWN = 256  # architectures
+
+
+@dataclass
+class KnownArchitecture:
+    """What trials of one architecture have shown in a pool."""
+
+    plan: TrialPlan | None = None  # the latest
+    measures: list[StepMeasure] = field(default_factory=list)
+    refusals: dict[StepKind, BudgetError] = field(default_factory=dict)  # of pilots that had the whole device
+    too_large: bool = False  # one has run out of memory with all of it on the device
+
+    def add(self, measure: StepMeasure) -> None:
+        shared = replace(measure, kinds=tuple(kind.of_any for kind in measure.kinds))
+        self.measures = shared.put_among(self.measures)
+
+
+class KnownArchitectures:
+    """Of one pool, whose lock it is given; the latest architectures are remembered."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self.by_key: dict[bytes, KnownArchitecture] = {}  # by `fingerprint.plan_key`, the latest last
+
+    def of(self, key: bytes) -> KnownArchitecture:
+        with self._lock:
+            self.by_key[key] = known = self.by_key.pop(key, None) or KnownArchitecture()
+            if len(self.by_key) > _MOST_KNOWN:
+                del self.by_key[next(iter(self.by_key))]
+            return known
 
 
 class KnownSteps:

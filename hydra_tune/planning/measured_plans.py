@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hydra_tune.blocks.block import Block
-from hydra_tune.devices.host_buffer import storage_bytes
+from hydra_tune.devices.tensor_bytes import storage_bytes
 from hydra_tune.planning import partition
 from hydra_tune.planning.model_cut import ModelCut
 from hydra_tune.planning.optimizer_memory import stepping_bytes

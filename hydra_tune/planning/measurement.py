@@ -30,11 +30,11 @@ from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.early_repetition import repeat_early
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.tree import flatten, tensors_in
-from hydra_tune.devices.host_buffer import same_bits, storage_bytes, versions_of
+from hydra_tune.blocks.weight_uses import weight_uses
 from hydra_tune.devices.meter import CountingPaused, TrialMeter, storages_of
+from hydra_tune.devices.tensor_bytes import same_bits, storage_bytes, versions_of
 from hydra_tune.planning.fingerprint import HOOKS_OF_MODULES, origin_of
 from hydra_tune.planning.reached_weights import NO_STATE, Reached, globals_of, stays_as_it_is, weights_in
-from hydra_tune.planning.weight_uses import weight_uses
 from hydra_tune.randomness.shared_random import SharedRandom
 from hydra_tune.schedule.plan import BlockProfile
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.devices.counting_mode import ThreadMode
-from hydra_tune.devices.host_buffer import tensor_bytes
+from hydra_tune.devices.tensor_bytes import tensor_bytes
 from hydra_tune.randomness import DrawRecord, drawing_again
 from hydra_tune.randomness.shared_random import SharedRandom
 

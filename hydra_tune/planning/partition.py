@@ -20,7 +20,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.root import SeveralModels
 from hydra_tune.blocks.tree import flatten, tensors_in
 from hydra_tune.config import format_bytes
-from hydra_tune.devices.host_buffer import tensor_bytes
+from hydra_tune.devices.tensor_bytes import tensor_bytes
 from hydra_tune.errors import BudgetError
 from hydra_tune.schedule.plan import BlockProfile, Cut, Shard, TrialPlan
 

@@ -37,8 +37,8 @@ from hydra_tune.blocks.engine import ForwardPass
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.tree import flatten_call
 from hydra_tune.config import format_bytes
-from hydra_tune.devices.host_buffer import storage_bytes
 from hydra_tune.devices.meter import storages_of
+from hydra_tune.devices.tensor_bytes import storage_bytes
 from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.planning.fingerprint import Fingerprint
 from hydra_tune.planning.measurement import FoundError, Measurement, measured

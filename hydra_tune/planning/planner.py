@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.blocks.tree import tensors_in
-from hydra_tune.devices.host_buffer import storage_bytes
+from hydra_tune.devices.tensor_bytes import storage_bytes
 from hydra_tune.errors import BudgetError
 from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import plan_key

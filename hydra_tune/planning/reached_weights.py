@@ -21,7 +21,7 @@ from torch.quasirandom import SobolEngine
 from hydra_tune.blocks.ambient_settings import STRUCTURE
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.tree import PLAIN, flatten
-from hydra_tune.devices.host_buffer import digest, version_of
+from hydra_tune.devices.tensor_bytes import digest, version_of
 from hydra_tune.planning.fingerprint import Fingerprint
 
 _MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from hydra_tune.devices.host_buffer import is_dense
+from hydra_tune.devices.tensor_bytes import is_dense
 from hydra_tune.errors import PrepareError
 from hydra_tune.planning.fingerprint import HOOKS_OF_MODULES, PLAIN, Fingerprint
 

@@ -17,7 +17,7 @@ from hydra_tune.config import ALIGNMENT_BYTES
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.open_devices import host_bytes_for, open_devices
 from hydra_tune.errors import ConfigError
-from hydra_tune.planning.known_architectures import KnownArchitectures
+from hydra_tune.planning.known_steps import KnownArchitectures
 from hydra_tune.pool.event_loop import EventLoop
 from hydra_tune.pool.recording import recorded
 from hydra_tune.process.fork import gate, new_in_child

@@ -144,7 +144,7 @@ def _whose(span: Span) -> str:
 
 
 def _name(span: Span) -> str:
-    """What a bar says: `trial 2 F0`, as in docs/how-it-works.md."""
+    """What a bar says: `trial 2 F0`, as in docs/architecture.md."""
     if span["kind"] == "stall":
         return f"stalled: {span.get('cause') or 'no cause given'}"
     return f"{_whose(span)} {span['direction']}{span['shard']}"

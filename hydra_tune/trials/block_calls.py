@@ -21,7 +21,7 @@ from hydra_tune.blocks.engine import ForwardPass
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.shared_casts import OtherBranchError
 from hydra_tune.blocks.tree import Structure, flatten_call, map_tensors, tensors_in
-from hydra_tune.devices.host_buffer import versions_of
+from hydra_tune.devices.tensor_bytes import versions_of
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.planning.partition import UNMEASURED
 from hydra_tune.planning.planner import Planner

@@ -19,7 +19,7 @@ from hydra_tune.blocks.ambient_settings import autocast_mode
 from hydra_tune.blocks.engine import ForwardPass, here
 from hydra_tune.blocks.root import RootForward
 from hydra_tune.blocks.tree import tensors_in
-from hydra_tune.devices.host_buffer import storage_bytes
+from hydra_tune.devices.tensor_bytes import storage_bytes
 from hydra_tune.errors import BudgetError, PrepareError, clear_frames
 from hydra_tune.planning.refusals import refuse_global_hooks, refuse_transforms
 from hydra_tune.planning.step_kind import StepKind

@@ -14,8 +14,9 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.tree import flatten, tensors_in, unflatten
 from hydra_tune.devices.device import Arrival, Device
-from hydra_tune.devices.host_buffer import HostWeights, tensor_bytes
+from hydra_tune.devices.host_weights import HostWeights
 from hydra_tune.devices.meter import CountingPaused, TrialMeter
+from hydra_tune.devices.tensor_bytes import tensor_bytes
 
 if TYPE_CHECKING:
     from hydra_tune.pool.shard_pool import ShardPool
@@ -144,7 +145,7 @@ class Residency:
             self._weights.close()
             self._weights = None  # should the next line be interrupted
         with CountingPaused():
-            self._weights = HostWeights(blocks, self.device)
+            self._weights = HostWeights((p for block in blocks for p in block.slot_parameters), self.device)
 
     def hold(
         self, model: nn.Module, except_blocks: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]

@@ -16,8 +16,8 @@ from typing import Any
 
 from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
 from hydra_tune.checkpoints.plain_state import decode, encode
-from hydra_tune.devices.host_buffer import tensor_bytes
 from hydra_tune.devices.meter import CountingPaused
+from hydra_tune.devices.tensor_bytes import tensor_bytes
 from hydra_tune.errors import ResumeError
 from hydra_tune.trials.context import Context
 

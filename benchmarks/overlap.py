@@ -56,7 +56,7 @@ class Training:
         least = 1 if double_buffering else None
         with mock.patch.object(Device, "least_ahead_bytes", least):
             self.pool = hydra_tune.ShardPool(["cpu"], budget)
-        _links[id(self.pool._devices[0])] = self.link
+        _links[id(self.pool.events.devices[0])] = self.link
         self.model = hydra_tune.prepare(nn.Sequential(*layers), pool=self.pool)
         self.forward_s = self.backward_s = 0.0
         self.step(0.0, 0.0)

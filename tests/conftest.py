@@ -113,7 +113,7 @@ def pools(monkeypatch):
 
     def check(pool):
         pool.close()
-        pool._machine.validate()
+        pool.events.machine.validate()
         for device in pool.devices:
             assert device.peak_bytes <= device.budget_bytes, device
             if device.name.startswith("cpu"):
@@ -122,11 +122,11 @@ def pools(monkeypatch):
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)
         made.append(self)
-        while len(made) > 100 and made[0]._closed:  # each has a thread for as long as somebody has it
+        while len(made) > 100 and made[0].events.closed:  # each has a thread for as long as somebody has it
             check(made.pop(0))
 
     def enter_without_lock(gate):
-        if any(pool._lock._is_owned() for pool in made[-4:]):  # a test may have made hundreds, and closed them
+        if any(pool.events.lock._is_owned() for pool in made[-4:]):  # a test may have made hundreds, and closed them
             under_lock.append("".join(traceback.format_stack()))
         return enter(gate)
 

@@ -231,7 +231,7 @@ def test_an_evaluation_is_no_step_of_training():
             for _ in range(4):
                 with torch.no_grad():
                     model(torch.randn(4, WIDTH))
-        progress = pool._machine.trials[model.forward.trial.id].progress
+        progress = pool.events.machine.trials[model.forward.trial.id].progress
         assert progress.steps_done == 3
 
 
@@ -247,7 +247,7 @@ def test_a_step_whose_only_backward_is_within_the_forward_is_one():
         for _ in range(3):
             model(torch.randn(4, WIDTH))
         model.forward.trial.boundary()
-        assert pool._machine.trials[model.forward.trial.id].progress.steps_done == 3
+        assert pool.events.machine.trials[model.forward.trial.id].progress.steps_done == 3
 
 
 def test_gradients_of_gradients_through_another_models_blocks_alone(monkeypatch):

@@ -175,7 +175,7 @@ def test_steps_that_prove_too_large_to_run_beside_each_other_take_turns():
     losses, together = {}, threading.Barrier(2, timeout=WAIT_S)
 
     def others_wait():
-        device = pool._machine.devices[0]
+        device = pool.events.machine.devices[0]
         return device.entries or device.admissions
 
     def train(number, prepared):
@@ -217,7 +217,7 @@ def test_what_objectives_report_reaches_the_policy(direction):
         model = hydra_tune.prepare(gpt(depth=1))
         for step, value in enumerate((3.0, trial.number + 1)):
             trial.report(value, step)
-            progress = pool._machine.trials[current_context().trials[0].id].progress
+            progress = pool.events.machine.trials[current_context().trials[0].id].progress
             seen[trial.number, step] = progress.value, progress.maximizes
         hydra_tune.release(model)
         trial.report(9.0, 2)

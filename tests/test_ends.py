@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hydra_tune
+from hydra_tune.pool.event_loop import EventLoop
 from hydra_tune.process.interrupts import interrupts
 from hydra_tune.schedule.events import TrialEnded
 from hydra_tune.trials.context import current_context, trial_context
@@ -193,14 +194,14 @@ def test_others_get_a_trials_room_only_once_it_is_empty(way, where, monkeypatch)
 
     Where a module's hook raises, PyTorch keeps the module's output in a closure for as long as the exception lives.
     """
-    left, original = [], hydra_tune.ShardPool._handle
+    left, original = [], EventLoop._handle
 
-    def handle(pool, event, at_s=None):
+    def handle(events, event, at_s=None):
         if isinstance(event, TrialEnded):
-            left.append((pool._devices[0].live_bytes, len(alive(seen["activations"]))))
-        original(pool, event, at_s)
+            left.append((events.devices[0].live_bytes, len(alive(seen["activations"]))))
+        original(events, event, at_s)
 
-    monkeypatch.setattr(hydra_tune.ShardPool, "_handle", handle)
+    monkeypatch.setattr(EventLoop, "_handle", handle)
     seen = defaultdict(list)
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(
@@ -480,7 +481,7 @@ def test_a_script_that_is_interrupted_anywhere_goes_on(where, budget, num_places
                 left = state_of(model, optimizer)
                 assert same(two_steps(left, model, optimizer), two_steps(left, *plain))
             assert same(two_steps(start, model, optimizer), expected)
-            pool._machine.validate()
+            pool.events.machine.validate()
         hydra_tune.release(model)
         assert bytes_of(pool) == [(0, 0)]
 
@@ -505,7 +506,7 @@ def test_a_release_that_is_interrupted_ends_before_it_says_so(where, budget, mon
             except KeyboardInterrupt:
                 if "forward" in vars(model):
                     hydra_tune.release(model)  # which had not begun
-            assert pool._machine.devices[0].ledger.used_bytes == 0
+            assert pool.events.machine.devices[0].ledger.used_bytes == 0
             assert all(map(torch.equal, model.state_dict().values(), plain[0].state_dict().values()))
         if interruption.left > 0:
             break
@@ -551,7 +552,7 @@ def leave_flat(concurrency):
             assert reachable(seen) == {}
             tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
             if total in (200, 1000):
-                pool._trace._spans.clear()  # bounded, and the more the longer trials wait for each other
+                pool.events.report.trace._spans.clear()  # bounded, and the more the longer trials wait for each other
                 trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
                 trim(0)  # what the allocator keeps for later is nobody's: 5 to 30 MiB, by chance
                 print(json.dumps([psutil.Process().memory_info().rss / 2**20, tensors]))

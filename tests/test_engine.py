@@ -74,7 +74,7 @@ def in_another_thread(model, x):
 def losing_its_turn(model, x):
     loss = model(x).square().sum()
     if (trial := getattr(model.forward, "trial", None)) is not None:
-        trial.pool.hear(trial, ends=True)
+        trial.events.hear(trial, ends=True)
     loss.backward()
 
 
@@ -143,7 +143,7 @@ def test_each_backward_has_the_device(step):
     has = []
     with hydra_tune.ShardPool(["cpu"], "64MiB") as pool:
         model = hydra_tune.prepare(net(), pool=pool)
-        trial, device = model.forward.trial, pool._machine.devices[0]
+        trial, device = model.forward.trial, pool.events.machine.devices[0]
         for _ in range(STEPS):
             step(model, torch.randn(2, WIDTH))
         model[2].weight.register_hook(

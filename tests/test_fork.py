@@ -161,7 +161,7 @@ def test_a_fork_waits_for_a_pools_lock():
     held, may_go, pool = threading.Event(), threading.Event(), hydra_tune.ShardPool(["cpu"], "1MiB")
 
     def handles():
-        with pool._lock:
+        with pool.events.lock:
             held.set()
             assert may_go.wait(10)
             pool.handled = True

@@ -270,7 +270,7 @@ def test_a_loader_may_give_each_batch_in_the_same_memory():
 def test_memory_that_can_not_be_pinned_leaves_no_error_behind(caplog):
     """CUDA would tell it to who launches the next kernel."""
     with hydra_tune.ShardPool("cuda:0", "64MiB") as pool:
-        device = pool._devices[0]
+        device = pool.events.devices[0]
         buffer = torch.zeros(1 << 16, dtype=torch.uint8)
         device.pin(buffer)
         device.pin(buffer)  # once more

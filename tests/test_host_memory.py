@@ -103,7 +103,7 @@ def test_a_trial_that_was_collected_makes_room_on_the_device(when):
             first(torch.randn(4, 32)).sum().backward()  # by the plan
             assert pool.report()["trials"][0]["resident"]
         thread, result = in_thread(work)
-        wait_until(lambda: pool._machine.devices[0].admissions or pool._machine.devices[0].entries)
+        wait_until(lambda: pool.events.machine.devices[0].admissions or pool.events.machine.devices[0].entries)
         del first, loss
         gc.collect()
         thread.join(WAIT_S)

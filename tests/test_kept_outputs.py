@@ -94,7 +94,7 @@ def test_a_step_that_had_the_device_alone_is_never_left_with_less_than_it_uses()
             if trial.number == 1 and step == 2:
                 assert begun.wait(60)
             if trial.number == 0 and step > 9:
-                confined.append(pool._machine.devices[0].ledger.steps[current_context().trials[0].id])
+                confined.append(pool.events.machine.devices[0].ledger.steps[current_context().trials[0].id])
         return 0.0 if kept is None else kept.sum().item()
 
     with hydra_tune.ShardPool(["cpu"], 290 << 10) as pool:

@@ -412,8 +412,8 @@ def served(pool, states, kind, calls, lr=0.1, names=None):
     attempt.start()
     while attempt.is_alive and len(said) <= len(calls):
         attempt._thread.join(0.01)
-    with pool._lock:
-        assert len(pool._trials) <= 1, "a former model's bytes are given back"
+    with pool.events.lock:
+        assert len(pool.events.table.live) <= 1, "a former model's bytes are given back"
     if names is not None:
         names.append(attempt.order.trial_id)
     attempt.stop("it was stopped")

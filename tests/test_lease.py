@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.pool import event_loop
+from hydra_tune.pool import long_leases
 from hydra_tune.schedule.events import Done, Recall, Run, StepReady, TaskReady
 from hydra_tune.schedule.machine import Machine
 from hydra_tune.schedule.policy import Fifo
@@ -62,7 +62,7 @@ def search(pool, objective, trials=TRIALS, concurrency=TRIALS):
 
 def test_resident_trials_pay_a_turn_and_not_a_task(told, monkeypatch):
     """400 steps of two tasks were 800 turns, and 2000 events. Here no holder seems idle, however slow the machine."""
-    monkeypatch.setattr(event_loop, "LOOK_S", 3600.0)
+    monkeypatch.setattr(long_leases, "LOOK_S", 3600.0)
     with hydra_tune.ShardPool(["cpu"], "64MiB", policy=Fifo(quantum_s=60.0)) as pool:
         study = search(pool, lambda trial: train(trial.number))
         trials, timeline = pool.report()["trials"], pool.timeline()
@@ -113,7 +113,7 @@ class CountingLock:
 
 def test_a_step_within_a_turn_takes_no_lock():
     with hydra_tune.ShardPool(["cpu"], "64MiB") as pool:
-        lock = pool._lock = CountingLock(pool._lock)
+        lock = pool.events.lock = pool.events.report.lock = CountingLock(pool.events.lock)
         counts = []
         search(pool, lambda trial: train(0, each=lambda step: counts.append(lock.count)), trials=1, concurrency=1)
     assert counts[2:] == [counts[2]] * (STEPS - 2)
@@ -128,7 +128,7 @@ def test_the_progress_of_a_turn_is_counted():
             return 0.0
 
         def progress():
-            (trial,) = pool._machine.trials.values()
+            (trial,) = pool.events.machine.trials.values()
             return trial.progress.steps_done, trial.progress.device_s > 0.0
 
         search(pool, objective, trials=1, concurrency=1)
@@ -197,7 +197,7 @@ def prepared_elsewhere(pool, model):
 
 def test_two_models_of_one_thread_do_not_wait_for_each_other(monkeypatch):
     """Though two threads have prepared them: who asks is the holder's own thread, which cannot be in a task."""
-    monkeypatch.setattr(event_loop, "LOOK_S", 3600.0)
+    monkeypatch.setattr(long_leases, "LOOK_S", 3600.0)
     with hydra_tune.ShardPool(["cpu"], "64MiB", policy=Fifo(quantum_s=3600.0)) as pool:
         models = [prepared_elsewhere(pool, net()) for _ in range(2)]
         for _ in range(5):

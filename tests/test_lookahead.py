@@ -13,7 +13,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.host_weights import HostWeights
-from hydra_tune.pool import event_loop
+from hydra_tune.pool import long_leases
 from hydra_tune.pool.copier import start_copier
 from hydra_tune.process.interrupts import Stop
 from hydra_tune.schedule.events import PromoteShard, Run
@@ -32,7 +32,7 @@ def settle(model, pool):
 
 def copies_ahead(pool):
     """The shards of copies in the machine's instructions, by whether they were ahead."""
-    said = [i for _, instructions in pool._machine._story for i in instructions]
+    said = [i for _, instructions in pool.events.machine._story for i in instructions]
     in_time = [i.task.shard for i in said if isinstance(i, Run) and i.num_bytes]
     return [i.task.shard for i in said if isinstance(i, PromoteShard)], in_time
 
@@ -90,7 +90,7 @@ def test_small_shards_are_left_to_their_tasks(monkeypatch):
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         model = Net()
         for _ in range(2):
-            (step if pool._machine.trials == {} else lambda m, _: m(torch.randn(4, WIDTH)))(
+            (step if pool.events.machine.trials == {} else lambda m, _: m(torch.randn(4, WIDTH)))(
                 model, pool
             ).sum().backward()
         assert not copies_ahead(pool)[0]
@@ -207,7 +207,7 @@ def test_a_trial_ends_while_a_shard_of_its_is_on_its_way(end, monkeypatch):
             model.stops = 0
             model(torch.randn(4, WIDTH)).sum().backward()
             hydra_tune.release(model)
-        while pool._copying:
+        while pool.events.promotions.under_way:
             time.sleep(0.001)
         assert held.waited == [True]
         gc.collect()  # the copy's thread had the trial
@@ -219,19 +219,21 @@ def test_a_trial_is_stopped_while_it_waits_for_a_shard_that_is_on_its_way(monkey
     held, free_slot, freed = HeldUp(monkeypatch), Device.free_slot, []
 
     def watched(device, offset, num_bytes):
-        freed.extend(copy for each in pool._copying.values() for copy in each if copy.offset == offset)
+        freed.extend(
+            copy for each in pool.events.promotions.under_way.values() for copy in each if copy.offset == offset
+        )
         free_slot(device, offset, num_bytes)
 
     def stop():
         assert held.under_way.wait(WAIT_S)
-        (device,), (trial,) = pool._machine.devices, pool._trials.values()
+        (device,), (trial,) = pool.events.machine.devices, pool.events.table.live.values()
         wait_until(lambda: device.running is not None and not device.started, "its task waits for the copy")
         trial.stop("enough")
         time.sleep(0.05)
         held.go_on.set()
 
     monkeypatch.setattr(current_context(), "stop", Stop())
-    monkeypatch.setattr(event_loop, "_LOOK_AROUND_S", 0.01)
+    monkeypatch.setattr(long_leases, "LOOK_AROUND_S", 0.01)
     with hydra_tune.ShardPool(["cpu"], BUDGETS["few blocks"]) as pool:
         model = Net()
         settle(model, pool)
@@ -350,7 +352,7 @@ def test_the_scheduler_knows_how_many_mini_batches_remain():
             pool=pool,
             epochs=2,
         )
-        (trial,) = pool._machine.trials.values()
+        (trial,) = pool.events.machine.trials.values()
         for (x,) in loader:
             model(x).sum().backward()
             with torch.no_grad():
@@ -361,10 +363,10 @@ def test_the_scheduler_knows_how_many_mini_batches_remain():
         assert progress.remaining_s == 2 * progress.step_s > 0
         hydra_tune.release(model)
         hydra_tune.prepare(model, pool=pool, total_steps=7, epochs=2)
-        assert [trial.progress.total_steps for trial in pool._machine.trials.values()] == [7]
+        assert [trial.progress.total_steps for trial in pool.events.machine.trials.values()] == [7]
         hydra_tune.release(model)
         hydra_tune.prepare(model, None, iter([]), pool=pool, epochs=2)
-        assert [trial.progress.total_steps for trial in pool._machine.trials.values()] == [None]
+        assert [trial.progress.total_steps for trial in pool.events.machine.trials.values()] == [None]
 
 
 @pytest.mark.parametrize(("name", "value"), [("total_steps", 0), ("epochs", 1.5), ("total_steps", True)])

@@ -129,7 +129,7 @@ def test_batches_may_be_views_of_a_data_set_larger_than_the_device(budget):
         for i in range(2):
             model(data[8 * i : 8 * i + 8]).sum().backward()
         hydra_tune.release(model)
-        assert pool._devices[0].live_bytes == 0
+        assert pool.events.devices[0].live_bytes == 0
 
 
 def test_a_trial_that_keeps_more_than_it_reserved_is_out_of_memory_and_others_go_on():
@@ -148,7 +148,7 @@ def test_a_trial_that_keeps_more_than_it_reserved_is_out_of_memory_and_others_go
         runner = hydra_tune.HydraTrialRunner(pool, concurrency=1)
         runner.optimize(study, objective, n_trials=2, catch=(torch.OutOfMemoryError,))
         assert [t.state.name for t in study.trials] == ["FAIL", "COMPLETE"]
-        assert pool.devices[0].used_bytes == pool._devices[0].live_bytes == 0
+        assert pool.devices[0].used_bytes == pool.events.devices[0].live_bytes == 0
 
 
 def test_what_two_trials_have_counts_for_the_first_until_that_ends(devices):

@@ -67,8 +67,8 @@ class Neighbour:
                 time.sleep(0.001)
 
     def _newcomer_asks(self):
-        with self.pool._lock:
-            return "PilotReady(trial=1" in self.pool._machine.story(1)
+        with self.pool.events.lock:
+            return "PilotReady(trial=1" in self.pool.events.machine.story(1)
 
     def wait_for(self, steps):
         """More of its steps."""
@@ -117,8 +117,8 @@ def run_together(device, memory="4MiB", **options):
         return 0.0
 
     def in_step():
-        with pool._lock:
-            under_way.append({*pool._machine.devices[0].ledger.steps})
+        with pool.events.lock:
+            under_way.append({*pool.events.machine.devices[0].ledger.steps})
 
     with hydra_tune.ShardPool([device], memory) as pool:
         neighbour = Neighbour(pool, device)
@@ -126,7 +126,7 @@ def run_together(device, memory="4MiB", **options):
         runner.optimize(optuna.create_study(), objective, n_trials=2)
         assert [device["used_bytes"] for device in pool.report()["devices"]] == [0]
         assert under_way[0] == {1}
-        return found["results"], pool._machine.story(1)
+        return found["results"], pool.events.machine.story(1)
 
 
 def alone(device, **options):
@@ -162,8 +162,8 @@ def test_who_waited_for_a_first_step_of_its_like_makes_none(monkeypatch):
     monkeypatch.setattr(Pilot, "_measure", lambda *a: measured.add(threading.get_ident()) or measure(*a))
 
     def other_asks():
-        with pool._lock:
-            return "PilotReady(trial=1" in pool._machine.story(1)
+        with pool.events.lock:
+            return "PilotReady(trial=1" in pool.events.machine.story(1)
 
     def hold():
         if not first_is_in_step.is_set():
@@ -191,5 +191,5 @@ def test_a_first_step_is_one_turn():
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(
             optuna.create_study(), lambda trial: newcomer("cpu")[0][-1], n_trials=1
         )
-        story = pool._machine.story(0)
+        story = pool.events.machine.story(0)
     assert set(re.findall(r"TaskReady\(task=Task\(trial=0, step=(\d+),", story)) == {"2", "3", "4"}

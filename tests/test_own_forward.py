@@ -252,7 +252,7 @@ def test_a_refused_prepare_changes_nothing(spoil):
         weights = [(id(p), p.data_ptr(), p._version) for p in model.parameters()]
         hooks = [list(each) for each in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
         process = torch.is_grad_enabled(), torch.autograd.is_multithreading_enabled(), torch.get_rng_state().tolist()
-        return modules, weights, hooks, vars(model.config).copy(), process, len(pool._trials)
+        return modules, weights, hooks, vars(model.config).copy(), process, len(pool.events.table.live)
 
     before = state()
     with pytest.raises((hydra_tune.HydraTuneError, TypeError)):

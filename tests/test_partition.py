@@ -436,7 +436,7 @@ def test_a_plan_keeps_no_class_and_tells_those_of_one_name_apart():
 
 def test_the_latest_architectures_are_remembered(monkeypatch):
     """Objectives that define their model's class have another one in each trial."""
-    monkeypatch.setattr("hydra_tune.pool.shard_pool._MOST_KNOWN", 2)
+    monkeypatch.setattr("hydra_tune.planning.known_steps._MOST_KNOWN", 2)
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
         for width in (1, 2, 1, 3, 1):
             run_in(pool, nn.Linear(4, width))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.pool import event_loop
+from hydra_tune.pool import long_leases, waiting_trials
 from waiting import WAIT_S, wait_until
 
 
@@ -37,8 +37,8 @@ def train(shared, width=96):
     ids=["device", "host memory"],
 )
 def test_who_waits_for_what_is_kept_says_for_whom(limits, words, monkeypatch, caplog):
-    monkeypatch.setattr(event_loop, "_WARN_S", 0.05)
-    monkeypatch.setattr(event_loop, "_LOOK_AROUND_S", 0.02)
+    monkeypatch.setattr(waiting_trials, "_WARN_S", 0.05)
+    monkeypatch.setattr(long_leases, "LOOK_AROUND_S", 0.02)
     with hydra_tune.ShardPool(["cpu"], **limits) as shared:
         kept = train(shared)
         thread = threading.Thread(target=train, args=(shared,))
@@ -57,8 +57,8 @@ class Slow(nn.Linear):
 
 
 def test_whoever_waits_for_a_pilot_is_left_in_peace(monkeypatch, caplog):
-    monkeypatch.setattr(event_loop, "_WARN_S", 0.05)
-    monkeypatch.setattr(event_loop, "_LOOK_AROUND_S", 0.02)
+    monkeypatch.setattr(waiting_trials, "_WARN_S", 0.05)
+    monkeypatch.setattr(long_leases, "LOOK_AROUND_S", 0.02)
 
     def pilot(shared):
         model = hydra_tune.prepare(nn.Sequential(*(Slow(96, 96) for _ in range(8))), pool=shared)
@@ -68,7 +68,7 @@ def test_whoever_waits_for_a_pilot_is_left_in_peace(monkeypatch, caplog):
     with hydra_tune.ShardPool(["cpu"], "900KiB") as shared:
         thread = threading.Thread(target=pilot, args=(shared,))
         thread.start()
-        wait_until(lambda: shared._machine.devices[0].ledger.pilot is not None, "its pilot begins")
+        wait_until(lambda: shared.events.machine.devices[0].ledger.pilot is not None, "its pilot begins")
         hydra_tune.release(train(shared))
         thread.join(WAIT_S)
         assert not thread.is_alive()
@@ -97,12 +97,13 @@ def looks_of_a_wait(monkeypatch, seconds, name, busy=lambda now_s: False):
         kept, looks = train(shared), Looks(seconds)
         note = looks.note if name == "collect" else lambda: None
         monkeypatch.setattr(threading, "Thread", lambda **_: SimpleNamespace(start=note))
-        monkeypatch.setattr(shared, "_warn_of_wait", looks.note if name == "warn" else lambda _: None)
-        monkeypatch.setattr(shared, "_is_busy", lambda: busy(looks.now_s))
-        shared.leases[7] = SimpleNamespace(granted=[], wake=looks)
-        with shared._lock, pytest.raises(TimeoutError):
-            shared._await(7, object, looks.check)
-        del shared.leases[7]
+        monkeypatch.setattr(shared.events.waiting, "_warn", looks.note if name == "warn" else lambda _: None)
+        monkeypatch.setattr(shared.events.waiting, "anybody_computes", lambda: busy(looks.now_s))
+        leases = shared.events.table.leases
+        leases[7] = SimpleNamespace(granted=[], wake=looks)
+        with shared.events.lock, pytest.raises(TimeoutError):
+            shared.events.await_answer(7, object, looks.check)
+        del leases[7]
         hydra_tune.release(kept)
     return looks.found
 

@@ -398,10 +398,10 @@ def test_27_a_task_that_fails_gives_up_its_lease_and_its_bytes(where, monkeypatc
         """Whether the lease is taken; bytes."""
         if where == "script":
             model = fail(pool)
-            return pool._machine.devices[0].running is not None, model is None
+            return pool.events.machine.devices[0].running is not None, model is None
         with trial_context(pool, 0):
             fail(pool)
-        return pool._machine.devices[0].running is not None, pool.devices[0].used_bytes
+        return pool.events.machine.devices[0].running is not None, pool.devices[0].used_bytes
 
     with hydra_tune.ShardPool(["cpu"], 48_000) as pool:
         assert not any(left(pool))

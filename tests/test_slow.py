@@ -50,7 +50,7 @@ def test_a_trial_that_sleeps_within_its_step_has_no_lease_and_the_report_says_wh
         (sleeper,), (device,) = pool.report()["trials"], pool.devices
         if where == "three shards":  # else its turn lasts until another trial asks
             assert sleeper["reserved_bytes"] == device.used_bytes > 0
-            assert pool._machine.devices[0].running is None
+            assert pool.events.machine.devices[0].running is None
         with trial_context(pool, 1):
             train(Net(), pool, 3, lambda _: None)
         sleeper, other = pool.report()["trials"]

@@ -360,9 +360,9 @@ def test_host_gradients_are_not_counted_as_the_devices(use):
         model, _ = made(hydra_tune.prepare)
         loss_on(model, *batch()).backward()
         grads = [p.grad for p in model.parameters()]
-        before = pool._devices[0].live_bytes
+        before = pool.events.devices[0].live_bytes
         kept = USES_OF_GRADIENTS[use](model, grads)
-        added.append(pool._devices[0].live_bytes - before)
+        added.append(pool.events.devices[0].live_bytes - before)
         return float(kept is None)
 
     with hydra_tune.ShardPool(["cpu"], 2 * BUDGETS["spilled"]) as pool:

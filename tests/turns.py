@@ -65,11 +65,11 @@ class Waits:
         self._pool = pool
 
     def wait(self, timeout=None):
-        saved = self._pool._lock._release_save()
+        saved = self._pool.events.lock._release_save()
         try:
             self._pool.turns.pass_on()
         finally:
-            self._pool._lock._acquire_restore(saved)
+            self._pool.events.lock._acquire_restore(saved)
 
     def notify_all(self):
         pass
@@ -79,19 +79,23 @@ class TurnsPool(hydra_tune.ShardPool):
     def __init__(self, *args, turns_seed, **kwargs):
         super().__init__(*args, **kwargs)
         self.turns = Turns(turns_seed)
-        self.leases = Leases(self)
         self.story = []  # all that the scheduler was told, and has said
         ticks = itertools.count()
-        self._trace.now_s = lambda: float(next(ticks))
-        self._copiers = [self.turns.jobs.append] * len(self._copiers)
+        events = self.events
+        events.table.leases = Leases(self)
+        events.report.trace.now_s = lambda: float(next(ticks))
+        events.promotions.copiers = [self.turns.jobs.append] * len(events.promotions.copiers)
+        handle, acquire = events._handle, events.acquire
 
-    def acquire(self, trial, task, after=None):
-        super().acquire(trial, task, after)
-        self.turns.pass_on()
+        def handle_and_note(event, at_s=None):
+            handle(event, at_s)
+            self.story.append(events.machine._story[-1])
 
-    def _handle(self, event, at_s=None):
-        super()._handle(event, at_s)
-        self.story.append(self._machine._story[-1])
+        def acquire_and_pass_on(trial, task, after=None):
+            acquire(trial, task, after)
+            self.turns.pass_on()
+
+        events._handle, events.acquire = handle_and_note, acquire_and_pass_on
 
 
 class Leases(dict):

@@ -1,5 +1,14 @@
-"""A call of a block whose forward runs once more in the backward, with the random state, buffers and attributes of the
-first time (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174)."""
+"""A call of a block whose forward runs once more in the backward (Chen et al., "Training Deep Nets with Sublinear
+Memory Cost", arXiv 1604.06174).
+
+What a block saves for its backward may be far larger than its weights. So it is dropped, and made anew when the
+backward asks for it. The repetition must make the same bits: it has the random state, buffers and attributes of the
+first run, and what can't be as it was then (a weight or an input that was changed since) is refused.
+
+    forward    run      _pack: notes where a weight or an input is, drops what else is saved
+    backward   _unpack: the first tensor that is not there has `_repeat` make all of them
+               _repeat: `_pack_again` is given the same tensors in the same order, and ends it after the last
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from hydra_tune.blocks.ambient_settings import AmbientSettings, changed_in_between
 from hydra_tune.blocks.block import Block
@@ -32,17 +40,6 @@ _DEPENDS = (
 )
 
 
-class _WithoutHooks(TorchFunctionMode):
-    """Leaves hooks on tensors out of a forward whose graph is nobody's, though it has a backward."""
-
-    found = False  # any
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.register_hook:
-            self.found, args = True, (args[0], lambda _: None)
-        return function(*args, **(kwargs or {}))
-
-
 class SavedTensor:
     """What autograd has instead of a tensor that it saved; lives as long as that would."""
 
@@ -55,9 +52,8 @@ class _EnoughError(BaseException):
 
 
 class RepeatedCall(Call):
-    """`_saved` are all that autograd has saved, in order, as long as it has them. The first to be asked for promotes
-    the weights again, and repeats the forward; what is a weight, or lies in the memory of an input or buffer, is there
-    without."""
+    """`_saved` is all that autograd has saved, in order, as long as it has it. What is a weight, or lies in the memory
+    of an input or a buffer, is there without a repetition."""
 
     _buffers: Sequence[torch.Tensor | None] = ()
     _buffer_versions: Sequence[int] = ()
@@ -78,7 +74,7 @@ class RepeatedCall(Call):
         settings: AmbientSettings,
     ) -> None:
         super().__init__(block, trial, forward_pass)
-        self._leaves, self._structure, self._settings = leaves, structure, settings
+        self.leaves, self._structure, self._settings = leaves, structure, settings
         self._given = self.tensors
         self._input_versions = self._given_versions = versions_of(self._given)
         self._draws = DrawRecord(trial.device.generators)
@@ -137,21 +133,9 @@ class RepeatedCall(Call):
         """From here on it is a call like any other; one that `keeps` all that it has saved is never repeated."""
         del self._inputs, self._given
         if keeps:
-            self._leaves = []
+            self.leaves = []
         elif self._drops and not self.block.is_checked:
             self._looks = list(map(_look_at, tensors_in(outputs)))
-
-    def run_apart(self, run: Callable[[Sequence[Any], dict[str, Any], Sequence[torch.Tensor]], None]) -> bool:
-        """As in a repetition, but that `run` does it: with arguments without a history, and the tensors that may be
-        asked for gradients. Whether it has hooks on its tensors, which are left out."""
-        copy = self.trial.visits.begin(self.block, Direction.FORWARD)
-        try:
-            with self._as_at_first(copy, _as_it_is) as weights, _WithoutHooks() as hooks:
-                bare = _apart(self._leaves)
-                run(*self._arguments(bare), [x for x in (*bare, *weights) if isinstance(x, torch.Tensor)])
-            return bool(hooks.found)
-        finally:
-            self.trial.visits.end(copy, Direction.FORWARD)
 
     def do_without_casts(self) -> bool:
         """After another branch: autocast casts within the call, as often as that uses a weight. Not where an earlier
@@ -164,11 +148,11 @@ class RepeatedCall(Call):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What it was given, for the repetition."""
-        return [x for x in self._leaves if isinstance(x, torch.Tensor)]
+        return [x for x in self.leaves if isinstance(x, torch.Tensor)]
 
     def keep_clones(self) -> None:
         """Of the inputs, which are about to be changed in place."""
-        self._leaves = _apart(self._leaves, clones=True)
+        self.leaves = without_history(self.leaves, clones=True)
         self._input_versions = versions_of(self.tensors)
 
     def _pack(self, tensor: torch.Tensor) -> SavedTensor:
@@ -235,8 +219,8 @@ class RepeatedCall(Call):
         try:
             self._enter(copy)
             self._next = 0
-            with self._as_at_first(copy, self._pack_again):
-                args, kwargs = self._arguments(_apart(self._leaves) if block.clones else self._leaves)
+            with self.as_at_first(copy, self._pack_again):
+                args, kwargs = self.arguments(without_history(self.leaves) if block.clones else self.leaves)
                 outputs = block.forward(args, kwargs)
                 # later ones end as soon as they may; what is saved may be uninitialised memory, and tells nothing
                 looks, self._looks = self._looks, ()
@@ -252,7 +236,7 @@ class RepeatedCall(Call):
             raise self._made_other("fewer tensors")
 
     @contextmanager
-    def _as_at_first(self, copy: DeviceCopy, pack: Callable[[torch.Tensor], Any]) -> Iterator[list[torch.Tensor]]:
+    def as_at_first(self, copy: DeviceCopy, pack: Callable[[torch.Tensor], Any]) -> Iterator[list[torch.Tensor]]:
         """Within, all but the arguments is as in the first run; with the weights, as leaves of a graph that is
         nobody's."""
         block, caches, gradients = self.block, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
@@ -262,7 +246,7 @@ class RepeatedCall(Call):
             block.lend(weights)
             torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit
             torch._C._set_grad_enabled(True)
-            _push_hooks(pack, _as_it_is)  # also where all is saved: a checkpoint around would take it for its own
+            _push_hooks(pack, as_it_is)  # also where all is saved: a checkpoint around would take it for its own
             try:
                 yield weights
             except Exception as error:
@@ -288,7 +272,7 @@ class RepeatedCall(Call):
             weight.__dict__ = dict(self._attributes[i]) if i in self._attributes else {}
         return weights
 
-    def _arguments(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def arguments(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         if self.block.clones:  # no leaves, which may not be changed in place
             made = {id(x): x.clone() for x in leaves if isinstance(x, torch.Tensor)}
             leaves = [made.get(id(x), x) for x in leaves]
@@ -311,7 +295,7 @@ class RepeatedCall(Call):
         )
 
 
-def _apart(leaves: Sequence[Any], *, clones: bool = False) -> list[Any]:
+def without_history(leaves: Sequence[Any], *, clones: bool = False) -> list[Any]:
     """Tensors without a history; what is one stays one."""
     made = {
         id(x): (x.detach().clone() if clones else x.detach()).requires_grad_(x.requires_grad)
@@ -321,7 +305,7 @@ def _apart(leaves: Sequence[Any], *, clones: bool = False) -> list[Any]:
     return [made.get(id(x), x) for x in leaves]
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 

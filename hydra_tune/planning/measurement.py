@@ -1,12 +1,16 @@
-"""What the first run of a block with gradients shows, and a repetition that is made at once.
+"""Measures a block in its first run with gradients: what it takes, and whether its forward may be repeated.
 
-    first run    the step's own, but that all that it saves for the backward is kept; what it has changed decides
-    repetition   on no graph of the step's, with a backward: does it make the same, and in how many bytes and seconds?
+A forward that is repeated in the backward must make what it made at first. One that counts its calls, changes a list or
+draws from another generator does not, and its model would train on other numbers. So the first run is looked at for
+what it changes, and the repetition is tried at once, with a backward of its own:
+
+    first run    the step's own; all that it saves for the backward is kept
+    repetition   part of no graph of the step's: does it make the same, and in how many bytes and seconds?
     verdict      repeat: what was kept is dropped | keep: it stays
-                 hold weights | open the block: the first run is taken back, as one that had no room
+                 hold weights | open the block: the first run is taken back, as if it had not been
 
-So a list that grows with each call has grown once. What was changed can't be taken back: where it would have to be,
-the model is refused.
+A block that changes something is not repeated, so that a list that grows with each call has grown once. What was
+changed can't be taken back: where a first run would have to be, the model is refused.
 """
 
 from __future__ import annotations
@@ -23,16 +27,16 @@ import torch
 from hydra_tune.blocks.ambient_settings import casts_to, is_activation, remembers_casts
 from hydra_tune.blocks.block import Block, has_hooks
 from hydra_tune.blocks.device_copy import DeviceCopy
+from hydra_tune.blocks.early_repetition import repeat_early
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.tree import flatten, tensors_in
+from hydra_tune.blocks.weight_uses import weight_uses
 from hydra_tune.devices.meter import CountingPaused, TrialMeter, storages_of
 from hydra_tune.devices.tensor_bytes import same_bits, storage_bytes, versions_of
 from hydra_tune.planning.fingerprint import HOOKS_OF_MODULES, origin_of
 from hydra_tune.planning.reached_weights import NO_STATE, Reached, globals_of, stays_as_it_is, weights_in
 from hydra_tune.randomness.shared_random import SharedRandom
 from hydra_tune.schedule.plan import BlockProfile
-
-_CHECKPOINT = "CheckpointFunctionBackward"  # of a reentrant one, in a graph
 
 
 class FoundError(Exception):
@@ -241,7 +245,7 @@ class Measurement:
             found["backward_work_bytes"], found["backward_s"] = used.num_bytes, used.seconds
 
         with torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False):
-            puts_hooks = self._call.run_apart(run)
+            puts_hooks = repeat_early(self._call, run)
             found["writes_buffers"] |= puts_hooks  # for all that is known of these
         if drew and shared.have_moved():
             shared.put_back()
@@ -262,36 +266,21 @@ class Measurement:
         """Of the weights that are promoted, those whose every use is a cast to autocast's dtype. Held are those whose
         gradients plain PyTorch adds up as a visit would not."""
         block, dtype = self._block, casts_to() if remembers_casts() else None
-        numbers = [i for i, weight in enumerate(weights) if weight.requires_grad]
-        promoted = weights[numbers[0]].grad_fn if numbers else None
-        uses: dict[int, list[torch.dtype | None]] = {}  # what each use casts it to, if it does
-        met = {x.grad_fn for x in self._given if x.grad_fn is not None}
-        left = [x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None]
-        while left:
-            node = left.pop()
-            if node in met or node is promoted:
-                continue
-            met.add(node)
-            if node.name() == _CHECKPOINT:
-                raise FoundError("has a checkpoint within")
-            for child, place in node.next_functions:
-                if child is not None and child is promoted:
-                    is_cast = node.name() == "ToCopyBackward0"
-                    to = node._input_metadata[0].dtype if is_cast else None
-                    uses.setdefault(numbers[place], []).append(to)
-                elif child is not None:
-                    left.append(child)
+        uses = weight_uses(weights, self._given, tensors_in(outputs))
+        if uses.has_checkpoint:
+            raise FoundError("has a checkpoint within")
         casts, held = set[int](), set[int]()
         most = 0 if remembers_casts() else 1  # other casts: one that lasts as long as the context has other calls, too
-        for i, to_each in uses.items():
+        for i, to_each in uses.casts.items():
             others = [x for x in to_each if x is None or x is not dtype]
             if not others:
                 casts.add(i)
             elif len(others) < len(to_each) or len(others) - others.count(None) > most:
                 held.add(i)
-        self.casts_again = any(len(uses[i]) > 1 for i in casts)
-        hooked = [i for i in numbers if has_hooks(block.slot_parameters[i])]
-        if not uses.keys() >= set(hooked):  # not every call uses all such weights
+        self.casts_again = any(len(uses.casts[i]) > 1 for i in casts)
+        trained = [i for i, weight in enumerate(weights) if weight.requires_grad]
+        hooked = [i for i in trained if has_hooks(block.slot_parameters[i])]
+        if not uses.casts.keys() >= set(hooked):  # not every call uses all such weights
             held.update(hooked)
         if held:
             raise FoundError(

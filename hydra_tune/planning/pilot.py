@@ -1,10 +1,20 @@
-"""The first step of a kind: a real one, in which the first run of each block is measured.
+"""The pilot: a trial's first step of a kind, in which each block is measured in its first run.
 
-    room     the device to itself, but for what other trials hold for life
-    blocks   one at a time on the device; equal ones with equal inputs are measured once
-    weights  that a block changes in its forward, or returns, are held on the device from then on
+What a step takes is unknown until it has run, and it may take more than the device has. So the pilot has the device to
+itself, but for what other trials hold for life, and promotes one block at a time. It is a real step: what it computes
+is the trial's, and nothing of it is undone. Equal blocks with equal inputs are measured once. A weight that a block
+changes in its forward, or returns, is held on the device from then on.
 
-Nothing of it is undone: what the step computes is the trial's.
+A call of a block leaves this room twice, and comes back:
+
+    trials    the block's forward --+                                         +--> runs as in any step
+    planning                        +--> Pilot.run: is its like measured? yes +
+                                                      no |
+    planning                        Measurement.run -----+  +--> Measurement.forward: counts bytes and seconds
+    blocks                               +--> RepeatedCall.run promotes the weights, saves for the backward
+
+What runs a call is the same in a pilot as later, so that what is measured is what will be run. Bytes are counted within
+it, once the weights are there, so that copying them is not taken for the block's own work.
 """
 
 from __future__ import annotations
@@ -44,7 +54,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 class Pilot:
-    """`profiles` by the names of blocks, in the order in which they ran."""
+    """Of one step. `profiles` by the names of blocks, in the order in which they ran."""
 
     def __init__(self, trial: Trial, kind: StepKind, free_bytes: int) -> None:
         self.kinds = [kind]
@@ -113,7 +123,7 @@ class Pilot:
         trial = self._trial
         own = block.slot_parameters
         if any(m._parameters.get(name) is not own[i] for m, name, i in block.sites):  # by torch.func.functional_call
-            trial.planner.open_block(block, f"{block.name} is called with other weights than its own")
+            trial.planner.cut.open_block(block, f"{block.name} is called with other weights than its own")
             return block.forward(args, kwargs)
         while True:
             key = self._key(block, args, kwargs)
@@ -126,10 +136,10 @@ class Pilot:
                 break
             why = found.why if found.why.startswith(TOO_LARGE) else f"{block.name} {found.why}"
             if not found.holds:
-                trial.planner.open_block(block, why)
+                trial.planner.cut.open_block(block, why)
                 return block.forward(args, kwargs)
             for weight in [block.slot_parameters[i] for i in found.holds]:
-                block = trial.planner.hold_weight(block, weight, why)
+                block = trial.planner.cut.hold_weight(block, weight, why)
         self.trained.add(block.name)
         block.keeps = block.keeps or found.keeps
         block.clones |= found.clones
@@ -172,18 +182,18 @@ class Pilot:
         `F.linear(x, self.embedding.weight)`, is held from here on: where autocast casts it, for its gradient's sake; on
         a GPU in any case. Where it is a part of the block that has it, which may be called by itself, the block is
         opened."""
-        trial, planner = self._trial, self._trial.planner
+        trial, cut = self._trial, self._trial.planner.cut
         if not trial.block_calls.are_expected or (trial.device.is_virtual and operator is not _CAST):
             return
-        if self._spilled[0] is not planner.blocks:
-            own = {s._cdata: (b, p) for b in planner.blocks for p in b.slot_parameters for s in storages_of(p)}
-            self._spilled = planner.blocks, own
+        if self._spilled[0] is not cut.blocks:
+            own = {s._cdata: (b, p) for b in cut.blocks for p in b.slot_parameters for s in storages_of(p)}
+            self._spilled = cut.blocks, own
         used = [self._spilled[1][key] for key in _memory_of(tensors) if key in self._spilled[1]]
         for block, weight in used:
             if not any(weight is p for p in block.module._parameters.values()) and has_children(block.module):
-                planner.open_block(block, f"a part of {block.name} is used without it")
+                cut.open_block(block, f"a part of {block.name} is used without it")
                 break
-            planner.hold_weight(block, weight, f"{block.name}'s weight is used without it")
+            cut.hold_weight(block, weight, f"{block.name}'s weight is used without it")
         # on a GPU the operator has it where it was; a checkpoint has counted what its block has saved without it
         if used and (hooks_of_checkpoint() is not None or not trial.device.is_virtual):
             raise PrepareError(
@@ -244,7 +254,7 @@ class Pilot:
             return found, _NOT_RUN
         why = why or ("casts a weight for several uses" if measurement.casts_again else "")
         if why.startswith(TOO_LARGE):
-            raise trial.planner.no_room(block, why)
+            raise trial.planner.cut.no_room(block, why)
         if isinstance(found, FoundError) or why:
             raise PrepareError(
                 f"the first run of a block is taken back where it is to be run otherwise, as where it {why}, "

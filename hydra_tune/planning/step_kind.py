@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import ge
 from typing import Any
 
-from hydra_tune.errors import BudgetError
 from hydra_tune.planning.partition import Signature
-from hydra_tune.schedule.plan import BlockProfile, Cut, TrialPlan
+from hydra_tune.schedule.plan import BlockProfile, Cut
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,6 @@ class StepMeasure:
         """Those of the same cut that tell more than this one, and this one."""
         same_cut = [m for m in measures if m.cut == self.cut]
         return [*(m for m in same_cut if m.trains != self.trains or not all(map(self.covers, m.kinds))), self]
-
-
-@dataclass
-class KnownArchitecture:
-    """What trials of one architecture have shown in a pool."""
-
-    plan: TrialPlan | None = None  # the latest
-    measures: list[StepMeasure] = field(default_factory=list)
-    refusals: dict[StepKind, BudgetError] = field(default_factory=dict)  # of first steps that had the whole device
-    too_large: bool = False  # one has run out of memory with all of it on the device
-
-    def add(self, measure: StepMeasure) -> None:
-        shared = replace(measure, kinds=tuple(kind.of_any for kind in measure.kinds))
-        self.measures = shared.put_among(self.measures)
 
 
 def _bounds(a: Any, b: Any) -> bool:

@@ -1,1 +1,5 @@
-"""Carries out what the machine decides: leases, promotions ahead, waiting, the report. Imports `planning` and below."""
+"""Carries out what the scheduler's machine decides: leases, promotions ahead, waiting, the report.
+
+May import planning, blocks, devices, randomness, simulation, schedule, show, process, config and errors; nothing of
+trials.
+"""

@@ -1,108 +1,123 @@
-"""What a pool and its trials' threads tell the scheduler, and how what it says is carried out.
+"""Carries what happens to the scheduler's machine, and what that decides to devices and trials.
 
-The machine decides under the pool's lock; a trial's own thread does the trial's work outside of it. So it does
-promotions, but for those made ahead, which a device's thread copies (`copier`). In a long lease it goes on by
-itself, without the lock, and says in sums what it has done (`lease`); whatever else it tells the pool ends the turn.
+The way of an event, and of the answer to it:
+
+    a trial's thread            EventLoop, under its lock          Machine, which does nothing but decide
+    acquire(task) ------------> _handle(TaskReady) --------------> reserves bytes, chooses the next task
+                                                   <-------------- instructions, to whichever trials
+                                _carry_out: Drop           frees a slot of the device
+                                            PromoteShard   to the device's copy thread (`promotions.py`)
+                                            Move           the trial has another home device
+                                            Run, Enter ..  into the lease of its trial, whose thread wakes
+             <----------------- await_answer: takes it there
+    copies its shard, computes: without the lock
+    release(task) ------------> _handle(Done) -------------------> chooses the next task, perhaps another trial's
+
+So the thread whose event brought a decision about carries it out, for all trials; the pool has no thread of its own
+that others would wait for. Two instructions come back here as events. A copy that a copy thread makes ahead is told
+when it is done (Promoted). A Recall ends a lease that lasts, which is told as its task's end (Done): last of all, when
+the other instructions of that decision are carried out.
+
+The pool calls back into trials for their bytes: a shard is copied once the machine has given it a slot, which is known
+here, by what owns the trial's memory (`trial.residency`).
+
+A resident trial whose lease lasts takes this way once a lease and not once a task (`long_leases.py`).
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.meter import end_trial
 from hydra_tune.errors import PoolClosedError, TrialStopped
-from hydra_tune.pool.copier import start_copier
 from hydra_tune.pool.lease import Lease
-from hydra_tune.pool.trace import BETWEEN, TaskClock, Trace
+from hydra_tune.pool.long_leases import LongLeases
+from hydra_tune.pool.promotions import Promotions
+from hydra_tune.pool.report import Report
+from hydra_tune.pool.trial_table import TrialTable
+from hydra_tune.pool.waiting_trials import Wait, WaitingTrials
 from hydra_tune.process.fork import gate
-from hydra_tune.process.garbage import collect
 from hydra_tune.process.interrupts import interrupts
 from hydra_tune.schedule import events as e
 from hydra_tune.schedule.machine import Machine
-from hydra_tune.schedule.plan import Task
+from hydra_tune.schedule.plan import Task, TrialPlan
 from hydra_tune.schedule.state import PROMOTION
 
 if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial
 
-logger = logging.getLogger("hydra_tune")
 InstructionT = TypeVar("InstructionT", bound=e.Instruction)
-LOOK_S = 0.05  # how often one that waits looks at who has a long lease, which costs that one a switch or two
-_LOOK_AROUND_S = 1.0  # nobody says that a model was collected
-_COLLECT_S = 1.0  # and twice, four times ..: autograd's nodes hide what they refer to until they are gone
-_WARN_S = 60.0  # in which nobody was seen to compute
 
 
 class EventLoop:
-    """Of one pool. Methods without an underscore are for trials, and take the lock."""
+    """Of one pool. Methods without an underscore are for trials' threads, which may have the lock already."""
 
-    def __init__(self, devices: Sequence[Device], machine: Machine, num_threads: int) -> None:
-        self._devices = tuple(devices)
-        self._machine = machine
-        self._lock = threading.RLock()
-        gate.guard(self._lock)
-        self._trials: weakref.WeakValueDictionary[int, Trial] = weakref.WeakValueDictionary()  # a model owns its trial
-        self._abandoned: deque[int] = deque()  # collected with their models; only noted there, ended later
-        self._summaries: dict[int, dict[str, Any]] = {}  # of all trials, ended ones included
-        self.leases: dict[int, Lease] = {}  # of each trial
-        self._long_leases: list[Lease | None] = [None] * len(devices)  # those that last
-        self._copiers = [start_copier(self, device.name, num_threads) for device in devices]
-        self._copying: dict[int, list[e.PromoteShard]] = {}  # ahead of their tasks, by trial
-        os.register_at_fork(after_in_child=self._copying.clear)  # the thread stays behind
-        self._trace = Trace()
-        self._clocks = [TaskClock(self._trace, device) for device in devices]
-        self._closed = False
+    def __init__(self, devices: tuple[Device, ...], machine: Machine, num_threads: int) -> None:
+        self.lock = threading.RLock()
+        gate.guard(self.lock)
+        self.machine = machine
+        self.closed = False
+        self.table = TrialTable()
+        self.report = Report(self.lock, devices, machine, self.table)
+        self.promotions = Promotions(devices, self.table, self.report.trace, num_threads)
+        self.long_leases = LongLeases(devices, machine, self.table, self.report)
+        self.waiting = WaitingTrials(devices, machine, self.table, self.long_leases)
+        self.devices = devices
 
     # ---- between tasks ----
 
     def tell(self, event: e.Event) -> None:
-        with self._lock:
+        with self.lock:
             self._handle(event)
 
     def tell_between_tasks(self, trial: Trial, event: e.Event) -> None:
-        """While no turn of the trial's lasts, and none of its copies is under way."""
-        with self._lock:
+        """Once the trial has no lease that lasts, and none of its copies is under way."""
+        with self.lock:
             self.hear(trial, ends=True)
-            self.await_copies(trial)
+            self.promotions.await_copies(trial)
             self._handle(event)
 
     def ask(self, trial: Trial, event: e.Event, answer: type[InstructionT]) -> InstructionT:
         """Between tasks; wait until the scheduler grants it."""
-        with self._lock:
+        with self.lock:
             self.check_open(trial)
             self.end_abandoned()
             self.tell_between_tasks(trial, event)
             try:
-                return self._await(trial.id, answer, partial(self.check_open, trial))
+                return self.await_answer(trial.id, answer, partial(self.check_open, trial))
             except BaseException:  # it may go on, and ask anew
                 self._handle(e.Withdrawn(trial.id))
                 raise
 
-    def leave_step(self, trial: Trial, *, trained: bool) -> None:
-        with self._lock:
+    def readmit(self, trial: Trial, plan: TrialPlan) -> bool:
+        """With another plan that holds the same; whether it was done at once. Else nothing has changed."""
+        with self.lock:
+            self.check_open(trial)
             self.hear(trial, ends=True)
-            if self.leases[trial.id].in_step:  # else who ended its turn has told so
-                self.leases[trial.id].in_step = False
+            self._handle(e.PlanReady(trial.id, plan, waits=False))
+            granted = trial.lease.granted
+            return bool(granted) and isinstance(granted.popleft(), e.Admit)
+
+    def leave_step(self, trial: Trial, *, trained: bool) -> None:
+        with self.lock:
+            self.hear(trial, ends=True)
+            if trial.lease.in_step:  # else whoever ended its lease has told so
+                trial.lease.in_step = False
                 self.tell_between_tasks(trial, e.StepDone(trial.id, trained))
 
     def check_open(self, trial: Trial) -> None:
         """The task boundary at which a trial stops that is to, or whose pool is closed."""
         trial.stop.check()
-        if self._closed and trial.of_runner:
+        if self.closed and trial.of_runner:
             raise TrialStopped("the pool was closed")
         self.check_usable()
 
     def check_usable(self) -> None:
-        if self._closed:
+        if self.closed:
             raise PoolClosedError(
                 "a closed pool takes no trials, and a prepared model runs in its pool, but that was closed. Call "
                 "hydra_tune.release(model) to go on in plain PyTorch. Make a new ShardPool to go on in that."
@@ -112,9 +127,9 @@ class EventLoop:
 
     def acquire(self, trial: Trial, task: Task, after: Task | None = None) -> None:
         """Wait for the lease and the shard; `after` is the task that ends with this."""
-        lease, trace = trial.lease, self._trace
+        lease, trace = trial.lease, self.report.trace
         try:
-            with self._lock:
+            with self.lock:
                 asked_s = promote_s = trace.now_s()
                 if lease.device is not None and self.hear(trial, ends=True):
                     after = None
@@ -122,15 +137,15 @@ class EventLoop:
                 self._handle(ready if after is None else self._end(after, asked_s, ready), asked_s)
                 self.check_open(trial)
                 waits = not lease.granted
-                run = self._await(trial.id, e.Run, partial(self.check_open, trial))
+                run = self.await_answer(trial.id, e.Run, partial(self.check_open, trial))
                 if waits:
                     promote_s = trace.now_s()
-                clock = self._clocks[run.device]
+                clock = self.report.clocks[run.device]
                 if run.num_bytes:
                     clock.idles(promote_s, PROMOTION)
             if run.num_bytes:
                 copied_bytes = trial.residency.promote_shard(task.shard, run.offset, run.num_bytes)
-            with self._lock:
+            with self.lock:
                 start_s = trace.now_s()
                 if run.num_bytes:
                     trace.note("promote", task, run.device, promote_s, start_s, copied_bytes)
@@ -140,227 +155,149 @@ class EventLoop:
                 if lease.device is not None:
                     lease.start(task, start_s, mark)
         except BaseException:
-            with self._lock:
-                self._drop_long_lease(lease)
-                self.await_copies(trial)
+            with self.lock:
+                self._handle_all(self.long_leases.drop(lease))
+                self.promotions.await_copies(trial)
                 self._handle(e.Failed(task))
                 lease.granted.clear()
             raise
 
     def release(self, task: Task) -> None:
-        with self._lock:
-            now_s = self._trace.now_s()
+        with self.lock:
+            now_s = self.report.trace.now_s()
             self._handle(self._end(task, now_s), now_s)
 
     def _end(self, task: Task, end_s: float, then: e.TaskReady | None = None) -> e.Done:
-        return e.Done(task, self._clocks[self._machine.trials[task.trial].home].end(task, end_s), then)
-
-    # ---- long leases ----
+        return e.Done(task, self.report.clocks[self.machine.trials[task.trial].home].end(task, end_s), then)
 
     def hear(self, trial: Trial, *, ends: bool = False) -> bool:
-        """In the trial's thread: what it has done in its turn, if one lasts. That `ends` here, or if it is to; whether
+        """In the trial's thread: what it has done in its lease, if one lasts. That `ends` here, or if it is to; whether
         it did."""
-        lease = self.leases[trial.id]
+        lease = trial.lease
         if lease.device is None:  # mostly
             return False
-        with self._lock:
+        with self.lock:
             if ends:
                 lease.end()
             ends = lease.device is not None and (ends or lease.revoked)  # still
-            if ends:
-                self._end_long_lease(lease)
-            else:
-                self._note_ran(lease)
+            self._handle_all(self.long_leases.end(lease) if ends else self.long_leases.tasks_done(lease))
             return ends
 
-    def _recall(self, lease: Lease) -> None:
-        """End its turn, if one lasts: now, if its holder is between two tasks, else at the end of the holder's task."""
-        lease.revoked = True  # first
-        if not lease.busy and lease.device is not None:
-            self._end_long_lease(lease)
+    def settle(self) -> None:
+        """From here on the report has all that was done so far, in leases that last as well, and by GPUs."""
+        with self.lock:
+            for lease in self.long_leases.of_devices:
+                if lease is not None:
+                    self._handle_all(self.long_leases.tasks_done(lease))
+            for clock in self.report.clocks:
+                clock.settle()
 
-    def _end_long_lease(self, lease: Lease) -> None:
-        """Its holder is between two tasks, in whatever thread this is."""
-        assert lease.device is not None
-        task, in_step, clock = lease.task, lease.in_step, self._clocks[lease.device.number]
-        self._drop_long_lease(lease)
-        if not clock.cause:
-            clock.idles(clock.since_s, BETWEEN)
-        self._handle(e.Done(task))
-        if not in_step:
-            self._handle(e.StepDone(lease.trial, trained=False))  # those that trained were told
+    # ---- to the machine, and back ----
 
-    def _drop_long_lease(self, lease: Lease) -> None:
-        """If one lasts; of its end the machine is told nothing."""
-        if lease.device is not None:
-            self._long_leases[lease.device.number] = None
-            lease.revoked = True  # first
-            self._note_ran(lease)
-            lease.close()
-
-    def _note_ran(self, lease: Lease) -> None:
-        tasks = [lease.ran.popleft() for _ in range(len(lease.ran))]
-        steps = lease.num_steps - lease.told_steps
-        lease.told_steps += steps
-        if lease.device is None or not (tasks or steps):
-            return
-        seconds = self._clocks[lease.device.number].ran(lease.trial, tasks)
-        self._handle(e.Worked(lease.trial, seconds, steps))
-
-    def _look_at_long_lease(self, trial: int) -> float:
-        """That of who is in the trial's way, if it waits for one that lasts and is the first to; for how many seconds
-        it may wait now."""
-        state = self._machine.trials.get(trial)
-        lease = None if state is None else self._long_leases[state.home]
-        if state is None or lease is None or lease.trial == trial:
-            return _LOOK_AROUND_S
-        if lease.revoked and not lease.busy:
-            self._end_long_lease(lease)
-        first = self._machine.ready.oldest(state.home)
-        if lease.revoked or first is None or first.task.trial != trial:
-            return _LOOK_AROUND_S
-        now_s, quantum_s = self._trace.now_s(), self._machine.policy.quantum_s
-        if lease.is_idle():
-            self._recall(lease)
-        elif now_s - lease.since_s >= quantum_s:
-            self._note_ran(lease)
-            lease.since_s = now_s
-            self._handle(e.Expired(state.home))
-        return min(LOOK_S, max(quantum_s, 1e-3))
-
-    # ---- instructions ----
+    def _handle_all(self, events: Iterable[e.Event]) -> None:
+        for event in events:
+            self._handle(event)
 
     def _handle(self, event: e.Event, at_s: float | None = None) -> None:
         """It has happened then, or now."""
         recalled: list[Lease] = []
-        for instruction in self._machine.handle(event):
-            if isinstance(instruction, e.Drop):
-                if (trial := self._trials.get(instruction.trial)) is not None:
-                    trial.residency.drop_shard(instruction.shard)
-                self._devices[instruction.device].free_slot(instruction.offset, instruction.num_bytes)
-                self._trace.count("dropped_bytes", instruction.device, instruction.trial, instruction.num_bytes)
-            elif isinstance(instruction, e.PromoteShard):  # ahead of its task
-                self._copying.setdefault(instruction.task.trial, []).append(instruction)
-                self._copiers[instruction.device](partial(self._copy_ahead, instruction))
-            elif isinstance(instruction, e.Move):
-                trial = self._trials[instruction.trial]
-                trial.residency.move_home(self._devices[instruction.device])
-                trial.summary["device"] = trial.device.name
-            elif isinstance(instruction, e.Recall):
-                recalled.append(self.leases[instruction.trial])
+        for instruction in self.machine.handle(event):
+            if isinstance(instruction, e.Recall):
+                recalled.append(self.table.leases[instruction.trial])
             else:
-                lease = self.leases[instruction.task.trial if isinstance(instruction, e.Run) else instruction.trial]
-                if isinstance(instruction, e.Run) and instruction.lasts:
-                    self._long_leases[instruction.device] = lease
-                    lease.open(instruction.task, self._devices[instruction.device])
-                    if (first := self._machine.ready.oldest(instruction.device)) is not None:
-                        self.leases[first.task.trial].wake.notify_all()  # it looks at the holder from here on
-                lease.in_step |= isinstance(instruction, e.Enter)
-                lease.granted.append(instruction)
-                lease.wake.notify_all()
-        for device, clock in enumerate(self._clocks):
-            cause = self._machine.idle_cause(device)
-            if cause not in ("", clock.cause):
-                clock.idles(self._trace.now_s() if at_s is None else at_s, cause)
+                self._carry_out(instruction)
+        self.report.note_idle(at_s)
         for lease in recalled:
-            self._recall(lease)
+            self._handle_all(self.long_leases.recall(lease))
 
-    def await_copies(self, trial: Trial) -> None:
-        """Those of this trial that are under way: host memory may not change, nor the slot go, before they are made.
-        Who has the lock keeps others from beginning one meanwhile."""
-        if trial.id in self._copying:  # seldom
-            with self._lock:
-                self.leases[trial.id].wake.wait_for(lambda: trial.id not in self._copying)
+    def _carry_out(self, instruction: e.Instruction) -> None:
+        if isinstance(instruction, e.Drop):
+            if (trial := self.table.live.get(instruction.trial)) is not None:
+                trial.residency.drop_shard(instruction.shard)
+            self.devices[instruction.device].free_slot(instruction.offset, instruction.num_bytes)
+            self.report.trace.count("dropped_bytes", instruction.device, instruction.trial, instruction.num_bytes)
+        elif isinstance(instruction, e.PromoteShard):  # ahead of its task
+            self.promotions.begin(instruction, self._promoted)
+        elif isinstance(instruction, e.Move):
+            trial = self.table.live[instruction.trial]
+            trial.residency.move_home(self.devices[instruction.device])
+            trial.summary["device"] = trial.device.name
+        else:
+            number = instruction.task.trial if isinstance(instruction, e.Run) else instruction.trial
+            lease = self.table.leases[number]
+            if isinstance(instruction, e.Run) and instruction.lasts:
+                self.long_leases.open(lease, instruction)
+            lease.in_step |= isinstance(instruction, e.Enter)
+            lease.granted.append(instruction)
+            lease.wake.notify_all()
 
-    def _copy_ahead(self, promote: e.PromoteShard) -> None:
-        """In a device's copy thread. One that failed is made again when the task runs."""
-        task, trace = promote.task, self._trace
-        start_s, trial, copied_bytes = trace.now_s(), self._trials.get(task.trial), 0
-        try:
-            if trial is not None and not trial.ended:
-                copied_bytes = trial.residency.promote_shard(task.shard, promote.offset, promote.num_bytes, ahead=True)
-        finally:
-            del trial
-            with self._lock:
-                self._copying[task.trial].remove(promote)
-                if not self._copying[task.trial]:
-                    del self._copying[task.trial]
-                trace.note("promote", task, promote.device, start_s, trace.now_s(), copied_bytes)
-                self.leases[task.trial].wake.notify_all()
-                self._handle(e.Promoted(task, promote.device))
+    def _promoted(self, promote: e.PromoteShard, start_s: float, copied_bytes: int) -> None:
+        """In a copy thread."""
+        with self.lock:
+            task, trace = promote.task, self.report.trace
+            self.promotions.end(promote)
+            trace.note("promote", task, promote.device, start_s, trace.now_s(), copied_bytes)
+            self.table.leases[task.trial].wake.notify_all()
+            self._handle(e.Promoted(task, promote.device))
 
-    # ---- waiting ----
-
-    def _await(self, number: int, answer: type[InstructionT], check: Callable[[], None]) -> InstructionT:
-        """The next instruction to this trial; `check` ends the waiting. A plain script's trial, which nobody ends, ends
-        as garbage."""
-        lease, collect_s, waited_s, idle_s = self.leases[number], _COLLECT_S, 0.0, 0.0
-        while not lease.granted:
-            interrupts.check()
-            check()
-            wait_s = self._look_at_long_lease(number)
-            if not lease.granted:
-                lease.wake.wait(wait_s)
-            waited_s += wait_s  # at most
-            if waited_s >= collect_s:
-                collect_s *= 2
-                if any(not t.of_runner and t.id != number for t in self._trials.values()):
-                    # what ends with the garbage may want the locks that this thread holds
-                    threading.Thread(target=collect, name="hydra_tune garbage").start()
-            self.end_abandoned()
-            idle_s = 0.0 if self._is_busy() else idle_s + wait_s
-            if idle_s >= _WARN_S and not lease.granted:
-                idle_s = -inf  # once, until somebody computes
-                self._warn_of_wait(number)
+    def await_answer(self, number: int, answer: type[InstructionT], check: Callable[[], None]) -> InstructionT:
+        """Under the lock: the next instruction to this trial; `check` ends the waiting. A plain script's trial, which
+        nobody ends, ends as garbage."""
+        lease = self.table.leases[number]
+        if not lease.granted:
+            self._wait(lease, Wait(number), check)
         instruction = lease.granted.popleft()
         assert isinstance(instruction, answer), (instruction, answer)
         return instruction
 
-    def _is_busy(self) -> bool:
-        """Whether anybody computes now, or measures a first step."""
-        devices = zip(self._machine.devices, self._long_leases, strict=True)
-        return any(d.ledger.pilot is not None or (d.running and (turn is None or turn.busy)) for d, turn in devices)
-
-    def _warn_of_wait(self, number: int) -> None:
-        logger.warning(
-            "%s %s, and no task has begun for a while, beside %s. What is not busy elsewhere (loading, validation, a "
-            "pause) is kept for nothing: by its optimizer, a loss, or an exception that came through its frame. Drop "
-            "that, or call hydra_tune.release(model).",
-            self._summaries[number]["name"],
-            self._state(number),
-            ", ".join(trial.name for trial in self._trials.values() if trial.id != number),
-        )
-
-    def _state(self, number: int) -> str:
-        """What the trial says itself; if it is live, what it waits for."""
-        trial, state = self._trials.get(number), str(self._summaries[number]["state"])
-        if trial is None or state != "live":
-            return state
-        if trial.stop.is_paused:
-            return "paused"
-        device, measured = self._machine.awaits(number) or (None, None)
-        if measured is not None:
-            return f"waits for the pilot or first step of {self._summaries[measured]['name']}"
-        return state if device is None else f"waits for memory of {self._devices[device].name}"
+    def _wait(self, lease: Lease, wait: Wait, check: Callable[[], None]) -> None:
+        while not lease.granted:
+            interrupts.check()
+            check()
+            wait_s, happened = self.long_leases.look_at_holder(wait.trial)
+            self._handle_all(happened)
+            if not lease.granted:
+                lease.wake.wait(wait_s)
+            self.end_abandoned()
+            self.waiting.goes_on(wait, wait_s)
 
     # ---- ends ----
 
+    def end_trial(self, trial: Trial) -> None:
+        """Take back everything; the others go on."""
+        with self.lock:
+            self.promotions.await_copies(trial)
+            self.forget(trial.id)
+
     def end_abandoned(self) -> None:
         """Take back what trials held whose models were collected."""
-        with self._lock:
-            for _ in range(len(self._abandoned)):
-                number = self._abandoned.popleft()
-                if number in self._copying:
-                    self._abandoned.append(number)
+        with self.lock:
+            abandoned = self.table.abandoned
+            for _ in range(len(abandoned)):
+                number = abandoned.popleft()
+                if number in self.promotions.under_way:
+                    abandoned.append(number)
                 else:
-                    self._forget(number)
+                    self.forget(number)
 
-    def _forget(self, number: int) -> None:
+    def forget(self, number: int) -> None:
         """Once; an end that was interrupted is repeated."""
-        if number in self.leases:
-            self._summaries[number]["state"] = "ended"
-            self._drop_long_lease(self.leases[number])
-            end_trial(number, self._devices)  # before others may have its bytes
-            self._handle(e.TrialEnded(number))
-            del self.leases[number]
-        self._trials.pop(number, None)
+        with self.lock:
+            table = self.table
+            if number in table.leases:
+                table.summaries[number]["state"] = "ended"
+                self._handle_all(self.long_leases.drop(table.leases[number]))
+                end_trial(number, self.devices)  # before others may have its bytes
+                self._handle(e.TrialEnded(number))
+                del table.leases[number]
+            table.live.pop(number, None)
+
+    def close(self) -> None:
+        """Trials end at their next task boundary."""
+        with self.lock:
+            self.closed = True
+            for lease in self.long_leases.of_devices:
+                if lease is not None:
+                    self._handle_all(self.long_leases.recall(lease))
+            for lease in self.table.leases.values():
+                lease.wake.notify_all()

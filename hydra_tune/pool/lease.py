@@ -1,14 +1,17 @@
-"""A trial's turn that lasts for many steps: what its thread pays for a task of it is a few attributes.
+"""A trial's right to its device. A lease that lasts for many steps costs its holder a few attributes a task.
 
-The pool's lock and its machine know of such a turn as one task. Meanwhile the trial's thread goes from task to task and
-from step to step by itself, and only leaves word of what it has done. Two flags decide who ends the turn, the holder or
-one that waits, without a lock between them (Dekker's; the interpreter orders what threads read and write):
+A small resident trial would spend a good part of each step on the pool's lock and the machine. While its lease lasts it
+uses neither: the machine knows of the lease as of one task, and the holder goes from task to task and from step to step
+by itself. It only notes what it has done (`ran`), for `LongLeases` to read.
 
-    holder   busy = True;    revoked? then by the way that has the lock      ... computes ...   busy = False;  revoked?
-    waiter   revoked = True; busy?    then the holder ends the turn, at the end of its task; else the waiter does
+Another thread may want the device meanwhile. Two flags decide who ends the lease, the holder or the thread that waits,
+without a lock between them (Dekker's algorithm; the interpreter orders what threads read and write):
 
-So a holder that loads data, validates on the host or is paused keeps nobody waiting, and never learns of it before it
-wants to go on.
+    holder   busy = True;    revoked? then it asks the pool      ... computes ...   busy = False;  revoked?
+    waiter   revoked = True; busy?    then the holder ends the lease, after its task; else the waiter does
+
+So a holder that loads data, validates on the host or is paused keeps nobody waiting. It learns that its lease has ended
+when it begins its next task.
 """
 
 from __future__ import annotations
@@ -30,21 +33,21 @@ Ran: TypeAlias = tuple[int, Direction, Any, Any]  # moments
 
 
 class Lease:
-    """One trial's. `revoked` is also what it is while it has none; the pool's lock guards all that others change."""
+    """One trial's. While it does not last it is `revoked`; the pool's lock guards all that others change."""
 
     def __init__(self, trial: int, now_s: Callable[[], float], wake: threading.Condition) -> None:
         self.trial = trial
         self.granted: deque[Instruction] = deque()  # what the scheduler has said to it
         self.wake = wake  # of its thread, where that waits for such
         self.task = Task(trial, 0, 0, Direction.FORWARD)  # that the machine believes to run
-        self.device: Device | None = None  # where, while the turn lasts
+        self.device: Device | None = None  # where, while the lease lasts
         self.busy = False  # in a task, or at its edges
         self.revoked = True
-        self.in_step = False  # else, what the last step had reserved is kept for the next one, while the turn lasts
+        self.in_step = False  # else, while the lease lasts, what the last step had reserved is kept for the next one
         self.begun = 0  # tasks
         self.num_steps = 0  # trained
         self.told_steps = 0  # of these
-        self.thread = 0  # that was given the turn
+        self.thread = 0  # that was given the lease
         self.ran: deque[Ran] = deque()  # what the holder, which goes on meanwhile, has left word of
         self.since_s = 0.0  # of the quantum
         self._seen = -1  # tasks begun, by who has looked at the holder; -1 if it was in one
@@ -63,7 +66,7 @@ class Lease:
         self.busy, self.revoked = True, False  # last
 
     def close(self) -> None:
-        """It has no turn any more, having been revoked before."""
+        """It lasts no more, having been revoked before."""
         self.device, self.busy, self._running = None, False, None
 
     def is_idle(self) -> bool:
@@ -74,14 +77,14 @@ class Lease:
     # ---- in the trial's thread ----
 
     def start(self, task: Task, start_s: float, mark: Any) -> None:
-        """Begin the task that came with the turn."""
+        """Begin the task that came with the lease."""
         self.begun += 1
         self.thread = threading.get_ident()
         self._running = task.step, task.direction, start_s if self._now is self._now_s else (start_s, mark)
 
     def begin(self, step: int, direction: Direction) -> bool:
-        """A task, unless it is under way, and its step with it; False if the pool is to be asked, for no turn lasts, or
-        it is to end: nothing has happened then."""
+        """A task, unless it is under way, and its step with it; False if the pool is to be asked, for the lease does
+        not last, or is to end: nothing has happened then."""
         self.busy = True
         running = self._running
         if self.revoked:

@@ -123,7 +123,7 @@ class Backwards:
         self._gradients.check_taken()
         if trial.meter.counting and (trial.residency.spilled or planner.pilot is not None):
             # in host memory, though a virtual device's operator may have added to it
-            for gradient in [p.grad for block in planner.blocks for p in block.slot_parameters]:
+            for gradient in [p.grad for block in planner.cut.blocks for p in block.slot_parameters]:
                 if gradient is not None:
                     trial.meter.disown(gradient)
         if not within_forward:

@@ -112,7 +112,7 @@ class BlockCalls:
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         pilot, with_gradients = self._planner.pilot, torch.is_grad_enabled()
         if pilot is not None:
-            trial.pool.check_open(trial)
+            trial.events.check_open(trial)
             if with_gradients and block.keeps == UNMEASURED:
                 block.keeps = ""
         backwards = self._backwards
@@ -172,10 +172,10 @@ class BlockCalls:
             returned, reason = getattr(error, "weights", ()), str(error)
             clear_frames(error)
         for weight in returned:
-            block = self._planner.hold_weight(block, weight, "its block returns it")
+            block = self._planner.cut.hold_weight(block, weight, "its block returns it")
         if returned:
             return self._evaluate(block, args, kwargs, given)
-        self._planner.open_block(block, f"{TOO_LARGE}: {reason}")
+        self._planner.cut.open_block(block, f"{TOO_LARGE}: {reason}")
         return block.forward(args, kwargs)
 
     def _evaluate(

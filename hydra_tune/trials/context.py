@@ -53,7 +53,7 @@ class Context:
         if (live := self._last()) is not None and not live.ended and live.models:
             del live
             collect()
-        its_pool.end_abandoned()  # what it has counted lives on: a table that a library keeps for all models
+        its_pool.events.end_abandoned()  # what it has counted lives on: a table that a library keeps for all models
         live = self._last()
         if live is not None and not live.ended and not live.models:
             live.end()  # its owner has dropped it; a loss or an optimizer that nobody has rebound yet keeps the trial

@@ -62,7 +62,7 @@ class Forwards:
         refuse_transforms(lambda: tensors_in((args, kwargs, [*trial.model.parameters()])))
         if steps.forward is not None or self._visits.under_way:
             return root.run(args, kwargs)  # the model calls itself
-        trial.pool.check_open(trial)
+        trial.events.check_open(trial)
         if torch._C._current_graph_task_id() != -1 and (planner.plan is None or not planner.plan.resident):
             raise PrepareError(
                 f"{trial.name}: a spilled model keeps what its own backward needs, but its forward was called again in "
@@ -142,7 +142,7 @@ class Forwards:
             if lasts and tasks.current and not keeps_graph and lease.leave_step(trained=trained):
                 tasks.current = None
                 if lease.revoked:
-                    self._trial.pool.hear(self._trial)
+                    self._trial.events.hear(self._trial)
             else:
                 tasks.leave()
                 self.awaits_backward = keeps_graph
@@ -176,19 +176,19 @@ class Forwards:
         trial.forget_collected_models()
         if planner.pilot is not None and steps.num_backwards >= _MOST_PILOT_BACKWARDS:
             steps.leave()
-            planner.end_first()
+            planner.end_pilot()
         kind = planner.kind_of(trial.models.index(root.module), args, kwargs)
         if planner.pilot is not None:  # of a step with several forwards
             planner.pilot.add(kind)
             return
         if steps.under_way:
-            if planner.knows(kind):
+            if planner.known.covers(kind):
                 steps.open()
             else:
                 planner.learn(kind)  # the next step counts with it
             return
         self._stop.check_between_steps()
-        if not (planner.knows(kind) or planner.learn(kind)) and self._begins_pilot(kind, args, kwargs):
+        if not (planner.known.covers(kind) or planner.learn(kind)) and self._begins_pilot(kind, args, kwargs):
             return
         planner.settle(planner.plan_for(kind))
         steps.open()

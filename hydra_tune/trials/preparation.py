@@ -19,6 +19,7 @@ from hydra_tune.checkpoints.resumption import extra_states
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.planning.optimizer_memory import training_bytes
 from hydra_tune.planning.refusals import refuse_unsupported
+from hydra_tune.pool.registration import add_trial, grow_trial
 from hydra_tune.pool.shard_pool import ShardPool, default_pool
 from hydra_tune.process.fork import gate, new_in_child
 from hydra_tune.process.interrupts import interrupts
@@ -87,13 +88,13 @@ def prepare(
     chosen = pool or context.pool or default_pool()
     if chosen.devices[0].process != gate.process:
         raise ConfigError("a pool works in the process that has made it. Make a new ShardPool in a forked one.")
-    chosen.check_usable()
+    chosen.events.check_usable()
     beside, host_bytes = context.live_trial(chosen), training_bytes(model, optimizer)
     if beside is None:
-        trial = chosen.add_trial(Trial, num_steps, host_bytes, name or context.name, context.stop)
+        trial = add_trial(chosen, Trial, num_steps, host_bytes, name or context.name, context.stop)
     else:
         trial = beside
-        chosen.grow_trial(trial, host_bytes)
+        grow_trial(trial, host_bytes)
     with _binding:
         try:
             _refuse_shared(model)
@@ -107,7 +108,7 @@ def prepare(
             if beside is None:
                 trial.end()
             else:
-                chosen.grow_trial(trial, -host_bytes)
+                grow_trial(trial, -host_bytes)
             raise
         _bound[id(model)] = model
     trial.resumption = resumption

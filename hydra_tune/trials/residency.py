@@ -36,7 +36,7 @@ class Residency:
         self._weights: HostWeights | None = None
         # weights and buffers; the module may be the model, which is garbage once its user has dropped it
         self._held: list[tuple[ref[nn.Module], str, nn.Parameter | None]] = []
-        self._pool = pool
+        self._report = pool.events.report
         self._arrival: Arrival | None = None  # of gradients on their way to the host
 
     def move_home(self, to: Device) -> None:
@@ -62,7 +62,7 @@ class Residency:
         with CountingPaused():
             copy = DeviceCopy(self.device, self.device.slot(None, block.weight_bytes), [block], self._weights)
             self._fill(copy, counting=counting)
-        self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, copy.copied_bytes)
+        self._report.note_moved(self.meter.trial, "promoted_bytes", self.device, copy.copied_bytes)
         return copy
 
     def promote_shard(self, shard: int, offset: int, num_bytes: int, *, ahead: bool = False) -> int:
@@ -125,7 +125,7 @@ class Residency:
             else:
                 arrival.wait()
         during = arrival.marks or time.perf_counter() - start_s
-        self._pool.note_spill(self.meter.trial, self.device, num_bytes, during)
+        self._report.note_spill(self.meter.trial, self.device, num_bytes, during)
         hosts = iter(spilled)
         return [None if g is None else next(hosts) for g in gradients]
 
@@ -168,7 +168,7 @@ class Residency:
                 if self.meter.counting:
                     self.meter.adopt([tensor] if grad is None else [tensor, grad])
         if moved:
-            self._pool.note_moved(self.meter.trial, "promoted_bytes", self.device, sum(map(tensor_bytes, moved)))
+            self._report.note_moved(self.meter.trial, "promoted_bytes", self.device, sum(map(tensor_bytes, moved)))
             self._move_state(optimizers)
 
     def bring_home(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -191,7 +191,7 @@ class Residency:
         self._move_state(optimizers)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._pool.note_moved(self.meter.trial, "spilled_bytes", self.device, tensor_bytes(tensor))
+        self._report.note_moved(self.meter.trial, "spilled_bytes", self.device, tensor_bytes(tensor))
         (host,), arrival = self.device.spill([tensor], [tensor])
         arrival.wait()
         return host

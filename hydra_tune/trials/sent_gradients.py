@@ -80,7 +80,7 @@ class SentGradients:
             and call.forward_pass.calls.get(call.block.name, 0) == 1
             and self._steps.has_one_forward
             # nor does autograd, or a hook, read what it adds to `.grad`
-            and not any(self._planner.uses[id(p)] > 1 or p.grad is not None or has_hooks(p) for p in parameters)
+            and not any(self._planner.cut.uses[id(p)] > 1 or p.grad is not None or has_hooks(p) for p in parameters)
         )
         late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
         sent = self._residency.spill_gradients(parameters, gradients, late=late)

@@ -42,7 +42,7 @@ class Steps:
                 self._leave_endless()
             return
         if not self._trial.lease.enter_step():
-            self._trial.pool.ask(self._trial, StepReady(self._trial.id), Enter)
+            self._trial.events.ask(self._trial, StepReady(self._trial.id), Enter)
         self.begin()
 
     def begin(self) -> None:
@@ -55,7 +55,7 @@ class Steps:
         trial.residency.await_gradients()
         lease = trial.lease
         if trial.planner.pilot is None and (not lease.leave_step(trained=self.trains) or lease.revoked):
-            trial.pool.leave_step(trial, trained=self.trains)
+            trial.events.leave_step(trial, trained=self.trains)
         if self.trains and trial.resumption is not None:
             trial.resumption.has_trained()
 
@@ -88,7 +88,7 @@ class Steps:
             )
         trial.residency.await_gradients()
         self.num_backwards -= 1  # the next one ends a step, too
-        trial.pool.tell_between_tasks(trial, StepDone(trial.id, keeps_bytes=True))
+        trial.events.tell_between_tasks(trial, StepDone(trial.id, keeps_bytes=True))
 
     @property
     def latest_forward(self) -> ForwardPass | None:

@@ -16,8 +16,8 @@ from hydra_tune.blocks.call import Call
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.devices.meter import TrialMeter
 from hydra_tune.planning.planner import Planner
+from hydra_tune.pool.event_loop import EventLoop
 from hydra_tune.pool.lease import Lease
-from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.randomness import hold
 from hydra_tune.schedule.plan import Direction, Task
 from hydra_tune.trials.residency import Residency
@@ -56,10 +56,10 @@ class Tasks:
     """`current` is None between two tasks: the trial has no lease then, unless it has one for many steps."""
 
     def __init__(
-        self, trial: Trial, pool: ShardPool, *, lease: Lease, steps: Steps, planner: Planner, residency: Residency
+        self, trial: Trial, events: EventLoop, *, lease: Lease, steps: Steps, planner: Planner, residency: Residency
     ) -> None:
         self._trial = weakref.ref(trial)
-        self._pool = pool
+        self._events = events
         self._lease = lease
         self._steps = steps
         self._planner = planner
@@ -74,13 +74,13 @@ class Tasks:
         assert plan is not None and trial is not None
         if plan.resident and self._lease.begin(self._steps.number, direction):
             self.current = self._lease.task
-            self._pool.check_open(trial)
+            self._events.check_open(trial)
             return None
         task = Task(trial.id, self._steps.number, shard, direction)
         if self.current != task:
             self.backward.end()
             ended, self.current = self.current, None
-            self._pool.acquire(trial, task, ended)
+            self._events.acquire(trial, task, ended)
             hold(residency.device.generators, trial.random_state)
             self.current = task
         copies = residency.copies
@@ -97,8 +97,8 @@ class Tasks:
             task, self.current = self.current, None
             goes_on = self._lease.end()
             if goes_on is None:
-                self._pool.release(task)
+                self._events.release(task)
             elif not goes_on:
                 trial = self._trial()
                 assert trial is not None
-                self._pool.hear(trial)
+                self._events.hear(trial)

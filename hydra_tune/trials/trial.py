@@ -79,7 +79,8 @@ class Trial:
         self.name = name
         self.pool = pool
         self.stop = stop
-        self.lease = lease = pool.leases[number]
+        self.events = pool.events
+        self.lease = lease = pool.events.table.leases[number]
         self.summary = {"name": name, "device": home.name, "steps": 0, "state": "live", **summary_of(TrialPlan())}
         self.of_runner = False  # whose trials end with their objective
         self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise
@@ -97,7 +98,7 @@ class Trial:
         self.planner = planner = Planner(self)
         self.residency = residency = Residency(home, self.meter, pool)
         self.steps = steps = Steps(self)
-        self.tasks = tasks = Tasks(self, pool, lease=lease, steps=steps, planner=planner, residency=residency)
+        self.tasks = tasks = Tasks(self, self.events, lease=lease, steps=steps, planner=planner, residency=residency)
         self.visits = visits = Visits(self, tasks, planner=planner, residency=residency)
         self.gradients = gradients = SentGradients(self, planner=planner, steps=steps, residency=residency)
         self.backwards = Backwards(self, planner=planner, steps=steps, visits=visits, gradients=gradients)
@@ -182,20 +183,20 @@ class Trial:
         self.tasks.current = None
         with_gradients = torch.is_grad_enabled()
         try:
-            self.pool.await_copies(self)
+            self.events.promotions.await_copies(self)
             self.stop_counting()
             self.tasks.backward.end()
             self.residency.await_gradients()
             if self.planner.pilot is not None:
                 self.planner.pilot.end()
                 self.planner.pilot = None
-            self.planner.unwrap()  # parts of a model may live longer
+            self.planner.cut.unwrap()  # parts of a model may live longer
             self.device.synchronize()  # it may have computed in a stream that is not the caller's
             self.residency.bring_home(self.optimizers)
             self.residency.close()
         finally:  # last: from here on others may have its bytes
             torch._C._set_grad_enabled(with_gradients)  # should that have failed
-            self.pool.end_trial(self)
+            self.events.end_trial(self)
             for root in self._roots:
                 root.unhook()
             for model in self.models:  # so far `release` may be called again, should it have failed
@@ -240,7 +241,7 @@ class Trial:
     def leave_step_if_done(self) -> None:
         self.tasks.leave()
         if self.steps.leave_if_done() and self.planner.pilot is not None:
-            self.planner.end_first()
+            self.planner.end_pilot()
 
     def leave_after_error(self) -> None:
         """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
@@ -251,7 +252,7 @@ class Trial:
             self.tasks.leave()
             if self.planner.pilot is not None:
                 self.steps.under_way = False  # it has not begun
-                self.planner.give_up_first()
+                self.planner.give_up_pilot()
             self.stop_counting()  # under checks, too: the next forward counts again
 
     def stop_counting(self) -> None:
@@ -300,4 +301,4 @@ class Trial:
         if (plan := self.planner.plan) is None or not plan.resident:
             if self.tasks.current is not None:  # of a closure that the optimizer has called, within a forward
                 self.boundary()
-            self.pool.tell_between_tasks(self, Invalidated(self.id))
+            self.events.tell_between_tasks(self, Invalidated(self.id))

@@ -73,7 +73,7 @@ class Visits:
         elif planner.plan is not None and planner.plan.resident:
             copy = DeviceCopy(residency.device, residency.device.slot(None, 0), [], None)
         else:
-            copy = self._tasks.go_to(planner.shard_of(block), direction)
+            copy = self._tasks.go_to(planner.cut.shard_of(block), direction)
         assert copy is not None, f"{block.name} has a shard, which is on the device"
         residency.refresh(copy, block)
         return copy
@@ -120,7 +120,7 @@ class Visits:
         self._tasks.backward.end()
         if self._tasks.current is not None:
             residency.drop_shard(self._tasks.current.shard)
-        trial.pool.tell(OutOfMemory(trial.id))
+        trial.events.tell(OutOfMemory(trial.id))
         residency.await_gradients()  # which are on the device until then
         collect()
         residency.device.free_cache()

@@ -181,7 +181,7 @@ class HydraTrialRunner:
     def _check(self, study: Any) -> None:
         import optuna
 
-        self.pool.check_usable()
+        self.pool.events.check_usable()
         if not isinstance(study, optuna.Study):
             raise ConfigError(f"study is an optuna.Study, got {type(study).__name__}.")
 

@@ -316,7 +316,7 @@ class Search:
                 context.resumption.note()
             for live in context.trials:
                 if not live.ended:
-                    live.pool.tell(Reported(live.id, float(value), self._maximizes))
+                    live.events.tell(Reported(live.id, float(value), self._maximizes))
 
         return report_and_note
 

@@ -1,0 +1,120 @@
+"""One trial's model, cut into blocks, and how it is cut anew while a pilot shows more of it.
+
+A block is what is promoted as a whole, so that its forward has all of its weights on the device. A pilot may find one
+that is too large, or that uses a weight in a way that a visit can't give: then its children are blocks instead, or the
+weight is held on the device. While the model is cut, a block's `forward` is ours (`BlockForward`); `unwrap` gives back
+its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hydra_tune.blocks.block import Block
+from hydra_tune.blocks.stand_ins import BlockForward
+from hydra_tune.devices.meter import ADVICE
+from hydra_tune.errors import BudgetError, PrepareError
+from hydra_tune.planning import partition
+from hydra_tune.planning.fingerprint import has_users_hook
+from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile, Cut, TrialPlan
+
+if TYPE_CHECKING:
+    from hydra_tune.trials.trial import Trial
+
+
+class ModelCut:
+    """`blocks` in the order of the plan, once there is one; `choices` are how they are to be made."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self.blocks: list[Block] = []
+        self.uses: Counter[int] = Counter()  # of weights, by id: the blocks that have them
+        self.choices = Cut()
+        self.is_stale = False  # the model is to be cut anew: it has changed, or the choices have
+        self._shard_of: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Let go of the model and of the trial, so that no cycle keeps either."""
+        self.blocks, self._shard_of = [], {}
+        self.__dict__.pop("_trial", None)
+
+    # ---- cutting ----
+
+    def choose(self, choices: Cut) -> None:
+        """To be adopted before the next plan is made."""
+        self.is_stale |= choices != self.choices
+        self.choices = choices
+
+    def adopt(self, choices: Cut, profiles: Sequence[BlockProfile] = ()) -> None:
+        self.unwrap()
+        self.choices, self.is_stale = choices, False
+        trial = self._trial
+        self.blocks = partition.blocks_of(trial.model, trial.pool.budget_bytes, choices, profiles, self.blocks)
+        self.uses = Counter(id(p) for block in self.blocks for p in block.slot_parameters)
+        for block in self.blocks:  # from here on they run in visits
+            block.is_current = True
+            block.module.forward = BlockForward(block, trial)
+        if trial.planner.pilot is not None:  # which has all on the device but the blocks
+            trial.residency.hold(trial.model, self.blocks, trial.optimizers)
+
+    def unwrap(self) -> None:
+        for block in self.blocks:
+            ours = block.module.__dict__.get("forward")
+            block.is_current, block.module_states.shared = False, None
+            if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
+                ours.give_back()
+
+    def open_block(self, block: Block, reason: str) -> None:
+        """Within a pilot: its children are blocks from here on, or it is on the device as a whole."""
+        opens = partition.has_children(block.module)
+        if not opens and reason.startswith(TOO_LARGE):
+            raise self.no_room(block, reason)
+        self.adopt(self.choices.adding("opened" if opens else "kept", [block.name], reason))
+
+    def no_room(self, block: Block, reason: str) -> BudgetError:
+        why = reason.removeprefix("it ").removesuffix(ADVICE).rstrip(" .")
+        return BudgetError(f"block {block.name} {why}. {self.choices.advice()}")
+
+    def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
+        """Within a pilot: a weight of this block is on the device from here on; the block as it is then."""
+        trial = self._trial
+        name = next(n for n, p in trial.model.named_parameters() if p is weight)
+        try:
+            self.adopt(self.choices.adding("held", [name], reason))
+        except torch.OutOfMemoryError as error:
+            raise trial.meter.no_room(error) from None
+        if trial.casts.has(weight):
+            raise PrepareError(
+                "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "
+                f"{reason}. It is on the device from here on: repeat the forward."
+            )
+        return next(each for each in self.blocks if each.module is block.module)
+
+    def keep_where_hooked(self) -> None:
+        """A hook within a block would fire again in its repetition: such a block keeps its activations."""
+        for block in self.blocks:
+            if not block.keeps and any(map(has_users_hook, block.modules[1:])):
+                block.keeps = "it has a hook within"
+
+    # ---- shards ----
+
+    def pack(self, plan: TrialPlan) -> list[list[Block]]:
+        """Have the blocks in the order of this plan; those of each of its shards."""
+        names = {block.name: block for block in self.blocks}
+        self.blocks = [names[profile.name] for profile in plan.blocks]
+        self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
+        return [[self.blocks[i] for i in shard.blocks] for shard in plan.shards]
+
+    def shard_of(self, block: Block) -> int:
+        if block.name not in self._shard_of:
+            raise PrepareError(
+                f"a backward comes before the model is cut anew, but block {block.name}, whose backward was still to "
+                "come, is cut otherwise now. Call backward before a forward on other inputs, or raise the pool's "
+                "memory=."
+            )
+        return self._shard_of[block.name]

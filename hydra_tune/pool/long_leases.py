@@ -1,0 +1,103 @@
+"""Leases that last for many steps, one a device at most: who has one, what its holder has done, and when it ends.
+
+A resident trial gains nothing from handing its device over after each task, and each handover costs it the pool's lock.
+So the machine gives it a lease that lasts, and the trial's thread goes from task to task without the lock (`lease.py`).
+The pool learns what was done in sums: when somebody asks (a report), when the lease ends, or after a quantum.
+
+    holder's thread   | task | task | task | task | ...            the holder counts; no lock, no machine
+    a waiting thread        looks every LOOK_S:  is the holder idle?  ->  recall: the lease ends at once
+                                                 its quantum is over? ->  Expired: the machine decides
+    the machine       one task, which began when the lease was given and ends with it
+
+What follows from that is events for the machine. The methods here return them in their order, for `EventLoop` to
+handle. All are called under the pool's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hydra_tune.devices.device import Device
+from hydra_tune.pool.lease import Lease
+from hydra_tune.pool.report import Report
+from hydra_tune.pool.trace import BETWEEN
+from hydra_tune.pool.trial_table import TrialTable
+from hydra_tune.schedule.events import Done, Event, Expired, Run, StepDone, Worked
+from hydra_tune.schedule.machine import Machine
+
+LOOK_S = 0.05  # how often a waiting thread looks at the holder, which costs that one a switch of threads or two
+LOOK_AROUND_S = 1.0  # how often one wakes that has no holder to look at: nobody says that a model was collected
+
+
+class LongLeases:
+    """`of_devices` has the lease that lasts on each device, if one does."""
+
+    def __init__(self, devices: Sequence[Device], machine: Machine, table: TrialTable, report: Report) -> None:
+        self.of_devices: list[Lease | None] = [None] * len(devices)
+        self._devices = devices
+        self._machine = machine
+        self._table = table
+        self._report = report
+
+    def open(self, lease: Lease, run: Run) -> None:
+        self.of_devices[run.device] = lease
+        lease.open(run.task, self._devices[run.device])
+        if (first := self._machine.ready.oldest(run.device)) is not None:
+            self._table.leases[first.task.trial].wake.notify_all()  # it looks at the holder from here on
+
+    def look_at_holder(self, trial: int) -> tuple[float, list[Event]]:
+        """Called by a waiting trial: at the holder of the lease that is in its way, if this trial is the first to wait
+        for it. For how many seconds it may wait now, and what has happened."""
+        state = self._machine.trials.get(trial)
+        lease = None if state is None else self.of_devices[state.home]
+        if state is None or lease is None or lease.trial == trial:
+            return LOOK_AROUND_S, []
+        if lease.revoked:
+            return LOOK_AROUND_S, [] if lease.busy else self.end(lease)
+        first = self._machine.ready.oldest(state.home)
+        if first is None or first.task.trial != trial:
+            return LOOK_AROUND_S, []
+        happened: list[Event] = []
+        now_s, quantum_s = self._report.trace.now_s(), self._machine.policy.quantum_s
+        if lease.is_idle():
+            happened = self.recall(lease)
+        elif now_s - lease.since_s >= quantum_s:
+            happened = [*self.tasks_done(lease), Expired(state.home)]
+            lease.since_s = now_s
+        return min(LOOK_S, max(quantum_s, 1e-3)), happened
+
+    def recall(self, lease: Lease) -> list[Event]:
+        """End it, if it lasts: now, if its holder is between two tasks; else the holder does so after its task."""
+        lease.revoked = True  # first: from here on the holder begins no task by itself
+        return self.end(lease) if not lease.busy and lease.device is not None else []
+
+    def end(self, lease: Lease) -> list[Event]:
+        """Its holder is between two tasks, in whatever thread this is."""
+        assert lease.device is not None
+        task, in_step, clock = lease.task, lease.in_step, self._report.clocks[lease.device.number]
+        happened = self.drop(lease)
+        if not clock.cause:
+            clock.idles(clock.since_s, BETWEEN)
+        happened.append(Done(task))
+        if not in_step:
+            happened.append(StepDone(lease.trial, trained=False))  # those that trained are in what was done
+        return happened
+
+    def drop(self, lease: Lease) -> list[Event]:
+        """End it, if it lasts, and leave it to the caller to tell the machine that its task is over."""
+        if lease.device is None:
+            return []
+        self.of_devices[lease.device.number] = None
+        lease.revoked = True  # first
+        happened = self.tasks_done(lease)
+        lease.close()
+        return happened
+
+    def tasks_done(self, lease: Lease) -> list[Event]:
+        """What the holder has done since this was asked last."""
+        tasks = [lease.ran.popleft() for _ in range(len(lease.ran))]
+        steps = lease.num_steps - lease.told_steps
+        lease.told_steps += steps
+        if lease.device is None or not (tasks or steps):
+            return []
+        return [Worked(lease.trial, self._report.clocks[lease.device.number].ran(lease.trial, tasks), steps)]

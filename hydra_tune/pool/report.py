@@ -1,0 +1,87 @@
+"""What a pool's devices and trials have done, as plain data: bytes moved, seconds busy and stalled, spans of time.
+
+Figures come from who has done something: a trial's thread for what it moves, the event loop for tasks and idle devices.
+Each device has a clock, which writes its tasks and stalls into the one trace (`trace.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hydra_tune.devices.device import Device
+from hydra_tune.pool.trace import TaskClock, Trace
+from hydra_tune.pool.trial_table import TrialTable
+from hydra_tune.schedule.machine import Machine
+
+if TYPE_CHECKING:
+    from hydra_tune.trials.trial import Trial
+
+_DEVICE_KEYS = ("name", "budget_bytes", "used_bytes", "peak_bytes", "measured_peak_bytes")
+
+
+class Report:
+    """Of one pool, whose lock guards the trace and the clocks."""
+
+    def __init__(self, lock: threading.RLock, devices: Sequence[Device], machine: Machine, table: TrialTable) -> None:
+        self.lock = lock
+        self.trace = Trace()
+        self.clocks = [TaskClock(self.trace, device) for device in devices]
+        self._devices = devices
+        self._machine = machine
+        self._table = table
+
+    # ---- figures that come in ----
+
+    def note_moved(self, trial: int, what: str, device: Device, num_bytes: int) -> None:
+        """Of what a trial has moved (``"promoted_bytes"``)."""
+        with self.lock:
+            self.trace.count(what, device.number, trial, num_bytes)
+
+    def note_spill(self, trial: int, device: Device, num_bytes: int, during: float | tuple[Any, Any]) -> None:
+        """Of the task that it runs: for so many seconds, until now, or between two marks of a device's own."""
+        with self.lock:
+            self.trace.count("spilled_bytes", device.number, trial, num_bytes)
+            task = self._machine.devices[device.number].running
+            if task is not None and task.trial == trial:
+                self.clocks[device.number].spilled(task, during)
+
+    def note_idle(self, at_s: float | None) -> None:
+        """Why devices are idle, from then on, or from now on."""
+        for device, clock in enumerate(self.clocks):
+            cause = self._machine.idle_cause(device)
+            if cause not in ("", clock.cause):
+                clock.idles(self.trace.now_s() if at_s is None else at_s, cause)
+
+    # ---- what is told; under the lock ----
+
+    def of_devices(self) -> list[dict[str, Any]]:
+        return [
+            {key: getattr(device, key) for key in _DEVICE_KEYS} | asdict(self.trace.devices[device.number])
+            for device in self._devices
+        ]
+
+    def of_trials(self, state_of: Callable[[int], str]) -> list[dict[str, Any]]:
+        """All of them, ended ones included."""
+        return [
+            {
+                "trial": number,
+                **deepcopy(summary),
+                "state": state_of(number),
+                "reserved_bytes": self._machine.reserved_bytes(number) if number in self._machine.trials else 0,
+                **asdict(self.trace.trials[number]),
+            }
+            for number, summary in self._table.summaries.items()
+        ]
+
+    def of_trial(self, trial: Trial) -> dict[str, Any]:
+        """A few numbers."""
+        told = {key: trial.summary[key] for key in ("device", "steps", "resident", "weight_bytes")}
+        return {**told, "shards": len(trial.summary["shards"]), **asdict(self.trace.trials[trial.id])}
+
+    def of_time(self) -> list[dict[str, Any]]:
+        names = {number: summary["name"] for number, summary in self._table.summaries.items()}
+        return [{**span._asdict(), "name": names.get(span.trial, "")} for span in self.trace.spans]

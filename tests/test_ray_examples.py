@@ -19,7 +19,14 @@ BEFORE = """
 import torch, hydra_tune
 STEPS = 3
 build_model = lambda config: torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
-loss_of = lambda model: model(torch.ones(4, 64)).square().mean()
+
+
+def train_step(model, optimizer):
+    loss = model(torch.ones(4, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 """
 
 

@@ -12,14 +12,14 @@ from typing import Any
 BESIDE = ("torch", "numpy", "SQLAlchemy", "cmaes", "fakeredis", "grpcio", "pandas", "scikit-learn", "scipy", "pytest")
 BESIDE += ("redis", "lupa")  # without which tests of storages fail in both ways
 UNKNOWN = "no reason known"
-ONLY_HERE = "at the first report the runner tries the pruner out, on another study; the test lets no trial be asked for"
+ONLY_HERE = "at the first report the runner tries the pruner out on another study, but the test allows no other trial"
 ONLY_RAISED = (
-    "each thread has a database in memory of its own, without a study: with several jobs Optuna raises no error of the "
-    "last trials, and the test passes with none done; the runner raises it"
+    "each thread has its own database in memory, without a study: with several jobs Optuna loses the error, and the "
+    "test passes though no trial ran; the runner raises it"
 )
 EXPECTED = (ONLY_HERE, ONLY_RAISED)  # to fail through the runner alone
 WHY = {  # by the end of a test's name
-    "trials that run together do not know each other's results: points are drawn twice, and more than there are": (
+    "trials that run together do not know each other's results: some points are drawn twice, or too many are drawn": (
         "test_hyperband_pruner_and_brute_force_sampler",
         "test_hyperband_pruner_and_grid_sampler",
         "test_brute_force.py::test_study_optimize_with_single_search_space",
@@ -35,7 +35,7 @@ WHY = {  # by the end of a test's name
         "test_grid.py::test_study_optimize_with_fail",
         "test_grid.py::test_study_optimize_with_pruning",
     ),
-    "expects all trials before to have finished": (
+    "expects that all earlier trials have finished": (
         "test_successive_halving_pruner_with_auto_min_resource",
         "test_init_cmaes_opts",
         "test_init_cmaes_opts_lr_adapt",
@@ -53,15 +53,15 @@ WHY = {  # by the end of a test's name
         "test_study.py::test_after_trial_pruning",
         "test_optimize_with_progbar",
     ),
-    "two threads may be given one waiting trial of a database: then the runner asks for another": (
+    "a database may give one waiting trial to two threads; then the runner asks for another": (
         "test_enqueue_trial_properly_sets_param_values",
     ),
-    "expects an order in which trials draw, or a sampler's seed to count: with several jobs Optuna draws a new one": (
+    "expects a certain order of draws, or the sampler's seed: with several jobs Optuna draws a new seed": (
         "test_qmc_sampler_suggest_int_balanced",
         "test_sample_relative_seeding",
         "test_samplers.py::test_reproducible",
     ),
-    "expects no more trials to have begun than one job, or as many as it asks for, begin before the end": (
+    "expects that no more trials have begun than its own number of jobs begins before the end": (
         "test_gp.py::test_constraints_func_nan",
         "test_optimize_with_catch",
         "test_optimize_parallel_timeout",
@@ -71,7 +71,7 @@ WHY = {  # by the end of a test's name
         "test_stop_with_MaxTrialsCallback",
         "test_terminator_callback_terminator",
     ),
-    "with several jobs Optuna raises no error of the last trials; the runner raises objectives' errors": (
+    "with several jobs Optuna loses errors of the last trials; the runner raises them": (
         "test_brute_force.py::test_study_optimize_with_infinite_search_space",
         "test_brute_force.py::test_study_optimize_with_dynamic_range_search_space",
         "test_nsgaii.py::test_constraints_func_nan",
@@ -82,7 +82,7 @@ WHY = {  # by the end of a test's name
         "test_after_trial_failing",
         "test_after_trial_failing_in_after_trial",
     ),
-    "a thread that has asked for a trial keeps what it knew of the others, whatever other threads add": (
+    "a thread that has asked for a trial does not see what other threads add afterwards": (
         "test_infer_relative_search_space",
     ),
     "with several jobs Optuna shows no progress towards a timeout": (
@@ -95,15 +95,20 @@ WHY = {  # by the end of a test's name
 PROSE = """\
 # Optuna's own tests through the runner
 
-Written by `python -m tests.conformance.run`, whose docstring says how. Each test runs in Optuna's own loop, and with
-`HydraTrialRunner(pool, concurrency).optimize(study, ...)` in place of `study.optimize(...)` with as many jobs. Counted
-are tests that call `optimize`, but for those that only make a study to draw it, to weigh its parameters or to keep
-files. A test that asks for more `n_jobs` gets as many, in both. Four at a time begin with a pause of 10 ms, in both:
-many of these objectives are over before another begins. Where a test passes in one way and fails in the other, both
-are run at least five times more, and a test fails that has failed once.
+A runner that takes the place of `study.optimize` may break what users rely on without anybody noticing. Optuna has
+tests for that. So they run twice: in Optuna's own loop, and with
+`HydraTrialRunner(pool, concurrency).optimize(study, ...)` in place of `study.optimize(...)`, with as many jobs.
+`python -m tests.conformance.run` does this and wrote this page; its docstring says how.
 
-They do not notice a heartbeat that stops, nor a session that a thread leaves to a storage: `tests/test_storages.py`
-does. Errors of the last trials that neither raises are those of a sampler's `after_trial`.
+- Only tests that call `optimize` are counted. Those that make a study only to draw it, to compute the importance of its
+  parameters or to keep files are left out.
+- A test that asks for more `n_jobs` gets as many, in both.
+- Four trials at a time begin with a pause of 10 ms, in both: many of these objectives end before another begins.
+- Where a test passes in one way and fails in the other, both are run at least five times more. A test that has failed
+  once counts as failed.
+
+These tests notice neither a heartbeat that stops nor a database session that a thread leaves open: `test_storages.py`
+does. Errors of the last trials that neither way raises are those of a sampler's `after_trial`.
 """
 HEADER = """\
 | Optuna | trials at a time | call `optimize` | pass: stock | runner | fail: both | only stock | only the runner |
@@ -159,6 +164,6 @@ def reasons(figure: dict[str, Any]) -> str:
         listed[why(test)].append(f"`{name}` {failed['stock']}, {failed['hydra']}")
     lines = [fill(f"- {reason}: {'; '.join(tests)}.", 120, **WRAP) for reason, tests in listed.items()]
     return (
-        "By what a test takes for granted; how many of its cases fail, stock and through the runner:\n\n"
+        "By what a test takes for granted, and how many of its cases fail, in Optuna alone and through the runner:\n\n"
         + "\n".join([*lines, ""])
     )

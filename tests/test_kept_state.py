@@ -31,7 +31,8 @@ from ray.tune.result import TRIAL_INFO
 
 import hydra_tune
 from hydra_tune.checkpoints.hyperparameters import Hyperparameters
-from hydra_tune.checkpoints.resumption import Interval, Resumption
+from hydra_tune.checkpoints.interval import Interval
+from hydra_tune.checkpoints.resumption import Resumption
 from hydra_tune.errors import ResumeError
 from hydra_tune.integrations.ray_node import pool_work
 from hydra_tune.integrations.ray_node.attempt import TrialThread

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import hydra_tune
-from hydra_tune.checkpoints import checkpoint, resumption
+from hydra_tune.checkpoints import checkpoint, contents
 from scripts import BUDGETS, WIDTH, Layer, Net
 from waiting import wait_until
 
@@ -271,7 +271,7 @@ def test_a_trial_of_two_models_goes_on_in_the_one_that_it_was_in(tmp_path):
 
 def test_a_checkpoint_by_time(tmp_path, monkeypatch):
     now = iter(range(0, 100_000, 10))
-    monkeypatch.setattr("hydra_tune.checkpoints.resumption.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("hydra_tune.checkpoints.interval.time.monotonic", lambda: next(now))
     got = Training("shuffled", interrupt_at=8)
     search(got, tmp_path, every=datetime.timedelta(seconds=1))
     assert got.starts == [0, 7]
@@ -564,14 +564,14 @@ def test_a_checkpoint_that_is_refused_changes_neither_model_nor_optimizer(what):
 
     (donor, its), (model, optimizer) = made(), made()
     donor(torch.randn(4, 2)).sum().backward(), its.step()
-    state = {**resumption._state_of(donor), "optimizer": its.state_dict(), "extra_state": [], "loaders": []}
+    state = {**contents.state_of(donor), "optimizer": its.state_dict(), "extra_state": [], "loaders": []}
     if what == "groups":
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     else:
         model.register_buffer("more", torch.zeros(1))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(resumption._OtherError):
-        resumption._restore(state, model, optimizer, [], [])
+    with pytest.raises(contents.OtherStateError):
+        contents.restore(state, model, optimizer, [], [])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not optimizer.state and model[0].weight.grad is None
 

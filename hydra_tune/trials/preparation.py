@@ -15,7 +15,7 @@ from torch import nn
 
 from hydra_tune.blocks.root import trial_of
 from hydra_tune.blocks.stand_ins import end_orphans
-from hydra_tune.checkpoints.resumption import extra_states
+from hydra_tune.checkpoints.extra_state import extra_states
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.planning.optimizer_memory import training_bytes
 from hydra_tune.planning.refusals import refuse_unsupported

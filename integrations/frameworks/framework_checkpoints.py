@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 import weakref
 from pathlib import Path
 from typing import Any
 
+from hydra_tune.checkpoints.interval import CheckpointTimer
 from hydra_tune.checkpoints.resumption import Resumption
 from hydra_tune.integrations.frameworks.current_trial import current_trial
 from hydra_tune.trials.context import current_context
@@ -28,7 +28,7 @@ class FrameworkCheckpoints:
         _trainings[resumption] = self.number = _trainings.get(resumption, 0) + 1
         self.folder = folder
         self._resumption = resumption
-        self._last_step, self._last_s = 0, time.monotonic()
+        self._timer = CheckpointTimer(resumption.every)
         resumption.leave_to_framework(goes_on=self.newest_of_training() is not None)
 
     @classmethod
@@ -64,18 +64,15 @@ class FrameworkCheckpoints:
         trial = current_trial()
         if trial is not None and trial.optuna is not None:
             trial.optuna.set_user_attr("hydra_tune: resumed at step", step)
-        self._last_step = step
+        self._timer.last_step = step
 
     def is_due(self, step: int) -> bool:
         """After so many mini-batches."""
-        every = self._resumption.every
-        if every.steps is not None:
-            return step - self._last_step >= every.steps
-        return every.seconds is not None and time.monotonic() - self._last_s >= every.seconds
+        return self._timer.is_due(step)
 
     def note(self, path: str | Path, step: int, *, was_due: bool) -> None:
         """The framework has written one, all of it. The one before, if it was written only because it was due, goes."""
-        self._last_step, self._last_s = step, time.monotonic()
+        self._timer.restart(step)
         before = _read(self.folder)
         note = {"path": str(Path(path).absolute()), "step": step, "was_due": was_due, "training": self.number}
         self.folder.mkdir(parents=True, exist_ok=True)

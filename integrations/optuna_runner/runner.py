@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra_tune.checkpoints.resumption import Interval
+from hydra_tune.checkpoints.interval import Interval
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.frameworks.current_trial import current_trial
 from hydra_tune.integrations.optuna_runner.concurrency import Places, SearchEnded

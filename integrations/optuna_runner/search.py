@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hydra_tune.checkpoints.resumption import Interval, Resumption, write_weights
+from hydra_tune.checkpoints.contents import write_weights
+from hydra_tune.checkpoints.interval import Interval
+from hydra_tune.checkpoints.resumption import Resumption
 from hydra_tune.devices.meter import CountingPaused
 from hydra_tune.errors import BudgetError, ConfigError, PoolClosedError, ResumeError, TrialStopped
 from hydra_tune.integrations.frameworks import guards

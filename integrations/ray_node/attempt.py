@@ -12,7 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from hydra_tune.checkpoints.resumption import Interval, Resumption
+from hydra_tune.checkpoints.interval import Interval
+from hydra_tune.checkpoints.resumption import Resumption
 from hydra_tune.devices.cuda_device import is_lost
 from hydra_tune.errors import TrialStopped, clear_frames
 from hydra_tune.integrations.frameworks import guards

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
-from hydra_tune.integrations.optuna_runner import search
+from hydra_tune.integrations.optuna_runner import attempt
 from hydra_tune.trials.context import current_context
 from models import gpt
 from waiting import WAIT_S, wait_until
@@ -122,7 +122,7 @@ def test_loader_workers_of_a_trial_end_without_an_error():
 
 def test_models_are_built_one_after_another(monkeypatch):
     """Threads that build at once hand the interpreter on at each operator, which takes several times as long."""
-    monkeypatch.setattr(search, "STAGGER_S", WAIT_S)
+    monkeypatch.setattr(attempt, "STAGGER_S", WAIT_S)
     building, most_building, trained = [], [], threading.Barrier(4, timeout=WAIT_S)
 
     def objective(trial):

@@ -14,7 +14,7 @@ from typing import Any
 
 from hydra_tune.checkpoints.interval import CheckpointTimer
 from hydra_tune.checkpoints.resumption import Resumption
-from hydra_tune.integrations.frameworks.current_trial import current_trial
+from hydra_tune.integrations.frameworks.current_trial import RESUMED, current_trial
 from hydra_tune.trials.context import current_context
 
 _NAME = "framework.json"
@@ -63,7 +63,7 @@ class FrameworkCheckpoints:
     def goes_on_from(self, step: int) -> None:
         trial = current_trial()
         if trial is not None and trial.optuna is not None:
-            trial.optuna.set_user_attr("hydra_tune: resumed at step", step)
+            trial.optuna.set_user_attr(RESUMED, step)
         self._timer.last_step = step
 
     def is_due(self, step: int) -> bool:

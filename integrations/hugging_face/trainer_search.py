@@ -108,7 +108,7 @@ def _with_optuna(
     import optuna
 
     from hydra_tune.integrations.optuna_runner.runner import HydraTrialRunner, optimize
-    from hydra_tune.integrations.optuna_runner.search import PRUNED
+    from hydra_tune.integrations.optuna_runner.trial_attributes import PRUNED
 
     def objective(trial: optuna.Trial) -> Any:
         trainer = _made(make_trainer, trial)

@@ -26,13 +26,13 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hydra_tune.checkpoints.checkpoint import CheckpointFolder
 from hydra_tune.errors import ConfigError
+from hydra_tune.integrations.optuna_runner.trial_attributes import CLONE, CONTINUES, INTERRUPTED
 
 if TYPE_CHECKING:
     from optuna.study import Study
 
 logger = logging.getLogger("hydra_tune")
-FOLDER, CONTINUES = "hydra_tune: checkpoints", "hydra_tune: continues trials"
-INTERRUPTED, CLONE = "hydra_tune: interrupted", "hydra_tune: starts from"
+FOLDER = "hydra_tune: checkpoints"  # of a study's `user_attrs`
 MOST_DEATHS = 10  # of one trial's processes, without a new checkpoint
 _CLOCK_S = 1.0  # between a file's time and a storage's
 

@@ -24,6 +24,8 @@ from hydra_tune.trials.context import Context
 if TYPE_CHECKING:
     import optuna
 
+    from hydra_tune.integrations.optuna_runner.search_checkpoints import SearchCheckpoints
+
 logger = logging.getLogger("hydra_tune")
 
 
@@ -105,10 +107,11 @@ class HydraTrialRunner:
         _show_progress()
         caught = (catch,) if isinstance(catch, type) else tuple(catch)
         places = Places(self.pool, self.concurrency, timeout, lambda: study._stop_flag)  # no public way to ask
-        search = Search(self.pool, study, places, caught)
+        checkpoints = self._checkpoints(study)
+        search = Search(self.pool, study, places, caught, checkpoints)
         warn_of_sampler(study, search.places.number, n_trials)
-        if self.checkpoint_dir is not None:
-            search.keep_checkpoints(self.checkpoint_dir, self._every)
+        if checkpoints is not None:
+            checkpoints.folder.recover(study)
 
         def optimize() -> None:
             with suppress(SearchEnded), search.running.ending():
@@ -170,13 +173,20 @@ class HydraTrialRunner:
                 "a thread runs one trial at a time, and is in one. Ask for another one in another thread."
             )
         _show_progress()
-        search = Search(self.pool, study, Places(self.pool, 1, None, lambda: False), ())
+        search = Search(self.pool, study, Places(self.pool, 1, None, lambda: False))
         self._searches.append(search)
         try:
-            with asked_trial(search, study, options) as trial:
+            with asked_trial(search.attempts, study, options) as trial:
                 yield trial
         finally:
             self._searches.remove(search)
+
+    def _checkpoints(self, study: optuna.Study) -> SearchCheckpoints | None:
+        if self.checkpoint_dir is None:
+            return None
+        from hydra_tune.integrations.optuna_runner.search_checkpoints import SearchCheckpoints
+
+        return SearchCheckpoints(self.checkpoint_dir, study, self._every)
 
     def _check(self, study: Any) -> None:
         import optuna

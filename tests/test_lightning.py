@@ -21,7 +21,6 @@ from hydra_tune.planning.planner import Planner
 
 lightning = pytest.importorskip("lightning")
 lightning_callback = pytest.importorskip("hydra_tune.integrations.lightning_trainer.lightning_callback")
-SeveralOptimizers = lightning_callback.SeveralOptimizers
 
 from lightning.pytorch.callbacks import (  # noqa: E402
     EarlyStopping,
@@ -31,6 +30,8 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
+from hydra_tune.integrations.lightning_trainer import trainer_events  # noqa: E402
+from hydra_tune.integrations.lightning_trainer.several_optimizers import SeveralOptimizers  # noqa: E402
 from lightning_modules import (  # noqa: E402
     CLASSES,
     RESIDENT,
@@ -525,7 +526,7 @@ def test_a_module_stays_where_it_is_while_it_trains():
 
 def test_ray_tune_gets_all_metrics(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(lightning_callback, "report", lambda *given, **_: told.append(given))
+    monkeypatch.setattr(trainer_events, "report", lambda *given, **_: told.append(given))
     monkeypatch.setattr(framework_checkpoints, "_ray_trial_id", lambda: "a1b2_00000")
     with hydra_tune.ShardPool(["cpu"], RESIDENT) as pool, current_trial.running():
         used = trainer([hydra_tune.HydraLightningCallback(pool)], default_root_dir=tmp_path)

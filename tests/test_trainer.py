@@ -256,7 +256,7 @@ def test_the_pool_is_told_how_many_batches_come(tmp_path, monkeypatch):
         told.append(total_steps)
         return hydra_tune.prepare(model, *rest, total_steps=total_steps, **options)
 
-    monkeypatch.setattr("hydra_tune.integrations.hugging_face.trainer_callback.prepare", prepare)
+    monkeypatch.setattr("hydra_tune.integrations.hugging_face.pooled_trainer.prepare", prepare)
     with hydra_tune.ShardPool(["cpu"], SPILLED) as pool:
         callbacks = [hydra_tune.HydraTrainerCallback(pool)]
         trained(tmp_path, callbacks, max_steps=3, gradient_accumulation_steps=2)

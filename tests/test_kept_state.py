@@ -34,10 +34,9 @@ from hydra_tune.checkpoints.hyperparameters import Hyperparameters
 from hydra_tune.checkpoints.interval import Interval
 from hydra_tune.checkpoints.resumption import Resumption
 from hydra_tune.errors import ResumeError
-from hydra_tune.integrations.ray_node import pool_work
-from hydra_tune.integrations.ray_node.attempt import TrialThread
+from hydra_tune.integrations.ray_node import user_code
 from hydra_tune.integrations.ray_node.kept_state import KeptState, KeptStates
-from hydra_tune.integrations.ray_tune.messages import (
+from hydra_tune.integrations.ray_node.messages import (
     CallMethod,
     Ended,
     Order,
@@ -47,6 +46,7 @@ from hydra_tune.integrations.ray_tune.messages import (
     StateSaved,
     Stopped,
 )
+from hydra_tune.integrations.ray_node.trial_thread import TrialThread
 from hydra_tune.trials.context import trial_context
 
 STEPS, HALF = 6, 3
@@ -407,7 +407,7 @@ def served(pool, states, kind, calls, lr=0.1, names=None):
     surroundings = {"trial_id": "t", "trial_name": "t", "experiment_name": "e", "storage": None, "trial_dir": None}
     order = Order("job", cloudpickle.dumps(kind), {"lr": lr}, surroundings)
     said = Said()
-    attempt = TrialThread(pool, order, said, pool_work.train, lambda: None, states)
+    attempt = TrialThread(pool, order, said, user_code.train, lambda: None, states)
     for method, *arguments in calls:
         attempt.answer(CallMethod(method, tuple(arguments), {"storage": None} if method == "reset" else {}))
     attempt.start()

@@ -9,8 +9,8 @@ pytest.importorskip("ray")
 
 from ray import cloudpickle
 
-from hydra_tune.integrations.ray_node.pool_lines import Lines
-from hydra_tune.integrations.ray_tune.messages import GoOn, Raised, StopTrial
+from hydra_tune.integrations.ray_node.messages import GoOn, Raised, StopTrial
+from hydra_tune.integrations.ray_node.proxy_connections import Lines
 
 
 class NotHere:

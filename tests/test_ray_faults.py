@@ -30,7 +30,7 @@ from ray.cluster_utils import Cluster
 
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
-from hydra_tune.integrations.ray_tune.messages import Order
+from hydra_tune.integrations.ray_node.messages import Order
 from ray_local import HERE, Results, empty_pool, first_step, local_ray, modules_of_tests
 from waiting import wait_until
 
@@ -142,9 +142,9 @@ def test_a_killed_pool_without_max_failures_is_an_error_that_says_so(job, tmp_pa
 
 
 def lose_device(config: dict[str, Any]) -> dict[str, Any]:
-    from hydra_tune.integrations.ray_node import attempt
+    from hydra_tune.integrations.ray_node import trial_thread
 
-    attempt.is_lost = lambda error: "CUDA error" in str(error)  # what a GPU would say
+    trial_thread.is_lost = lambda error: "CUDA error" in str(error)  # what a GPU would say
     marker = Path(config["folder"], "lost")
     if not marker.exists():
         marker.write_text(str(os.getpid()))

@@ -14,7 +14,7 @@ from ray.tune.result import TRIAL_INFO
 import hydra_tune
 from hydra_tune import HydraExecutor
 from hydra_tune.integrations.ray_tune import trainable as ray_trainable
-from hydra_tune.integrations.ray_tune.pool_link import PoolLostError
+from hydra_tune.integrations.ray_tune.pool_connection import PoolLostError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of older Rays' own loggers
 

@@ -13,9 +13,9 @@ import threading
 from functools import partial
 from typing import Any
 
-from hydra_tune.integrations.ray_node.pool_lines import Line, Lines
-from hydra_tune.integrations.ray_tune.messages import Begun, CallMethod, GoOn, Order, Raised, SaveState, StopTrial
-from hydra_tune.integrations.ray_tune.pool_spec import PoolSpec
+from hydra_tune.integrations.ray_node.messages import Begun, CallMethod, GoOn, Order, Raised, SaveState, StopTrial
+from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
+from hydra_tune.integrations.ray_node.proxy_connections import Line, Lines
 
 LAST_WORDS_S = 1.0  # for a proxy to hear that the process ends
 GIL_S = 0.001  # for which a computing thread has it, while a report waits
@@ -31,21 +31,21 @@ class PoolActor:
     def __init__(self, spec: PoolSpec, job: str, places: int, num_threads: int) -> None:
         import torch
 
-        from hydra_tune.integrations.ray_node import pool_session, pool_work
-        from hydra_tune.integrations.ray_node.attempt import TrialThread
+        from hydra_tune.integrations.ray_node import tune_session, user_code
         from hydra_tune.integrations.ray_node.kept_state import KeptStates
+        from hydra_tune.integrations.ray_node.trial_thread import TrialThread
         from hydra_tune.pool.shard_pool import ShardPool
 
         torch.set_num_threads(num_threads)
         sys.setswitchinterval(GIL_S)
-        pool_session.install()
+        tune_session.install()
         self._pool = ShardPool(**spec.arguments)
         self._job = None if spec.shared else job
         self._places = places
         self._attempts: dict[Line, TrialThread] = {}
         self._states = KeptStates(lambda: self._pool.host_memory_bytes - sum(self._pool.host_bytes))
         self._attempt = partial(
-            TrialThread, self._pool, work=pool_work.train, on_lost=self._start_anew, states=self._states
+            TrialThread, self._pool, work=user_code.train, on_lost=self._start_anew, states=self._states
         )
         self._lines = Lines(self._hears)
 

@@ -12,8 +12,8 @@ from ray.tune import PlacementGroupFactory
 
 from hydra_tune.config import parse_bytes
 from hydra_tune.errors import ConfigError
-from hydra_tune.integrations.hugging_face import trainer_backend
-from hydra_tune.integrations.ray_tune.pool_spec import PoolSpec
+from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
+from hydra_tune.integrations.ray_tune import trainer_backend
 from hydra_tune.schedule.policy import policy_named
 
 _SMALLEST_CPU = 1e-4  # that Ray tells from nothing: it keeps a proxy off nodes that have none

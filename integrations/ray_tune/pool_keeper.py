@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.ray_node.pool_actor import PoolActor
+from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_tune.executor import HydraExecutor
-from hydra_tune.integrations.ray_tune.pool_spec import PoolSpec
 
 START_S = 60.0  # a pool whose GPUs are not to be had by then does not start
 SLOW_START_S = 300.0  # one without any has only the node to wait for, where Ray's workers have the lowest priority

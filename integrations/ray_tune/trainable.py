@@ -20,12 +20,12 @@ from ray.tune.result import TRIAL_INFO
 from ray.tune.trainable.function_trainable import wrap_function
 
 from hydra_tune.errors import ConfigError
+from hydra_tune.integrations.ray_node.messages import Ended
+from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_tune.executor import HydraExecutor
-from hydra_tune.integrations.ray_tune.messages import Ended
 from hydra_tune.integrations.ray_tune.payload import Payload
+from hydra_tune.integrations.ray_tune.pool_connection import PoolLink, PoolLostError
 from hydra_tune.integrations.ray_tune.pool_keeper import keep_pools
-from hydra_tune.integrations.ray_tune.pool_link import PoolLink, PoolLostError
-from hydra_tune.integrations.ray_tune.pool_spec import PoolSpec
 
 
 def trainable(train: Callable[..., Any] | type, executor: HydraExecutor | None = None) -> type:

@@ -15,7 +15,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError, RayTaskError
 
 from hydra_tune.errors import HydraTuneError
-from hydra_tune.integrations.ray_tune.messages import (
+from hydra_tune.integrations.ray_node.messages import (
     Begun,
     CallMethod,
     Ended,
@@ -31,7 +31,7 @@ from hydra_tune.integrations.ray_tune.messages import (
     Stopped,
     StopTrial,
 )
-from hydra_tune.integrations.ray_tune.pool_spec import PoolSpec
+from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 
 logger = logging.getLogger("hydra_tune")
 _FULL_S = 0.5  # a full pool is asked again after so long

@@ -15,8 +15,8 @@ from ray.train._internal import session as tune_session
 
 from hydra_tune.blocks.tree import map_tensors, tensors_in
 from hydra_tune.integrations.ray_node import working_directory
-from hydra_tune.integrations.ray_node.attempt import TrialThread
-from hydra_tune.integrations.ray_tune.messages import Printed
+from hydra_tune.integrations.ray_node.messages import Printed
+from hydra_tune.integrations.ray_node.trial_thread import TrialThread
 
 _current: ContextVar[TrialSession | None] = ContextVar("hydra_tune trial", default=None)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from hydra_tune.integrations.ray_tune.messages import Raised
+from hydra_tune.integrations.ray_node.messages import Raised
 
 WAITING = 64  # proxies that connect at a time
 

@@ -19,8 +19,7 @@ from hydra_tune.errors import TrialStopped, clear_frames
 from hydra_tune.integrations.frameworks import guards
 from hydra_tune.integrations.frameworks.current_trial import running
 from hydra_tune.integrations.ray_node.kept_state import KeptState, KeptStates
-from hydra_tune.integrations.ray_node.pool_lines import Line
-from hydra_tune.integrations.ray_tune.messages import (
+from hydra_tune.integrations.ray_node.messages import (
     Ended,
     Message,
     Order,
@@ -30,6 +29,7 @@ from hydra_tune.integrations.ray_tune.messages import (
     StateSaved,
     Stopped,
 )
+from hydra_tune.integrations.ray_node.proxy_connections import Line
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.trials.context import Context, trial_context
 

@@ -12,9 +12,9 @@ from ray.tune import Checkpoint, Trainable
 from ray.tune.result import DEFAULT_METRIC, TRIAL_INFO
 
 from hydra_tune.errors import ResumeError
-from hydra_tune.integrations.ray_node.attempt import TrialThread
-from hydra_tune.integrations.ray_node.pool_session import TrialSession, plain
-from hydra_tune.integrations.ray_tune.messages import Returned
+from hydra_tune.integrations.ray_node.messages import Returned
+from hydra_tune.integrations.ray_node.trial_thread import TrialThread
+from hydra_tune.integrations.ray_node.tune_session import TrialSession, plain
 
 
 def train(attempt: TrialThread) -> Any:

@@ -14,6 +14,7 @@ _UNIT_BYTES = {
     **{f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")},
     **{f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")},
 }
+MOST_TRIALS_A_DEVICE = 8  # that live at a time; more gain nothing there, and a sampler knows less when it is asked
 MOST_BYTES = 1 << 62  # more than any memory
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 ALIGNMENT_BYTES = 512  # of every tensor in a host buffer or a slot: what CUDA's allocator uses

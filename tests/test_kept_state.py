@@ -258,8 +258,8 @@ def test_of_a_state_that_could_not_be_written_none_is_kept(pool, tmp_path):
             held.append([state.trial_id for state in states._of.values()])
 
     (tmp_path / "file").write_text("no folder")
-    surroundings = {"trial_id": "t", "trial_name": "t", "experiment_name": "e", "loaded_checkpoint": None}
-    order = Order("job", b"", {}, surroundings)
+    tune_context = {"trial_id": "t", "trial_name": "t", "experiment_name": "e", "loaded_checkpoint": None}
+    order = Order("job", b"", {}, tune_context)
     attempt = TrialThread(pool, order, said, work, lambda: None, states)
     attempt.start()
     attempt._thread.join(60)
@@ -404,8 +404,8 @@ class TrainsBesideThePool(Trainable):
 
 def served(pool, states, kind, calls, lr=0.1, names=None):
     """What a trainable in a pool gives for each call, and how it ends; whose attempt it was then goes to `names`."""
-    surroundings = {"trial_id": "t", "trial_name": "t", "experiment_name": "e", "storage": None, "trial_dir": None}
-    order = Order("job", cloudpickle.dumps(kind), {"lr": lr}, surroundings)
+    tune_context = {"trial_id": "t", "trial_name": "t", "experiment_name": "e", "storage": None, "trial_dir": None}
+    order = Order("job", cloudpickle.dumps(kind), {"lr": lr}, tune_context)
     said = Said()
     attempt = TrialThread(pool, order, said, user_code.train, lambda: None, states)
     for method, *arguments in calls:

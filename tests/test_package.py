@@ -98,6 +98,13 @@ FLOORS = [
     ["hydra_tune.config"],
     ["hydra_tune.errors"],
 ]
+# Within integrations/, likewise: each folder is of one library, or of what they have in common.
+FLOORS_OF_INTEGRATIONS = [
+    ["hugging_face", "lightning_trainer"],
+    ["optuna_runner", "ray_tune"],
+    ["ray_node"],
+    ["frameworks"],
+]
 
 
 def test_imports_point_down():
@@ -112,6 +119,31 @@ def test_an_import_that_points_up_is_found():
     assert upward({"hydra_tune.blocks.call": source}, floor_of) == ["hydra_tune.blocks.call: hydra_tune.trials"]
 
 
+def test_imports_point_down_within_integrations():
+    within = "hydra_tune.integrations"
+    floor_of = {f"{within}.{room}": i for i, rooms in enumerate(FLOORS_OF_INTEGRATIONS) for room in rooms}
+    inside = {name: source for name, source in sources().items() if name.count(".") > 2}
+    assert {name.rpartition(".")[0] for name in inside} == set(floor_of)
+    assert upward(inside, floor_of, within) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "others"),
+    [
+        ("hugging_face", {"lightning", "pytorch_lightning", "torchmetrics", "ray"}),
+        ("lightning_trainer", {"transformers", "accelerate", "optuna", "ray"}),
+        ("optuna_runner", {"transformers", "accelerate", "lightning", "pytorch_lightning", "ray"}),
+        ("ray_node", {"transformers", "accelerate", "lightning", "pytorch_lightning", "optuna"}),
+        ("ray_tune", {"transformers", "accelerate", "lightning", "pytorch_lightning", "optuna", "torch"}),
+    ],
+)
+def test_an_integration_imports_its_own_library_alone(room, others):
+    """A user need not have the others. Proxies of Ray's trials do without torch, whose import takes seconds."""
+    for path in (INTEGRATIONS / room).glob("*.py"):
+        found = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+        assert not found & others, path.name
+
+
 def sources():
     """Of each module, by its name."""
     named = {f"hydra_tune.{path.relative_to(HYDRA_TUNE)}": path for path in HYDRA_TUNE.rglob("*.py")}
@@ -120,14 +152,15 @@ def sources():
     return {name.removesuffix(".py").replace("/", "."): path.read_text() for name, path in named.items()}
 
 
-def upward(sources, floor_of):
-    """Imports of a room on the same floor or above, by the module in which they are."""
+def upward(sources, floor_of, within="hydra_tune"):
+    """Imports of a room on the same floor or above, by the module in which they are. Rooms are folders of `within`."""
+    depth = within.count(".") + 2
     return [
         f"{name}: {other}"
         for name, source in sources.items()
-        for room in [".".join(name.split(".")[:2])]
-        for other in sorted({".".join(i.split(".")[:2]) for i in imports(ast.parse(source))} - {room, "hydra_tune"})
-        if other.startswith("hydra_tune.") and floor_of[other] <= floor_of[room]
+        for room in [".".join(name.split(".")[:depth])]
+        for other in sorted({".".join(i.split(".")[:depth]) for i in imports(ast.parse(source))} - {room, within})
+        if other.startswith(within + ".") and floor_of[other] <= floor_of[room]
     ]
 
 

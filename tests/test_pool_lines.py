@@ -10,7 +10,7 @@ pytest.importorskip("ray")
 from ray import cloudpickle
 
 from hydra_tune.integrations.ray_node.messages import GoOn, Raised, StopTrial
-from hydra_tune.integrations.ray_node.proxy_connections import Lines
+from hydra_tune.integrations.ray_node.proxy_connections import ProxyConnections
 
 
 class NotHere:
@@ -32,7 +32,7 @@ def lines(heard):
         if isinstance(said, StopTrial):
             raise ValueError(said.reason)
 
-    return Lines(hears)
+    return ProxyConnections(hears)
 
 
 def connected(lines):

@@ -319,7 +319,7 @@ def test_a_pool_is_its_jobs_own(job, tmp_path):
     executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=1)
     ray.tune.run(hydra_tune.trainable(several_steps, executor), config={"n": 0}, verbose=0, storage_path=str(tmp_path))
     keeper = ray.get_actor(executor.spec.name)
-    address, key = ray.get(keeper.line_on.remote(ray.get_runtime_context().get_node_id()))
+    address, key = ray.get(keeper.address_on.remote(ray.get_runtime_context().get_node_id()))
     line = Client(address, authkey=key)
     order = Order("another job", b"", {}, {"trial_id": "t", "trial_name": "t"})
     line.send_bytes(ray.cloudpickle.dumps(order))

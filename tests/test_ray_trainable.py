@@ -37,10 +37,10 @@ class Link:
         self.gone = False
         MADE.append(self)
 
-    def begin(self, payload, config, surroundings):
-        assert config[TRIAL_INFO].trial_id == surroundings["trial_id"]
+    def begin(self, payload, config, tune_context):
+        assert config[TRIAL_INFO].trial_id == tune_context["trial_id"]
         self.gone = False
-        self.told.append(("begins", surroundings["trial_id"], config["lr"]))
+        self.told.append(("begins", tune_context["trial_id"], config["lr"]))
 
     def await_value(self):
         self.told.append("is made")
@@ -66,7 +66,7 @@ def config_of(trial_id, lr):
 @pytest.fixture
 def started(monkeypatch):
     """As Tune starts one for trial a; and its link."""
-    monkeypatch.setattr(ray_trainable, "PoolLink", Link)
+    monkeypatch.setattr(ray_trainable, "PoolConnection", Link)
 
     def started(kind):
         proxy = hydra_tune.trainable(kind, HydraExecutor("1MiB", devices=["cpu"]))(config=config_of("a", 0.1))

@@ -1,1 +1,1 @@
-"""Lightning's Trainer."""
+"""Lightning's Trainer over a pool. Imports Lightning, `torchmetrics` and `frameworks`."""

@@ -1,1 +1,1 @@
-"""Optuna: the runner, its searches, ask-and-tell, pruning and recovery."""
+"""Optuna's studies over a pool: the runner, its searches, ask-and-tell, pruning. Imports Optuna and `frameworks`."""

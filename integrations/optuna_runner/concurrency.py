@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hydra_tune.config import MOST_TRIALS_A_DEVICE
+
 if TYPE_CHECKING:
     from hydra_tune.pool.shard_pool import ShardPool
 
 logger = logging.getLogger("hydra_tune")
 LEAST_A_DEVICE = 2  # one computes while another steps its optimizer on the host
-MOST_A_DEVICE = 8  # more gain nothing on the device, and a sampler knows less when it is asked
 LOOK_AROUND_S = 0.5
 TOLD_S = 30.0  # a storage that failed to be told of a trial's end keeps nobody waiting for longer
 
@@ -48,7 +49,7 @@ class Places:
     @property
     def most(self) -> int:
         """Threads that a search may need."""
-        return self._given or MOST_A_DEVICE * len(self._pool.devices)
+        return self._given or MOST_TRIALS_A_DEVICE * len(self._pool.devices)
 
     @property
     def number(self) -> int:

@@ -27,10 +27,10 @@ _MARK = "hydra_tune.json"  # tells a checkpoint of ours from one of the function
 class KeptState:
     """Copies of a trial's tensors, and all else of it."""
 
-    def __init__(self, trial_id: str, moment: Position, state: Any) -> None:
+    def __init__(self, trial_id: str, position: Position, state: Any) -> None:
         self.name = uuid.uuid4().hex
         self.trial_id = trial_id
-        self._moment = moment
+        self._position = position
         tensors: dict[str, Any] = {}
         self._text = json.dumps(encode(state, tensors, "state"))
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -49,15 +49,15 @@ class KeptState:
         (trial,) = live
         trial.boundary()
         with CountingPaused():
-            moment, state = context.resumption.now(trial.model, trial.optimizer)
-            return cls(trial_id, moment, state)
+            position, state = context.resumption.now(trial.model, trial.optimizer)
+            return cls(trial_id, position, state)
 
     def newest(self) -> tuple[Position, Any]:
         """Copies: the one that goes on from them will change them."""
-        return self._moment, decode(json.loads(self._text), self._tensors)
+        return self._position, decode(json.loads(self._text), self._tensors)
 
     def write(self, directory: str) -> None:
-        CheckpointFolder(Path(directory)).write(self._moment, decode(json.loads(self._text), self._tensors))
+        CheckpointFolder(Path(directory)).write(self._position, decode(json.loads(self._text), self._tensors))
         Path(directory, _MARK).write_text(json.dumps({"name": self.name, "trial_id": self.trial_id}))
 
 
@@ -124,8 +124,8 @@ class KeptStates:
 class Found:
     """What to go on from."""
 
-    moment: Position
+    position: Position
     state: Any
 
     def newest(self) -> tuple[Position, Any]:
-        return self.moment, self.state
+        return self.position, self.state

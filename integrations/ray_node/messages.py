@@ -1,4 +1,14 @@
-"""What a trial's proxy and its pool tell each other. Plain data; no torch, for proxies do without."""
+"""What a trial's proxy and its pool tell each other: plain data. No torch, for proxies do without.
+
+a function    proxy   Order                       GoOn                 ...
+              pool          Begun  ResultReported      ResultReported  ...  Ended
+
+a trainable   proxy   Order                             CallMethod           ...
+              pool          Begun  Returned (it is made)            Returned ...
+
+At any time the proxy may send StopTrial, and the pool Printed, Stopped or Raised. Between a function's report and its
+GoOn the proxy may send SaveState, which StateSaved answers.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +20,32 @@ from ray import cloudpickle
 
 
 class Order(NamedTuple):
-    """What a pool is to run as a trial's next attempt, which its line tells from the others. `payload` is a pickled
-    function or class; `surroundings` are what `ray.tune.get_context()` tells, and whether the trial has a working
-    directory of its own."""
+    """What a pool is to run as a trial's next attempt.
+
+    `payload` is a pickled function or class; `tune_context` what `ray.tune.get_context()` tells, and whether the trial
+    has a working directory of its own."""
 
     job: str
     payload: bytes
     config: dict[str, Any]
-    surroundings: dict[str, Any]
+    tune_context: dict[str, Any]
 
     @property
     def trial_id(self) -> str:
-        return str(self.surroundings["trial_id"])
+        return str(self.tune_context["trial_id"])
 
     @property
     def is_function(self) -> bool:
         """And no trainable's class."""
-        return "loaded_checkpoint" in self.surroundings
+        return "loaded_checkpoint" in self.tune_context
 
     @property
     def experiment(self) -> str:
-        return str(self.surroundings["experiment_name"])
+        return str(self.tune_context["experiment_name"])
 
     @property
     def trial_name(self) -> str:
-        return str(self.surroundings["trial_name"])
+        return str(self.tune_context["trial_name"])
 
 
 class GoOn(NamedTuple):

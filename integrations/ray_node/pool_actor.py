@@ -15,7 +15,7 @@ from typing import Any
 
 from hydra_tune.integrations.ray_node.messages import Begun, CallMethod, GoOn, Order, Raised, SaveState, StopTrial
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
-from hydra_tune.integrations.ray_node.proxy_connections import Line, Lines
+from hydra_tune.integrations.ray_node.proxy_connections import ProxyConnection, ProxyConnections
 
 LAST_WORDS_S = 1.0  # for a proxy to hear that the process ends
 GIL_S = 0.001  # for which a computing thread has it, while a report waits
@@ -23,7 +23,7 @@ logger = logging.getLogger("hydra_tune")
 
 
 class PoolActor:
-    """One node's pool. What proxies say comes on their lines; the actor's own methods are for who looks for it.
+    """One node's pool. Proxies speak to it by connections of their own; by the actor's methods they only find it.
 
     The class is known where there is no torch.
     """
@@ -42,16 +42,16 @@ class PoolActor:
         self._pool = ShardPool(**spec.arguments)
         self._job = None if spec.shared else job
         self._places = places
-        self._attempts: dict[Line, TrialThread] = {}
+        self._attempts: dict[ProxyConnection, TrialThread] = {}
         self._states = KeptStates(lambda: self._pool.host_memory_bytes - sum(self._pool.host_bytes))
         self._attempt = partial(
             TrialThread, self._pool, work=user_code.train, on_lost=self._start_anew, states=self._states
         )
-        self._lines = Lines(self._hears)
+        self._proxies = ProxyConnections(self._hears)
 
-    def line(self) -> tuple[Any, bytes]:
+    def address(self) -> tuple[Any, bytes]:
         """Where a proxy of this node connects, and by which key."""
-        return self._lines.address, self._lines.key
+        return self._proxies.address, self._proxies.key
 
     def report(self) -> dict[str, Any]:
         """`ShardPool.report`, how many trials live, and how many attempts have gone on from what the pool had of them,
@@ -61,39 +61,39 @@ class PoolActor:
 
     # ---- in the thread that reads ----
 
-    def _hears(self, line: Line, said: Any) -> None:
+    def _hears(self, proxy: ProxyConnection, said: Any) -> None:
         if isinstance(said, Order):
-            self._begin(line, said)
+            self._begin(proxy, said)
             return
-        attempt = self._attempts.get(line)
+        attempt = self._attempts.get(proxy)
         if attempt is None:
             return
         if said is None:
             attempt.stop("its proxy has died")
             if not attempt.is_alive:
-                del self._attempts[line]
+                del self._attempts[proxy]
         elif isinstance(said, StopTrial):
             attempt.stop(said.reason)
         elif isinstance(said, (GoOn, CallMethod, SaveState)):
             attempt.answer(said)
 
-    def _begin(self, line: Line, order: Order) -> None:
+    def _begin(self, proxy: ProxyConnection, order: Order) -> None:
         """Unless the pool is full. A former attempt of the same trial ends."""
         if self._job is not None and order.job != self._job:
             error = PermissionError(
                 f"a pool runs code of its own Ray job, {self._job}, but job {order.job} asked. Share one with "
                 "HydraExecutor(pool=...) in both."
             )
-            line.say(Raised.of(error, ""))
+            proxy.say(Raised.of(error, ""))
             return
-        self._attempts = {line: attempt for line, attempt in self._attempts.items() if attempt.is_alive}
+        self._attempts = {proxy: attempt for proxy, attempt in self._attempts.items() if attempt.is_alive}
         former = [attempt for attempt in self._attempts.values() if attempt.order.trial_id == order.trial_id]
         for attempt in former:
             attempt.stop("another attempt of this trial has begun")
         has_place = len(self._attempts) - len(former) < self._places
-        line.say(Begun(has_place))
+        proxy.say(Begun(has_place))
         if has_place:
-            self._attempts[line] = attempt = self._attempt(order=order, line=line)
+            self._attempts[proxy] = attempt = self._attempt(order=order, proxy=proxy)
             attempt.start()
 
     def _start_anew(self) -> None:

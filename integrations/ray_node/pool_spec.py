@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra_tune.integrations.optuna_runner.concurrency import MOST_A_DEVICE
+from hydra_tune.config import MOST_TRIALS_A_DEVICE
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PoolSpec:
 
     def places(self, node_gpus: int) -> int:
         """Trials that live at a time on a node with so many GPUs."""
-        return self.concurrency or MOST_A_DEVICE * self.num_devices(node_gpus)
+        return self.concurrency or MOST_TRIALS_A_DEVICE * self.num_devices(node_gpus)
 
     def num_threads(self, node_cpus: int, node_gpus: int) -> int:
         """For the operators of one trial: virtual devices compute side by side, on the node's CPUs."""

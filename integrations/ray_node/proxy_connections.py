@@ -1,7 +1,7 @@
-"""The pool's end of its proxies' lines: a socket of the node, on which each trial's proxy has a connection.
+"""The pool's connections to its trials' proxies, by a socket of the node.
 
-Messages of one trial take microseconds so, where a call of an actor takes milliseconds; and a proxy that dies is known
-at once, for its connection ends.
+A call of a Ray actor takes milliseconds, and nobody tells an actor that its caller has died. A message over a local
+socket takes microseconds, and a proxy that dies is known at once, for its connection ends.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hydra_tune.integrations.ray_node.messages import Raised
 WAITING = 64  # proxies that connect at a time
 
 
-class Line:
-    """One proxy's."""
+class ProxyConnection:
+    """To one trial's proxy."""
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
@@ -44,14 +44,15 @@ class Line:
         return data
 
 
-class Lines:
-    """`hears` is called with a line and what came on it, or None once its proxy has gone; in one thread for all."""
+class ProxyConnections:
+    """Accepts and reads all of them. `hears` is called with a connection and what came by it, or None once its proxy
+    has gone; in one thread for all."""
 
-    def __init__(self, hears: Callable[[Line, Any], None]) -> None:
+    def __init__(self, hears: Callable[[ProxyConnection, Any], None]) -> None:
         self.key = secrets.token_bytes(32)
         self._listener = Listener(backlog=WAITING, authkey=self.key)
         self._hears = hears
-        self._lines: dict[Any, Line] = {}  # by connection
+        self._proxies: dict[Any, ProxyConnection] = {}  # by its socket
         self._woken, self._waking = Pipe(duplex=False)
         for work in (self._accept, self._read):
             threading.Thread(target=work, name=f"hydra_tune {work.__name__}", daemon=True).start()
@@ -64,22 +65,22 @@ class Lines:
         while True:
             with suppress(OSError, EOFError, AuthenticationError):  # one that is not ours, or has gone again
                 connection = self._listener.accept()
-                self._lines[connection] = Line(connection)
+                self._proxies[connection] = ProxyConnection(connection)
                 self._waking.send_bytes(b"")
 
     def _read(self) -> None:
         while True:
-            for connection in wait([self._woken, *list(self._lines)]):
+            for connection in wait([self._woken, *list(self._proxies)]):
                 if connection is self._woken:
                     self._woken.recv_bytes()
                     continue
-                line = self._lines[connection]
-                data = line.hear()
+                proxy = self._proxies[connection]
+                data = proxy.hear()
                 if data is None:
-                    del self._lines[connection]
+                    del self._proxies[connection]
                 try:
-                    self._hears(line, None if data is None else cloudpickle.loads(data))
-                except Exception as error:  # what a user's config needs may not be there; other lines go on
-                    line.say(Raised.of(error, traceback.format_exc()))
+                    self._hears(proxy, None if data is None else cloudpickle.loads(data))
+                except Exception as error:  # what a user's config needs may not be there; other proxies go on
+                    proxy.say(Raised.of(error, traceback.format_exc()))
                 if data is None:
-                    line.connection.close()
+                    proxy.connection.close()

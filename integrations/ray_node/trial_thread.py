@@ -29,7 +29,7 @@ from hydra_tune.integrations.ray_node.messages import (
     StateSaved,
     Stopped,
 )
-from hydra_tune.integrations.ray_node.proxy_connections import Line
+from hydra_tune.integrations.ray_node.proxy_connections import ProxyConnection
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.trials.context import Context, trial_context
 
@@ -44,7 +44,7 @@ class TrialThread:
         self,
         pool: ShardPool,
         order: Order,
-        line: Line,
+        proxy: ProxyConnection,
         work: Callable[[TrialThread], Any],
         on_lost: Callable[[], None],
         states: KeptStates,
@@ -52,7 +52,7 @@ class TrialThread:
         guards.install()
         self.order = order
         self._pool = pool
-        self._line = line
+        self._proxy = proxy
         self._work = work
         self._on_lost = on_lost
         self._states = states
@@ -86,7 +86,7 @@ class TrialThread:
     # ---- in its thread ----
 
     def say(self, message: Message) -> None:
-        self._line.say(message)
+        self._proxy.say(message)
 
     def await_answer(self) -> Any:
         """Of Tune.
@@ -152,8 +152,8 @@ class TrialThread:
                 if self._stop_reason:
                     context.stop(self._stop_reason)
                 self._check()
-                if self.order.is_function and self.go_on_from(self.order.surroundings["loaded_checkpoint"]):
-                    self.order.surroundings["loaded_checkpoint"] = None
+                if self.order.is_function and self.go_on_from(self.order.tune_context["loaded_checkpoint"]):
+                    self.order.tune_context["loaded_checkpoint"] = None
                 output = self._work(self)
                 if not context.trials:
                     _warn_of_unprepared(self.order.experiment)
@@ -173,7 +173,7 @@ class TrialThread:
         """That of another trial, as its `TrialInfo` says, whose trainable is this one's, reset."""
         if info is not None:
             names = {"trial_id": info.trial_id, "trial_name": info.trial_name}
-            self.order = self.order._replace(surroundings={**self.order.surroundings, **names})
+            self.order = self.order._replace(tune_context={**self.order.tune_context, **names})
 
     def go_on_from(self, checkpoint: Any) -> bool:
         """The trial's next model goes on from what a pool has kept of this trial, or of the one that it exploits.

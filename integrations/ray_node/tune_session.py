@@ -31,7 +31,7 @@ class TrialSession:
         self.loaded_checkpoint: Any = None
         self.storage: Any = None
         self.has_working_directory = False
-        self.__dict__.update(attempt.order.surroundings)
+        self.__dict__.update(attempt.order.tune_context)
 
     def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
         metrics = plain(metrics)

@@ -1,4 +1,4 @@
-"""A proxy's line to its node's pool: has an attempt begin there, and hears what it says. No torch."""
+"""A proxy's connection to its node's pool: has an attempt begin there, and hears what it says. No torch."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-class PoolLink:
+class PoolConnection:
     """Of one proxy: one attempt after another, each of which ends before the next one begins."""
 
     def __init__(self, spec: PoolSpec) -> None:
         self._spec = spec
-        self._line: Any = None
+        self._connection: Any = None
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._waits = False  # the attempt, which has reported
 
-    def begin(self, payload: bytes, config: dict[str, Any], surroundings: dict[str, Any]) -> None:
+    def begin(self, payload: bytes, config: dict[str, Any], tune_context: dict[str, Any]) -> None:
         """Wait for a place in the pool, and have it begin.
 
         Raises:
@@ -66,12 +66,12 @@ class PoolLink:
             ConfigError: it could not be made.
         """
         context = ray.get_runtime_context()
-        order = Order(context.get_job_id(), payload, config, surroundings)
+        order = Order(context.get_job_id(), payload, config, tune_context)
         self._stopped.clear()
         self._waits = False
-        if self._line is not None:
-            self._line.close()  # of the attempt before, which ends if it has not
-        self._line = self._connected(context.get_node_id())
+        if self._connection is not None:
+            self._connection.close()  # of the attempt before, which ends if it has not
+        self._connection = self._connected(context.get_node_id())
         self._say(order)
         while not self._has_begun():
             if self._stopped.wait(_FULL_S):
@@ -81,7 +81,7 @@ class PoolLink:
     def _connected(self, node: str) -> Any:
         keeper = ray.get_actor(self._spec.name, self._spec.namespace)
         try:
-            address, key = ray.get(keeper.line_on.remote(node))
+            address, key = ray.get(keeper.address_on.remote(node))
             return Client(address, authkey=key)
         except RayTaskError as error:
             if isinstance(error.cause, Exception) and not isinstance(error.cause, RayActorError):
@@ -146,25 +146,25 @@ class PoolLink:
     def stop(self, reason: str) -> None:
         """Have the attempt end; it need not have begun, and may have ended."""
         self._stopped.set()
-        if self._line is not None:
+        if self._connection is not None:
             with suppress(PoolLostError):
                 self._say(StopTrial(reason))
 
     # ---- its messages ----
 
     def _say(self, message: Any) -> None:
-        line, data = self._line, cloudpickle.dumps(message)
+        connection, data = self._connection, cloudpickle.dumps(message)
         try:
             with self._lock:
-                line.send_bytes(data)
+                connection.send_bytes(data)
         except OSError as error:
             raise PoolLostError(f"the pool's process has died: {error}") from None
 
     def _heard(self) -> Message:
         try:
-            message: Message = cloudpickle.loads(self._line.recv_bytes())
+            message: Message = cloudpickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise PoolLostError(f"the pool's process has died: {str(error) or 'its line has ended'}.") from None
+            raise PoolLostError(f"the pool's process has died: {str(error) or 'its connection has ended'}.") from None
         if isinstance(message, Printed):
             stream = getattr(sys, message.stream)
             stream.write(message.text)

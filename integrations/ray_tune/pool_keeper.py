@@ -40,7 +40,7 @@ class PoolKeeper:
     async def its_spec(self) -> PoolSpec:
         return self._spec
 
-    async def line_on(self, node_id: str) -> tuple[Any, bytes]:
+    async def address_on(self, node_id: str) -> tuple[Any, bytes]:
         """Where a proxy finds the node's pool, and by which key; of its new process, if the former one has died.
 
         Raises:
@@ -49,8 +49,8 @@ class PoolKeeper:
         async with self._making.setdefault(node_id, asyncio.Lock()):
             if node_id not in self._pools:
                 self._pools[node_id] = await self._made_on(node_id)
-        line: tuple[Any, bytes] = await self._pools[node_id].line.remote()
-        return line
+        address: tuple[Any, bytes] = await self._pools[node_id].address.remote()
+        return address
 
     async def _made_on(self, node_id: str) -> Any:
         node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
@@ -75,7 +75,7 @@ class PoolKeeper:
         pool = actor.remote(spec, job, spec.places(gpus), threads)
         limit_s = START_S if wanted else SLOW_START_S
         try:
-            await asyncio.wait_for(asyncio.shield(pool.line.remote()), limit_s)
+            await asyncio.wait_for(asyncio.shield(pool.address.remote()), limit_s)
         except (asyncio.TimeoutError, ActorUnschedulableError):
             ray.kill(pool)
             raise ConfigError(_late(wanted, gpus, limit_s)) from None

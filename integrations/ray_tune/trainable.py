@@ -24,7 +24,7 @@ from hydra_tune.integrations.ray_node.messages import Ended
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_tune.executor import HydraExecutor
 from hydra_tune.integrations.ray_tune.payload import Payload
-from hydra_tune.integrations.ray_tune.pool_connection import PoolLink, PoolLostError
+from hydra_tune.integrations.ray_tune.pool_connection import PoolConnection, PoolLostError
 from hydra_tune.integrations.ray_tune.pool_keeper import keep_pools
 
 
@@ -85,12 +85,12 @@ def _refuse_other_resources(proxy: Trainable) -> None:
 
 def _function_proxy(train: Callable[..., Any], spec: PoolSpec) -> type:
     payload = Payload(train)
-    links: list[PoolLink] = []  # of the trial's process, one
+    connections: list[PoolConnection] = []  # of the trial's process, one
 
     def proxy(config: dict[str, Any]) -> Any:
-        (link,) = links
+        (connection,) = connections
         context = get_context()
-        surroundings = {
+        tune_context = {
             "trial_id": context.get_trial_id(),
             "trial_name": context.get_trial_name(),
             "trial_resources": context.get_trial_resources(),
@@ -100,14 +100,14 @@ def _function_proxy(train: Callable[..., Any], spec: PoolSpec) -> type:
             "has_working_directory": _has_working_directory(),
             "loaded_checkpoint": get_checkpoint(),
         }
-        link.begin(payload.pickled(), config, surroundings)
+        connection.begin(payload.pickled(), config, tune_context)
         try:
-            for message in link.messages(get_checkpoint):
+            for message in connection.messages(get_checkpoint):
                 if isinstance(message, Ended):
                     return message.output
                 tune_report(message.metrics, checkpoint=message.checkpoint)
         finally:  # Tune ends this thread where it reports
-            link.stop("Tune has stopped the trial")
+            connection.stop("Tune has stopped the trial")
         raise PoolLostError("the trial was stopped in its pool, though Tune has not asked for it.")
 
     name = getattr(train, "__name__", type(train).__name__)
@@ -119,7 +119,7 @@ def _function_proxy(train: Callable[..., Any], spec: PoolSpec) -> type:
 
         def setup(self, config: dict[str, Any]) -> None:
             _refuse_other_resources(self)
-            links[:] = [PoolLink(spec)]
+            connections[:] = [PoolConnection(spec)]
             super().setup(config)
 
         def save_checkpoint(self, checkpoint_dir: str = "") -> Any:
@@ -128,12 +128,12 @@ def _function_proxy(train: Callable[..., Any], spec: PoolSpec) -> type:
             if result is None or result.checkpoint is not None:
                 return result
             with tempfile.TemporaryDirectory() as directory:
-                if not links[0].save(directory):
+                if not connections[0].save(directory):
                     return result
                 return self._report_class_trainable_checkpoint(directory, directory)
 
         def cleanup(self) -> None:
-            links[0].stop("Tune has stopped the trial")
+            connections[0].stop("Tune has stopped the trial")
             super().cleanup()
 
     FunctionProxy.__name__ = FunctionProxy.__qualname__ = name
@@ -155,18 +155,18 @@ def _class_proxy(train: type[Trainable], spec: PoolSpec) -> type:
 
         def setup(self, config: dict[str, Any]) -> None:
             _refuse_other_resources(self)
-            self._link = PoolLink(spec)
+            self._connection = PoolConnection(spec)
             self._new_config: dict[str, Any] | None = config  # of one that is to be made
 
         def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
             if self._new_config is not None:
                 self._make(self._new_config)
                 self._new_config = None
-            return self._link.call(method, *arguments, **options)
+            return self._connection.call(method, *arguments, **options)
 
         def _make(self, config: dict[str, Any]) -> None:
             info = self._trial_info
-            surroundings = {
+            tune_context = {
                 "trial_id": self.trial_id,
                 "trial_name": self.trial_name,
                 "trial_resources": self.trial_resources,
@@ -175,8 +175,8 @@ def _class_proxy(train: type[Trainable], spec: PoolSpec) -> type:
                 "storage": self._storage,
                 "has_working_directory": _has_working_directory(),
             }
-            self._link.begin(payload.pickled(), self._with_info(config), surroundings)
-            self._link.await_value()
+            self._connection.begin(payload.pickled(), self._with_info(config), tune_context)
+            self._connection.await_value()
 
         def _with_info(self, config: dict[str, Any]) -> dict[str, Any]:
             return config if self._trial_info is None else {**config, TRIAL_INFO: self._trial_info}
@@ -202,7 +202,7 @@ def _class_proxy(train: type[Trainable], spec: PoolSpec) -> type:
             return True
 
         def cleanup(self) -> None:
-            self._link.stop("Tune has stopped the trial")
+            self._connection.stop("Tune has stopped the trial")
 
     ClassProxy.__name__ = ClassProxy.__qualname__ = train.__name__
     return ClassProxy

@@ -1,5 +1,9 @@
-"""What a trial's configuration has set in its optimizer, and what stays of that where it goes on with another trial's
-weights and optimizer state, as in population based training."""
+"""What a trial's configuration has set in its optimizer and its schedules.
+
+In population based training a trial goes on with another trial's weights and optimizer state. The other's
+hyperparameters come with that state, and would undo what the search has changed. So those that the two configurations
+give differently are set to this trial's again.
+"""
 
 from __future__ import annotations
 

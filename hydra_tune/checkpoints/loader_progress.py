@@ -17,7 +17,8 @@ from hydra_tune.randomness import RandomState
 
 
 class LoaderProgress:
-    """Of one loader, in its trial's thread."""
+    """Of one loader, in its trial's thread. A checkpoint holds random states and a number; on resuming, batches that
+    were trained are drawn again and dropped, which costs their loading."""
 
     def __init__(self, loader: Any, random_state: RandomState) -> None:
         self.drawn = 0  # batches, in all iterations

@@ -1,5 +1,9 @@
-"""Which trial of a search the calling thread runs: set around an objective by Optuna's runner, or in Ray's pool. What
-libraries keep for the whole process is kept for each of them here."""
+"""Which trial of a search the calling thread runs.
+
+Libraries keep state for the whole process, but trials run side by side in threads of one process. So Optuna's runner
+and Ray's pool say around each objective which trial it is: what a library keeps is then kept for each trial, and what
+cannot be is warned of.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ _live_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class CurrentTrial:
-    """`optuna` is None under Ray. `library_states` are the trial's, by what would be the process's."""
+    """`optuna` is the study's trial, None under Ray. `library_states` are the trial's own, by the id of what they stand
+    for in the process."""
 
     optuna: optuna.Trial | None = None
     library_states: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -38,6 +43,7 @@ def runs_beside_others() -> bool:
 
 @contextmanager
 def running(trial: optuna.Trial | None = None) -> Iterator[None]:
+    """Around an objective, in its thread."""
     current = CurrentTrial(trial)
     outer, _local.trial = current_trial(), current
     with _live_lock:

@@ -1,5 +1,8 @@
-"""A runner's `checkpoint_dir` for frameworks that write checkpoints of their own: when one is due, and which one a
-trial goes on from after its process has died.
+"""A runner's `checkpoint_dir` for frameworks that write checkpoints of their own.
+
+Hugging Face and Lightning save and restore a training themselves, down to their loaders and schedules; a checkpoint of
+ours beside theirs would be of another step. So only theirs is written. The trial's folder says which is the newest
+complete one, of which of its trainings, and from there the trial goes on after its process has died.
 
 <checkpoint_dir>/<study>/trial-00003/framework.json     the path of the framework's newest complete checkpoint
 """
@@ -22,7 +25,7 @@ _trainings: weakref.WeakKeyDictionary[Resumption, int] = weakref.WeakKeyDictiona
 
 
 class FrameworkCheckpoints:
-    """Of one training of the running trial, the one of that `number`. `folder` goes with the trial."""
+    """Of one training of the running trial: its first, or the one of that `number`. `folder` is the trial's."""
 
     def __init__(self, resumption: Resumption, folder: Path) -> None:
         _trainings[resumption] = self.number = _trainings.get(resumption, 0) + 1
@@ -67,8 +70,8 @@ class FrameworkCheckpoints:
         self._timer.last_step = step
 
     def is_due(self, step: int) -> bool:
-        """After so many mini-batches."""
-        return self._timer.is_due(step)
+        """After so many mini-batches of this training, if the trial does not have a later one's already."""
+        return self._timer.is_due(step) and not self.is_behind
 
     def note(self, path: str | Path, step: int, *, was_due: bool) -> None:
         """The framework has written one, all of it. The one before, if it was written only because it was due, goes."""
@@ -105,8 +108,8 @@ def _remove(path: str | Path) -> None:
 
 
 def trial_folder() -> str | None:
-    """By which trials that write to one folder are told apart: as Hugging Face's own searches do. A trial that
-    continues others writes where the first of them did. None outside of a search."""
+    """The name of a folder of the running trial's own, as Hugging Face's searches name it; None outside of a search.
+    A trial that continues others writes where the first of them did."""
     trial = current_trial()
     if trial is None:
         return None

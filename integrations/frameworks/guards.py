@@ -1,4 +1,4 @@
-"""Installed once a process that runs trials beside each other."""
+"""Makes libraries safe where trials run beside each other; installed once a process."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Models are loaded one at a time, and what that changes for the process is changed for the loading thread only.
+"""Loading models while other trials run.
 
 transformers and accelerate patch functions of the process while they make a model that is to be filled from a file:
 `PreTrainedModel.tie_weights` and the functions of `torch.nn.init` do nothing then, new parameters go to the meta
-device, and the default dtype is the checkpoint's. Two such loads at once left the process broken for good; a model
-made beside one was left without weights.
+device, and the default dtype is the checkpoint's. Two such loads at once left the process broken for good; a model made
+beside one was left without weights. So models are loaded one at a time, and what a load changes is changed for its own
+thread only.
 """
 
 from __future__ import annotations

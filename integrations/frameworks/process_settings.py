@@ -1,4 +1,8 @@
-"""What cannot be a trial's own: it is warned of by name, where a trial uses it beside others."""
+"""Settings of the whole process, that cannot be a trial's own.
+
+A trial that sets one changes the trials beside it, in silence. So each is warned of by name, once, where a trial sets
+it beside others.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a framework's callback has to tell the search whose trial it trains: a value at each evaluation, and whether the
-trial is to end."""
+"""What a framework's callback tells the search whose trial it trains: a value at each evaluation. The search may answer
+that the trial is pruned.
+"""
 
 from __future__ import annotations
 

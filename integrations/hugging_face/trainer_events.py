@@ -31,7 +31,7 @@ class TrainerEvents(transformers.TrainerCallback):  # type: ignore[misc]
         pool_state = self._trainer.pool_state
         pool_state.was_due = False
         checkpoints = pool_state.checkpoints
-        if checkpoints is None or control.should_save or checkpoints.is_behind:
+        if checkpoints is None or control.should_save:
             return
         if checkpoints.is_due(state.global_step * args.gradient_accumulation_steps):
             control.should_save = pool_state.was_due = True

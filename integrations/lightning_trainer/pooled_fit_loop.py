@@ -19,7 +19,7 @@ class PooledFitLoop:
         middle of an epoch it would begin a new order of the data."""
         super().on_advance_end()  # type: ignore[misc]
         checkpoints, step = self.trainer.pool_state.checkpoints, self.epoch_loop.batch_progress.total.ready
-        if checkpoints is not None and not checkpoints.is_behind and checkpoints.is_due(step):
+        if checkpoints is not None and checkpoints.is_due(step):
             path = checkpoints.folder / f"training-{checkpoints.number}-step-{step}.ckpt"
             try:
                 self.trainer.save_checkpoint(path)

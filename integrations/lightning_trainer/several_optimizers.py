@@ -10,8 +10,9 @@ import torch
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """Of one module, as the one that `prepare` wants: their states move with the weights, and each one's step is known.
-    Never stepped itself."""
+    """A LightningModule may have several, but a trial is bound to one, whose state moves with the weights and whose
+    steps the pool hears of. This one has the states and groups of all of them, and hears of each one's steps. It is
+    never stepped itself."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.each = optimizers

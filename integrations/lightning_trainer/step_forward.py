@@ -1,4 +1,8 @@
-"""A LightningModule's step as the forward that a pool sees, whatever parts of the module it calls."""
+"""A LightningModule's step as the forward that a pool sees.
+
+A step may call any part of its module, but the pool has a block's weights on the device in the forward of the prepared
+model alone. So what is prepared is a stand-in with the module's weights and layers, whose forward is the step.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +67,10 @@ class StepForward:
 
 
 class StepRoot(nn.Module):
-    """The model that is prepared: weights and layers of a LightningModule, under their names. What Lightning and its
-    metrics note in attributes in each step would make it another model in each step, whose memory is to be measured."""
+    """The model that is prepared: weights and layers of a LightningModule, under their names.
+
+    Not the module itself: Lightning and its metrics set attributes of the module in each step, by which it would be a
+    new model each time, whose memory the pool measures anew."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,6 +1,8 @@
-"""How many trials of a search live: where nobody says it, as many as host memory holds.
+"""How many trials of a search live at a time.
 
-A search begins with enough of them to hide transfers. Once the first is prepared and its bytes are known, more may ask.
+Too few leave the device idle while weights move; too many do not fit host memory, and their bytes are unknown before
+the first is prepared. So a search begins with enough of them to hide transfers, and lets more ask once a trial's bytes
+are known, up to what host memory holds.
 """
 
 from __future__ import annotations

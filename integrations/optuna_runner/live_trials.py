@@ -1,4 +1,8 @@
-"""The trials of one search that run now: told to stop, to pause, to give their weights to another."""
+"""The trials of one search that run now, and how Ctrl-C or a call from another thread stops them.
+
+Optuna's loop waits on Ctrl-C until all its trials have ended by themselves. So the search's loop has a thread of its
+own: the main thread only waits, and tells the trials to stop at their next task boundary.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,11 @@ from hydra_tune.process.fork import gate
 from hydra_tune.trials.context import Context
 
 logger = logging.getLogger("hydra_tune")
-
-
 LOOK_AROUND_S = 0.2
 
 
 class LiveTrials:
-    """Their contexts. The search's loop has a thread of its own, for Optuna's waits on Ctrl-C until all have ended."""
+    """Their contexts, by number."""
 
     def __init__(self) -> None:
         self.interrupted = ""  # why, if it was
@@ -29,6 +31,7 @@ class LiveTrials:
         self._begun: dict[int, object] = {}
 
     def wait_for(self, optimize: Callable[[], None], stop_asking: Callable[[], None]) -> None:
+        """Run `optimize` in a thread of its own; on Ctrl-C call `stop_asking`, and stop those that live."""
         gate.leave()  # this thread only waits from here on; an interruption may have left it inside an operator
         error: list[BaseException] = []
         begins = threading.Lock()  # taken by the search, or by who was interrupted before

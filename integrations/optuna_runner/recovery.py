@@ -1,4 +1,8 @@
-"""Which process runs which trial of a study, by locks on files: those of a process that died are given back to it.
+"""Which process runs which trial of a study, and what becomes of a trial whose process has died.
+
+A storage says that a trial runs, but not whether its process lives. A trial of a dead process would run for ever for
+the study, and its work would be lost. So each process holds a lock on a file of each trial that it runs, which the
+system takes back however the process ends. The next search gives such trials back to the study.
 
 <checkpoint_dir>/lock                 held while a study's folder is named
                  <study>/asking       held by all who ask for a trial; alone, by who looks for the dead

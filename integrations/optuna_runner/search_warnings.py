@@ -1,4 +1,4 @@
-"""Tells before a search begins what its pruner and its sampler cannot do while so many trials run together."""
+"""Warns of what a study's pruner and sampler cannot do while so many trials run together."""
 
 from __future__ import annotations
 

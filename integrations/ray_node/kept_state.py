@@ -1,6 +1,8 @@
-"""What a function goes on from that calls `hydra_tune.resume_step` and reports no checkpoint of its own: the state of
-its trial, or of the one that it is to exploit. Its pool keeps that in host memory, while there is room; it is in a
-checkpoint of Tune's, too.
+"""States of trials that their pool keeps, for those that report no checkpoints of their own.
+
+Schedulers of Tune's pause trials, or have one go on from another's weights. That needs a checkpoint, but a function
+that calls `hydra_tune.resume_step` need not write any. Its pool can: it keeps the last state of each trial in host
+memory while there is room, and gives Tune the same as a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _MARK = "hydra_tune.json"  # tells a checkpoint of ours from one of the function
 
 
 class KeptState:
-    """Copies of a trial's tensors, and all else of it."""
+    """Of one trial: copies of its tensors, which take host memory beside the trial's own, and all else as text."""
 
     def __init__(self, trial_id: str, position: Position, state: Any) -> None:
         self.name = uuid.uuid4().hex
@@ -71,8 +73,8 @@ def _mark_of(checkpoint: Any) -> dict[str, str] | None:
 
 
 class KeptStates:
-    """The last one of each of a pool's trials, live or paused; of all that `room_bytes` has no room for, the oldest go.
-    Thread-safe."""
+    """The last one of each of a pool's trials, live or paused. Where they take more than `room_bytes()`, the oldest are
+    dropped: these trials go on from a checkpoint. Thread-safe."""
 
     def __init__(self, room_bytes: Callable[[], float]) -> None:
         self._room_bytes = room_bytes

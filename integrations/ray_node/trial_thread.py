@@ -1,5 +1,8 @@
-"""One attempt of a Tune trial, in the pool's process: a thread that trains, and what it has to say to its proxy. It
-waits where Tune decides: after a report, and for a trainable's next method."""
+"""A thread of the pool's process that trains one attempt of a Tune trial.
+
+Tune decides after each report whether a trial goes on, and calls a trainable's methods one by one. There the thread
+waits for its proxy, which speaks for Tune. It holds its host memory meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,15 @@ logger = logging.getLogger("hydra_tune")
 
 
 class TrialThread:
-    """`work` is called in the trial's thread, with this; `on_lost`, if it ends by an error after which the process can
-    use its devices no more."""
+    """Begins with `start`, ends with a last message to its proxy: Ended, Stopped or Raised.
+
+    Args:
+        order: what it is to train.
+        proxy: where it says what happens.
+        work: is called in the thread, with this.
+        on_lost: is called if it ends by an error after which the process can use its devices no more.
+        states: keep the trial's, for another attempt.
+    """
 
     def __init__(
         self,
@@ -52,7 +62,7 @@ class TrialThread:
         guards.install()
         self.order = order
         self._pool = pool
-        self._proxy = proxy
+        self.proxy = proxy
         self._work = work
         self._on_lost = on_lost
         self._states = states
@@ -85,9 +95,6 @@ class TrialThread:
 
     # ---- in its thread ----
 
-    def say(self, message: Message) -> None:
-        self._proxy.say(message)
-
     def await_answer(self) -> Any:
         """Of Tune.
 
@@ -102,9 +109,9 @@ class TrialThread:
     def _save(self, directory: str) -> None:
         try:
             self.keep(directory)
-            self.say(StateSaved(""))
+            self.proxy.say(StateSaved(""))
         except Exception as error:  # a full disk, or nobody could go on from it
-            self.say(StateSaved(str(error)))
+            self.proxy.say(StateSaved(str(error)))
 
     def keep(self, directory: str) -> None:
         """The trial's state, in the pool and as a checkpoint; where nothing of it is under way.
@@ -126,7 +133,7 @@ class TrialThread:
             TrialStopped: it has ended the trial.
         """
         self._check()
-        self.say(ResultReported(metrics, checkpoint))
+        self.proxy.say(ResultReported(metrics, checkpoint))
         return self.await_answer().checkpoint
 
     def _check(self) -> None:
@@ -139,9 +146,9 @@ class TrialThread:
         if not isinstance(outcome, Stopped):  # a trial that Tune has paused is stopped, too
             self._states.forget(self.order.trial_id)
         try:
-            self.say(outcome)
+            self.proxy.say(outcome)
         except Exception as error:  # what cannot be pickled
-            self.say(Raised.of(error, ""))
+            self.proxy.say(Raised.of(error, ""))
 
     def _outcome(self) -> Message:
         try:

@@ -1,5 +1,8 @@
-"""What `ray.tune.report`, `get_checkpoint`, `get_context` and `print` mean in the threads of a pool's process: to each
-trial its own. Tune keeps one session a process; here one stands for all, and asks whose thread it is in."""
+"""What `ray.tune.report`, `get_checkpoint`, `get_context` and `print` mean in a trial's thread.
+
+Tune keeps one session a process, but a pool's process runs many trials. So one session stands for all of them, and asks
+in whose thread it is.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class TrialSession:
             self.loaded_checkpoint = persisted
 
     def print(self, stream: str, text: str) -> None:
-        self._attempt.say(Printed(stream, text))
+        self._attempt.proxy.say(Printed(stream, text))
 
     def make_current(self) -> None:
         """In the calling thread, in the trial's working directory."""

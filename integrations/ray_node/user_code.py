@@ -1,5 +1,6 @@
-"""What an attempt does in its thread: a training function from its config to its output, or a trainable's methods as
-Tune calls them."""
+"""Runs what the user has given to Tune, in a trial's thread: a function from its config to its output, or a trainable
+whose methods Tune calls one by one.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _serve(attempt: TrialThread, kind: Any, session: TrialSession) -> None:
     value: Any = None
     try:
         while True:
-            attempt.say(Returned(value))
+            attempt.proxy.say(Returned(value))
             call = attempt.await_answer()
             if call.method == "reset":
                 attempt.is_now(call.arguments[0].get(TRIAL_INFO))

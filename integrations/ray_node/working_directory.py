@@ -1,6 +1,7 @@
-"""A working directory for one thread, for under Tune each trial has its own.
+"""A working directory for one thread.
 
-On Linux a thread may leave the file system attributes of its process, `unshare(2)` with CLONE_FS; what it starts later,
+Under Tune each trial has its own, where it writes to relative paths, but a process has one for all its threads. On
+Linux a thread may leave the file system attributes of its process, `unshare(2)` with CLONE_FS; what it starts later,
 processes and threads, begins with its own. `os.unshare` is in Python 3.12, libc's everywhere.
 """
 

@@ -1,4 +1,4 @@
-"""`HydraExecutor`: in the place of a trial's resources, says that trials share each node's devices."""
+"""`HydraExecutor`, given where a trial's resources are: trials share the devices of their node."""
 
 from __future__ import annotations
 

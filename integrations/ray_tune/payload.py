@@ -1,4 +1,4 @@
-"""What a trial is to run, on its way from the driver through its proxy to its pool."""
+"""A user's function or class on its way from the driver, through a trial's proxy, to its pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydra_tune.errors import ConfigError
 
 
 class Payload:
-    """A function or a class, which proxies hand on without reading it: it would import what it uses."""
+    """A function or a class, pickled. A proxy hands it on unread: reading it would import what it uses, torch first."""
 
     def __init__(self, content: Any) -> None:
         self._content = content

@@ -1,8 +1,8 @@
-"""The pools of one Ray job: who makes them, and that they end with it.
+"""The pools of one Ray job: made on a node when its first trial comes there, ended with the job.
 
 driver --owns--> PoolKeeper --makes, when a trial comes to a node--> PoolActor, one a node --> a thread a trial
                                                                           ^
-Tune's trial = proxy: orders an attempt, takes what it says --------------'
+Tune's trial = proxy: orders an attempt, hears what it says --------------'
 """
 
 from __future__ import annotations

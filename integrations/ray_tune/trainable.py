@@ -1,6 +1,7 @@
-"""`trainable`: what Tune starts for each trial, in place of a function or a class that trains in the node's pool.
+"""`trainable`: what Tune starts for each trial of a function or class that trains in its node's pool.
 
-A thin proxy, without torch: Tune's decisions reach the trial through it, and the trial's results Tune, which persists
+Tune gives each trial a process of its own, but trials that share devices have to share a process. So Tune's process is
+a thin proxy, without torch: Tune's decisions reach the trial through it, and the trial's results Tune, which persists
 checkpoints itself.
 """
 

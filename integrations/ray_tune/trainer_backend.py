@@ -1,4 +1,8 @@
-"""`Trainer.hyperparameter_search(backend="ray", resources_per_trial=HydraExecutor(...))`."""
+"""Hugging Face's `Trainer.hyperparameter_search(backend="ray", resources_per_trial=HydraExecutor(...))`.
+
+transformers hands the resources on to stock `ray.tune.run`, which gives each trial a process of its own. So the `run`
+of its backend is replaced, once transformers is imported, by one that understands a `HydraExecutor`.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from optuna.trial import TrialState
 
 import hydra_tune
 from hydra_tune.checkpoints.checkpoint import Position
-from hydra_tune.integrations.optuna_runner.recovery import MOST_DEATHS, Lock, StudyFolder
+from hydra_tune.integrations.optuna_runner.file_lock import FileLock
+from hydra_tune.integrations.optuna_runner.recovery import MOST_DEATHS, StudyFolder
 from scripts import BUDGETS, WIDTH, Net
 
 WAIT_S = 120.0
@@ -197,7 +198,7 @@ def test_a_trial_without_a_folder_is_taken_only_if_somebody_died_while_asking(tm
 
 
 def test_a_loaders_workers_do_not_keep_the_locks_of_who_was_killed(tmp_path):
-    lock = Lock(tmp_path / "claim")
+    lock = FileLock(tmp_path / "claim")
     assert lock.try_take()
     (read, write), (from_child, to_parent) = os.pipe(), os.pipe()
     child = os.fork()
@@ -207,7 +208,7 @@ def test_a_loaders_workers_do_not_keep_the_locks_of_who_was_killed(tmp_path):
         os._exit(0)
     os.read(from_child, 1)
     lock.close()  # the parent dies, the child lives on
-    another = Lock(tmp_path / "claim")
+    another = FileLock(tmp_path / "claim")
     taken = another.try_take()
     another.close()
     os.write(write, b"x")

@@ -79,29 +79,13 @@ class Attempts:
         if logger.isEnabledFor(logging.INFO):
             logger.info("trial %d: starts", trial.number)
         outcome = Outcome(trial)
-        checkpoints = self._checkpoints
-        before = None if checkpoints is None else checkpoints.as_it_was(trial)
+        before = None if self._checkpoints is None else self._checkpoints.as_it_was(trial)
         try:
-            seed = None if checkpoints is None or before is None else checkpoints.first_of(before)
-            with running(trial), trial_context(self._pool, trial.number, seed, alone=alone) as context:
-                outcome.context = context
-                self._running.add(trial.number, context)
-                try:
-                    if checkpoints is not None and before is not None:
-                        context.resumption = checkpoints.resumption_of(before, context)
-                    known = () if before is None else before.intermediate_values
-                    trial.report = self._noted(trial.report, context, known)  # type: ignore[method-assign]
-                    self._await_start(context)
-                    yield outcome
-                finally:
-                    vars(trial).pop("report", None)  # or the collector has to come for every trial
-                    if context.resumption is not None and context.resumption.began_at:
-                        trial.set_user_attr(RESUMED, context.resumption.began_at)
-                    self._running.remove(trial.number)
-                    outcome.note_figures()
+            with self._in_context(outcome, before, alone=alone):
+                yield outcome
         except TrialStopped as stop:
             logger.info("trial %d: stopped, %s", trial.number, stop)
-            if not context.stop.reason:
+            if not outcome.context.stop.reason:
                 raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
             if self._running.interrupted:
                 self._note_interruption(trial)
@@ -125,6 +109,28 @@ class Attempts:
                 raise
             outcome.reason, outcome.lack = f"it ran out of memory: {error}", 1.0
             outcome.ran_out_of_memory = True
+
+    @contextmanager
+    def _in_context(self, outcome: Outcome, before: optuna.trial.FrozenTrial | None, *, alone: bool) -> Iterator[None]:
+        """The trial's random state, the checkpoint that it goes on from, and a report that is noted."""
+        trial, checkpoints = outcome.trial, self._checkpoints
+        seed = None if checkpoints is None or before is None else checkpoints.first_of(before)
+        with running(trial), trial_context(self._pool, trial.number, seed, alone=alone) as context:
+            outcome.context = context
+            self._running.add(trial.number, context)
+            try:
+                if checkpoints is not None and before is not None:
+                    context.resumption = checkpoints.resumption_of(before, context)
+                known = () if before is None else before.intermediate_values
+                trial.report = self._noted(trial.report, context, known)
+                self._await_start(context)
+                yield
+            finally:
+                vars(trial).pop("report", None)  # or the collector has to come for every trial
+                if context.resumption is not None and context.resumption.began_at:
+                    trial.set_user_attr(RESUMED, context.resumption.began_at)
+                self._running.remove(trial.number)
+                outcome.note_figures()
 
     def _await_start(self, context: Context) -> None:
         """One after another: threads that build models at once spend their time on handing the interpreter on."""

@@ -13,15 +13,11 @@ system takes back however the process ends. The next search gives such trials ba
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import re
 import shutil
 import uuid
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hydra_tune.checkpoints.checkpoint import CheckpointFolder
 from hydra_tune.errors import ConfigError
+from hydra_tune.integrations.optuna_runner.file_lock import FileLock, locked
 from hydra_tune.integrations.optuna_runner.trial_attributes import CLONE, CONTINUES, INTERRUPTED
 
 if TYPE_CHECKING:
@@ -39,53 +36,6 @@ logger = logging.getLogger("hydra_tune")
 FOLDER = "hydra_tune: checkpoints"  # of a study's `user_attrs`
 MOST_DEATHS = 10  # of one trial's processes, without a new checkpoint
 _CLOCK_S = 1.0  # between a file's time and a storage's
-
-
-class Lock:
-    """On a file, for this process; the system takes it back however the process ends."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        _open.add(self)
-
-    def take(self, *, shared: bool = False) -> None:
-        assert self._file is not None
-        fcntl.flock(self._file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-
-    def try_take(self) -> bool:
-        assert self._file is not None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-_open: weakref.WeakSet[Lock] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """A forked child, a loader's worker, would keep the locks of a parent that was killed."""
-    for lock in list(_open):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-@contextmanager
-def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
-    lock = Lock(path)
-    try:
-        lock.take(shared=shared)
-        yield
-    finally:
-        lock.close()
 
 
 class StudyFolder:
@@ -104,7 +54,7 @@ class StudyFolder:
                 study.set_user_attr(FOLDER, f"{readable}-{uuid.uuid4().hex[:8]}")
             self.path = checkpoint_dir / study.user_attrs[FOLDER]
         (self.path / "asks").mkdir(parents=True, exist_ok=True)
-        self._claims: dict[int, Lock] = {}
+        self._claims: dict[int, FileLock] = {}
 
     def of(self, number: int) -> CheckpointFolder:
         return CheckpointFolder(self.path / f"trial-{number:05d}")
@@ -130,7 +80,7 @@ class StudyFolder:
         """Whether it is this caller's now, and nobody else's."""
         folder = self.of(number).path
         folder.mkdir(exist_ok=True)
-        lock = Lock(folder / "claim")
+        lock = FileLock(folder / "claim")
         if not lock.try_take():
             lock.close()
             return False
@@ -194,9 +144,9 @@ class StudyFolder:
             if trial.params or trial.intermediate_values or trial.datetime_start is None or asked_s is None:
                 return False
             return trial.datetime_start.timestamp() > asked_s - _CLOCK_S
-        lock = Lock(folder / "claim")
+        lock = FileLock(folder / "claim")
         try:
-            return lock.try_take()
+            return bool(lock.try_take())
         finally:
             lock.close()
 

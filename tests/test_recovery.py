@@ -17,8 +17,8 @@ from optuna.trial import TrialState
 
 import hydra_tune
 from hydra_tune.checkpoints.checkpoint import Position
-from hydra_tune.integrations.optuna_runner.file_lock import FileLock
 from hydra_tune.integrations.optuna_runner.recovery import MOST_DEATHS, StudyFolder
+from hydra_tune.process.file_lock import FileLock
 from scripts import BUDGETS, WIDTH, Net
 
 WAIT_S = 120.0

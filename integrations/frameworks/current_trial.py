@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import optuna
 
-RESUMED = "hydra_tune: resumed at step"  # key of the `user_attrs` of an Optuna trial that goes on
 _local = threading.local()
 _live: set[int] = set()  # their ids
 _live_lock = threading.Lock()

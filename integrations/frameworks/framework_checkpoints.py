@@ -17,7 +17,8 @@ from typing import Any
 
 from hydra_tune.checkpoints.interval import CheckpointTimer
 from hydra_tune.checkpoints.resumption import Resumption
-from hydra_tune.integrations.frameworks.current_trial import RESUMED, current_trial
+from hydra_tune.integrations.frameworks.current_trial import current_trial
+from hydra_tune.integrations.frameworks.trial_attributes import RESUMED
 from hydra_tune.trials.context import current_context
 
 _NAME = "framework.json"

@@ -107,8 +107,8 @@ def _with_optuna(
 ) -> Any:
     import optuna
 
+    from hydra_tune.integrations.frameworks.trial_attributes import PRUNED
     from hydra_tune.integrations.optuna_runner.runner import HydraTrialRunner, optimize
-    from hydra_tune.integrations.optuna_runner.trial_attributes import PRUNED
 
     def objective(trial: optuna.Trial) -> Any:
         trainer = _made(make_trainer, trial)

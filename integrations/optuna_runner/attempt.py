@@ -21,10 +21,10 @@ import torch
 
 from hydra_tune.errors import BudgetError, PoolClosedError, ResumeError, TrialStopped
 from hydra_tune.integrations.frameworks.current_trial import running
+from hydra_tune.integrations.frameworks.trial_attributes import INTERRUPTED, RESUMED
 from hydra_tune.integrations.optuna_runner.concurrency import Places
 from hydra_tune.integrations.optuna_runner.live_trials import LiveTrials
 from hydra_tune.integrations.optuna_runner.outcome import Outcome
-from hydra_tune.integrations.optuna_runner.trial_attributes import INTERRUPTED, RESUMED
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.schedule.events import Reported
 from hydra_tune.trials.context import Context, trial_context

@@ -6,7 +6,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.integrations.optuna_runner.trial_attributes import LACK
+from hydra_tune.integrations.frameworks.trial_attributes import LACK
 from hydra_tune.trials.context import current_context
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from hydra_tune.integrations.optuna_runner.trial_attributes import FIGURES, INFEASIBLE, LACK, PRUNED
+from hydra_tune.integrations.frameworks.trial_attributes import FIGURES, INFEASIBLE, LACK, PRUNED
 from hydra_tune.trials.context import Context
 
 if TYPE_CHECKING:

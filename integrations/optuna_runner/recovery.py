@@ -26,8 +26,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hydra_tune.checkpoints.checkpoint import CheckpointFolder
 from hydra_tune.errors import ConfigError
-from hydra_tune.integrations.optuna_runner.file_lock import FileLock, locked
-from hydra_tune.integrations.optuna_runner.trial_attributes import CLONE, CONTINUES, INTERRUPTED
+from hydra_tune.integrations.frameworks.trial_attributes import CLONE, CONTINUES, INTERRUPTED
+from hydra_tune.process.file_lock import FileLock, locked
 
 if TYPE_CHECKING:
     from optuna.study import Study

@@ -15,8 +15,8 @@ from hydra_tune.checkpoints.interval import Interval
 from hydra_tune.checkpoints.resumption import Resumption
 from hydra_tune.devices.meter import CountingPaused
 from hydra_tune.errors import ConfigError
+from hydra_tune.integrations.frameworks.trial_attributes import CLONE, CLONED
 from hydra_tune.integrations.optuna_runner.recovery import StudyFolder, predecessors
-from hydra_tune.integrations.optuna_runner.trial_attributes import CLONE, CLONED
 from hydra_tune.trials.context import Context
 
 if TYPE_CHECKING:

@@ -1,14 +1,13 @@
-"""Under which keys a trial's `user_attrs` say what the runner has done with it. Users read them; other processes of the
+"""Under which keys the `user_attrs` of an Optuna trial say what became of it. Users read them; other processes of the
 search act on some."""
 
 from __future__ import annotations
-
-from hydra_tune.integrations.frameworks.current_trial import RESUMED as RESUMED  # frameworks' callbacks set it, too
 
 FIGURES = "hydra_tune"  # of its training: steps, times, bytes
 PRUNED = "hydra_tune: pruned because"
 INFEASIBLE = "hydra_tune: infeasible because"
 LACK = "hydra_tune: lacks"  # memory, as a share of what there is
+RESUMED = "hydra_tune: resumed at step"  # the mini-batch, of a trial that goes on
 INTERRUPTED = "hydra_tune: interrupted"  # another trial may continue it
 CONTINUES = "hydra_tune: continues trials"
 CLONED = "hydra_tune: cloned from"

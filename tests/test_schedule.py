@@ -52,7 +52,7 @@ from hydra_tune.schedule.policy import (
     Shuffled,
     policy_named,
 )
-from hydra_tune.schedule.progress import Neighbours, Progress
+from hydra_tune.schedule.progress import EndedTrials, Progress
 from hydra_tune.schedule.state import TaskState
 
 
@@ -470,14 +470,14 @@ def test_each_policy_has_its_order(policy, order):
     """Trial 1 has reported no objective; of equals the first comes first."""
     ranks = []
     for trial, device_s, steps, value, total in ((0, 5.0, 3, 0.9, 4), (1, 7.0, 1, None, 5), (2, 2.0, 2, 0.2, 9)):
-        progress = Progress(trial, Neighbours(), total, steps_done=steps, step_s=1.0, device_s=device_s, value=value)
+        progress = Progress(trial, EndedTrials(), total, steps_done=steps, step_s=1.0, device_s=device_s, value=value)
         ranks.append((policy_named(policy).rank(task(trial, 0), progress), trial))
     assert [trial for _, trial in sorted(ranks)] == order
 
 
 def test_a_random_order_is_its_seeds():
     tasks = [task(trial, shard) for trial in range(5) for shard in range(3)]
-    progress = Progress(0, Neighbours())
+    progress = Progress(0, EndedTrials())
 
     def order(seed):
         return sorted(tasks, key=lambda task: Shuffled(seed).rank(task, progress))
@@ -503,8 +503,8 @@ def test_a_policy_is_an_object_or_its_name():
 
 
 def test_a_trial_without_a_known_length_takes_what_its_neighbours_took():
-    neighbours = Neighbours()
-    known, unknown = Progress(0, neighbours, total_steps=10), Progress(1, neighbours)
+    ended_trials = EndedTrials()
+    known, unknown = Progress(0, ended_trials, total_steps=10), Progress(1, ended_trials)
     for progress in (known, unknown):
         progress.spend(2.0)
         progress.end_step(trained=True)
@@ -516,7 +516,7 @@ def test_a_trial_without_a_known_length_takes_what_its_neighbours_took():
 
 
 def test_remaining_time_does_not_drift_with_epochs_or_evaluations():
-    progress = Progress(0, Neighbours(), total_steps=1000)
+    progress = Progress(0, EndedTrials(), total_steps=1000)
     for step in range(999):
         progress.spend(3.0 if step % 2 else 1.0)
         progress.end_step(trained=True)
@@ -615,7 +615,7 @@ def test_a_pilot_that_lacked_room_counts_no_more_than_it_had():
 
 def test_best_first_goes_by_the_direction_of_the_search():
     rank = BestFirst().rank
-    progress = Progress(0, Neighbours())
+    progress = Progress(0, EndedTrials())
     progress.value = 2.0
     assert rank(task(0, 0), progress) == 2.0
     progress.maximizes = True
@@ -795,12 +795,12 @@ class Player:
 
     def check_place(self, run):
         trial = self.machine.trials[run.task.trial]
-        stays = trial.at_home or not trial.travels
+        stays = trial.task_stays_home or not trial.travels
         assert run.device == trial.home or not stays, "a task that stays at home ran elsewhere"
 
     def count_waits(self, run):
         self.passed_over.pop(run.task.trial, None)
-        for trial, waiting in self.machine.ready.of.items():
+        for trial, waiting in self.machine.ready.by_trial.items():
             if waiting.home == run.device:
                 self.passed_over[trial] = self.passed_over.get(trial, 0) + 1
                 assert self.passed_over[trial] <= (STARVATION_LIMIT + 2) * (len(self.plans) + 1), "starved"
@@ -1076,7 +1076,7 @@ def test_a_turn_that_lasts_goes_with_its_trial(machine):
 
 
 def test_steps_of_a_turn_count_as_one_by_one():
-    one_by_one, at_once = Progress(0, Neighbours(), 10), Progress(0, Neighbours(), 10)
+    one_by_one, at_once = Progress(0, EndedTrials(), 10), Progress(0, EndedTrials(), 10)
     for progress in (one_by_one, at_once):
         progress.spend(1.0)
         progress.end_step(trained=True)

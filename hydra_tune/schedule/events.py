@@ -1,10 +1,17 @@
-"""What a trial tells the scheduler, and what the scheduler has it do. Plain data.
+"""The messages between trials and the scheduler: events go in, instructions come out. Plain data.
 
-trial  TrialAdded -> Place -> [PilotReady -> StartPilot -> PilotDone] -> PlanReady -> Admit -> ... -> TrialEnded
-step   StepReady -> [Move] -> Enter -> task -> ... -> StepDone
-task   TaskReady -> [PromoteShard -> Promoted] -> Run, perhaps with a promotion -> Done (which may say what comes next)
-turn   Run that lasts, for many steps -> [Worked ...] -> [Expired ...] -> [Recall] -> Done -> [StepDone]
-slot   PromoteShard, perhaps ahead of its task -> Promoted -> Drop
+What stands in brackets happens in some runs only:
+
+    trial  TrialAdded -> Place -> [PilotReady -> StartPilot -> PilotDone] -> PlanReady -> Admit -> steps -> TrialEnded
+    step   StepReady -> [Move] -> Enter -> tasks -> StepDone
+    task   TaskReady -> [PromoteShard -> Promoted] -> Run, which may ask for a promotion -> Done, which may carry the
+           next TaskReady
+    slot   PromoteShard, which may come before its task is ready -> Promoted -> Drop
+
+A long lease is one task to the scheduler, though the trial computes many steps in it:
+
+    trial      Run(lasts=True) | step | step | ... | step |      Done -> [StepDone]
+    scheduler                    [Worked, Expired ...]    Recall
 """
 
 from __future__ import annotations
@@ -19,8 +26,12 @@ from hydra_tune.schedule.plan import Task, TrialPlan
 
 @dataclass(slots=True)
 class TrialAdded:
-    """`total_steps` mini-batches are to come, if that is known. `host_bytes` of host memory are its own until it
-    ends. With `travels`, its tasks may run on any device, and its steps begin on any."""
+    """A trial asks for host memory and a home device.
+
+    `total_steps`  mini-batches to come, None if unknown
+    `host_bytes`   host memory that it owns until it ends
+    `travels`      its tasks may run on any device, and each of its steps may begin on any
+    """
 
     trial: int
     total_steps: int | None = None
@@ -30,8 +41,8 @@ class TrialAdded:
 
 @dataclass(slots=True)
 class PilotReady:
-    """The trial wants to measure its blocks, with its device to itself; with `empty`, also without what other trials
-    hold for life. It holds nothing itself until it is admitted, anew if it was before."""
+    """The trial asks to measure its blocks while it has its device to itself. With `empty`, no other trial may hold
+    bytes for life there either. From now on the trial holds nothing: after the pilot it must be admitted again."""
 
     trial: int
     empty: bool = False
@@ -39,7 +50,8 @@ class PilotReady:
 
 @dataclass(slots=True)
 class PilotDone:
-    """`trained`: it was a mini-batch."""
+    """`peak_bytes` is the most that the pilot used, or would have needed if it failed. `trained`: it was a mini-batch,
+    not an evaluation."""
 
     trial: int
     peak_bytes: int
@@ -48,9 +60,12 @@ class PilotDone:
 
 @dataclass(slots=True)
 class PlanReady:
-    """The trial knows its plan and wants to be admitted. One that is admitted, and between steps, asks
-    again with another plan, and holds nothing until it is admitted anew: at once, if that holds the same
-    bytes and every step still fits beside them. If it is not to wait, all is as before where that is not so."""
+    """The trial has a plan and asks to be admitted.
+
+    An admitted trial may send another plan between two steps. If that plan holds the same bytes, and every step still
+    fits beside them, it is admitted at once. Otherwise `waits` decides: True, and the trial gives back what it holds
+    and queues for admission; False, and nothing changes.
+    """
 
     trial: int
     plan: TrialPlan
@@ -59,13 +74,15 @@ class PlanReady:
 
 @dataclass(slots=True)
 class StepReady:
+    """An admitted trial asks for the bytes of its next step."""
+
     trial: int
 
 
 @dataclass(slots=True)
 class StepDone:
-    """`trained`: it was a mini-batch, not an evaluation. With `keeps_bytes` the script has an activation of it still:
-    another step follows without having to enter, with what this one has."""
+    """`trained`: it was a mini-batch, not an evaluation. `keeps_bytes`: the user's script still has a tensor of this
+    step, so its bytes stay reserved, and the trial's next step uses them without a `StepReady`."""
 
     trial: int
     trained: bool = True
@@ -74,8 +91,8 @@ class StepDone:
 
 @dataclass(slots=True)
 class TaskReady:
-    """With `at_home` the task does not travel, though its trial may; and its shard is promoted as a part of it, by the
-    trial's own thread."""
+    """The trial asks to run this task. With `at_home` the task runs on the home device only, even if the trial travels;
+    and the trial's own thread promotes the shard, as a part of the task, without a `PromoteShard`."""
 
     task: Task
     at_home: bool = False
@@ -91,7 +108,7 @@ class Promoted:
 
 @dataclass(slots=True)
 class Done:
-    """The task has computed for so many seconds; `then` is ready."""
+    """The task has computed for `seconds`. `then` is the trial's next task, if that is ready already."""
 
     task: Task
     seconds: float = 0.0
@@ -100,8 +117,7 @@ class Done:
 
 @dataclass(slots=True)
 class Worked:
-    """The trial whose turn lasts has computed for so many seconds since it last said so, and has ended so many
-    mini-batches."""
+    """In a long lease: since its last `Worked` the trial has computed for `seconds` and ended `steps` mini-batches."""
 
     trial: int
     seconds: float
@@ -110,15 +126,16 @@ class Worked:
 
 @dataclass(slots=True)
 class Expired:
-    """The turn that lasts on this device has taken a quantum, since it began or since this was said last."""
+    """The device's long lease has lasted for a quantum (`Policy.quantum_s`), since it began or since the last
+    `Expired`."""
 
     device: int
 
 
 @dataclass(slots=True)
 class OutOfMemory:
-    """The trial found less room where it is than was reserved for it, as where memory is fragmented: what can go is to
-    be dropped, and for the rest of the step nothing is promoted while it computes."""
+    """The trial ran out of memory although its bytes were reserved, for example because memory is fragmented. Every
+    slot that can be dropped is dropped, and until the step ends nothing is promoted beside the trial's tasks."""
 
     trial: int
 
@@ -132,14 +149,14 @@ class Failed:
 
 @dataclass(slots=True)
 class Invalidated:
-    """The trial's host copies have changed, or may have: its device copies are stale."""
+    """The trial's weights in host memory have changed, or may have: its device copies are stale."""
 
     trial: int
 
 
 @dataclass(slots=True)
 class Reported:
-    """The trial's objective is so far `value`, the larger the better if its search `maximizes`."""
+    """The trial's objective is `value` now. A larger one is better if its search `maximizes`."""
 
     trial: int
     value: float
@@ -148,8 +165,7 @@ class Reported:
 
 @dataclass(slots=True)
 class Withdrawn:
-    """The trial does not wait any more for what it was not yet granted: a pilot, its admission, a step. What it holds
-    it keeps."""
+    """The trial no longer waits for what it asked for: a pilot, its admission, a step. It keeps what it holds."""
 
     trial: int
 
@@ -169,13 +185,15 @@ Event: TypeAlias = (
 
 @dataclass(slots=True)
 class Place:
+    """The trial has its host memory, and `device` is its home."""
+
     trial: int
     device: int
 
 
 @dataclass(slots=True)
 class StartPilot:
-    """With these bytes, and the device to itself."""
+    """The pilot begins. It may use `free_bytes`, and no other task runs on the device until it ends."""
 
     trial: int
     free_bytes: int
@@ -183,12 +201,14 @@ class StartPilot:
 
 @dataclass(slots=True)
 class Admit:
+    """What the plan holds for the trial's life is reserved."""
+
     trial: int
 
 
 @dataclass(slots=True)
 class Move:
-    """`device` is the trial's home from here on, between two steps; what it holds moves along."""
+    """Between two steps: from now on `device` is the trial's home. What the trial holds moves there."""
 
     trial: int
     device: int
@@ -196,14 +216,15 @@ class Move:
 
 @dataclass(slots=True)
 class Enter:
-    """The step begins."""
+    """The step's bytes are reserved: it begins."""
 
     trial: int
 
 
 @dataclass(slots=True)
 class PromoteShard:
-    """With `ahead`, while another task computes: whoever copies for the device does it, not the trial's thread."""
+    """Copy the task's shard to its slot. With `ahead` another task computes meanwhile: the device's copy thread makes
+    this copy, not the trial's thread."""
 
     task: Task
     device: int
@@ -214,8 +235,11 @@ class PromoteShard:
 
 @dataclass(slots=True)
 class Run:
-    """With `lasts`, the trial keeps the device from task to task and from step to step, and what its step reserves,
-    until it is recalled or says `Done`, of this task. With bytes, its shard is to be promoted first, to this place."""
+    """The task has the lease. Unless `num_bytes` is 0, the trial first promotes the task's shard, to `offset`.
+
+    `lasts` makes it a long lease: the trial keeps the device, and the bytes of its step, over many tasks and steps. It
+    ends with a `Done` for this task, which the trial sends when it is recalled, or earlier.
+    """
 
     task: Task
     device: int
@@ -226,7 +250,7 @@ class Run:
 
 @dataclass(slots=True)
 class Recall:
-    """The trial, whose turn lasts, gives the device back at the end of its task; at once, if it is between two."""
+    """The trial's long lease ends with the task that it computes, or at once if it is between two tasks."""
 
     trial: int
     device: int
@@ -234,7 +258,7 @@ class Recall:
 
 @dataclass(slots=True)
 class Drop:
-    """Forget a clean device copy; nothing is copied back."""
+    """Free a slot. Its copy is clean: nothing is copied back."""
 
     trial: int
     shard: int

@@ -1,10 +1,10 @@
-"""Who holds which bytes of one device; pure, so that no reservation depends on timing.
+"""Who holds which bytes of one device. Pure, so that no reservation depends on timing.
 
     budget = held by trials + reserved by steps + slots of shards + work of the running task + free
 
-Slots also have a place: offsets in an arena of the budget's size, the last gap that fits; all aligned, if their sizes
-are, for kernels add in another order where data begins elsewhere in a vector register. A device without an
-arena of ours (CUDA, whose allocator finds the place) uses the sizes and ignores the offsets.
+A slot also has an offset in an arena as large as the budget: it goes into the highest gap that is large enough. Offsets
+are aligned if the slots' sizes are. This matters for exact numbers: kernels add in another order where data begins
+elsewhere in a vector register. On CUDA the allocator chooses the addresses: such a device uses the sizes alone.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ SlotKey = tuple[int, int]  # (trial, shard)
 class Ledger:
     budget_bytes: int
     alignment_bytes: int = 1  # of slots
-    held: dict[int, int] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)  # bytes that a trial holds until it ends, by trial
+    steps: dict[int, int] = field(default_factory=dict)  # bytes that a trial's step reserves, by trial
     slots: OrderedDict[SlotKey, tuple[int, int]] = field(default_factory=OrderedDict)  # offset, bytes; oldest use first
-    held_bytes: int = 0  # of all trials
-    step_bytes: int = 0  # of all steps
-    slot_bytes: int = 0  # of all slots
-    work_bytes: int = 0
+    held_bytes: int = 0  # sum of `held`
+    step_bytes: int = 0  # sum of `steps`
+    slot_bytes: int = 0  # sum of `slots`
+    work_bytes: int = 0  # of the running task
     peak_bytes: int = 0
-    pilot: int | None = None  # the trial whose step is a pilot: it has all that is free, and says how much it used
+    pilot: int | None = None  # the trial whose step is a pilot; that has all that was free
 
     @property
     def used_bytes(self) -> int:
@@ -61,10 +61,14 @@ class Ledger:
         self.work_bytes = 0
 
     def place(self, key: SlotKey, num_bytes: int, at: int | None = None) -> int | None:
-        """Offset of a new slot; None where bytes, or a gap of the arena, are too few. `at` is known to be free."""
+        """Make a slot and return its offset; None if too few bytes are free, or no gap is large enough.
+
+        Args:
+            at: the offset to use, which the caller knows to be free; None for the highest gap.
+        """
         if num_bytes > self.free_bytes:
             return None
-        offset = self._last_gap(num_bytes) if at is None else at
+        offset = self._highest_gap(num_bytes) if at is None else at
         if offset < 0 or offset + num_bytes > self.budget_bytes:
             return None
         self.slots[key] = (offset, num_bytes)
@@ -72,8 +76,8 @@ class Ledger:
         self.note_peak()
         return offset
 
-    def _last_gap(self, num_bytes: int) -> int:
-        """The highest offset that is free; negative if none is. Slots with a place begin at the lowest."""
+    def _highest_gap(self, num_bytes: int) -> int:
+        """The highest free offset, negative if there is none. Slots with a reserved offset are at the lowest ones."""
         end = self.budget_bytes - self.budget_bytes % self.alignment_bytes
         for start, size in sorted(self.slots.values(), reverse=True):
             if end - start - size >= num_bytes:
@@ -81,8 +85,8 @@ class Ledger:
             end = start
         return end - num_bytes
 
-    def slots_at(self, offset: int, num_bytes: int) -> list[SlotKey]:
-        """The slots that lie there, wholly or in part."""
+    def slots_overlapping(self, offset: int, num_bytes: int) -> list[SlotKey]:
+        """The slots that overlap these bytes of the arena."""
         return [k for k, (start, size) in self.slots.items() if start < offset + num_bytes and offset < start + size]
 
     def touch(self, key: SlotKey) -> None:
@@ -94,40 +98,42 @@ class Ledger:
         self.slots.move_to_end(key, last=False)
 
     def remove(self, key: SlotKey) -> tuple[int, int]:
+        """Free a slot; returns its offset and bytes."""
         offset, num_bytes = self.slots.pop(key)
         self.slot_bytes -= num_bytes
         return offset, num_bytes
 
     def forget(self, trial: int) -> None:
-        """Return what a trial holds beside its slots."""
+        """Free what the trial and its step hold, but not its slots."""
         self.held_bytes -= self.held.pop(trial, 0)
         self.leave_step(trial)
 
     def start_pilot(self, trial: int) -> int:
-        """Reserve all that is free, of which nobody knows yet how much will be used; how many bytes that is."""
+        """Reserve all free bytes, since nobody knows yet how many the pilot needs; returns how many these are."""
         num_bytes, self.pilot = self.free_bytes, trial
         self.enter_step(trial, num_bytes)
         return num_bytes
 
     def end_pilot(self, peak_bytes: int) -> None:
-        """It has used so many; one that failed says what it lacked."""
+        """The pilot used `peak_bytes`. If it failed, it would have needed them: they may be more than it had."""
         assert self.pilot is not None
         unused_bytes = max(0, self.steps[self.pilot] - peak_bytes)
         self.peak_bytes = max(self.peak_bytes, self.budget_bytes - unused_bytes)
         self.leave_step(self.pilot)
 
     @property
-    def sums(self) -> tuple[int, int, int]:
-        """Of what trials hold, steps reserve and slots take, counted one by one."""
+    def counted_bytes(self) -> tuple[int, int, int]:
+        """`held_bytes`, `step_bytes` and `slot_bytes`, added up anew."""
         return sum(self.held.values()), sum(self.steps.values()), sum(size for _, size in self.slots.values())
 
     def note_peak(self) -> None:
-        if self.pilot is None:  # which says itself how much it has used
+        """Keep the largest `used_bytes`. A pilot has reserved everything, and `end_pilot` says what it used."""
+        if self.pilot is None:
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def validate(self) -> None:
         counted = self.held_bytes, self.step_bytes, self.slot_bytes
-        assert counted == self.sums, (counted, self.sums)
+        assert counted == self.counted_bytes, (counted, self.counted_bytes)
         assert 0 <= self.used_bytes <= self.budget_bytes, (self.used_bytes, self.budget_bytes)
         assert self.peak_bytes <= self.budget_bytes, (self.peak_bytes, self.budget_bytes)
         end = 0

@@ -1,29 +1,38 @@
 """Decides which shard of which trial computes next, and where; pure, so that a schedule can be replayed.
 
-Events in, instructions out (`events.py`); no torch, clock, thread or I/O. A device runs one task at a time, of any
-trial whose next task is ready: shard parallelism (Hydra, arXiv 2110.08633, section 4). While it does, the shard of the
-task that is to come next is promoted (double buffering).
+Events in, instructions out (`events.py`); no torch, clock, thread or I/O.
 
-    task on a device     WAITING --> PROMISED --> RUNNING --> done          a promise that proves wrong is taken back:
-                             \\_____________________/                        its shard stays, as long as there is room
+**Shard parallelism** (Hydra, arXiv 2110.08633, section 4). A device runs one task at a time, of any trial whose next
+task is ready. Meanwhile the shard of the task that is chosen to come next is promoted (double buffering):
 
-Where all trials at home on a device are resident and nobody waits for its bytes, nothing is gained by turns of a task:
-a turn lasts. To the machine it is one task; what the trial does meanwhile, step after step, it says in sums. There is
-no clock here: whoever has one says when a quantum is over, and the policy decides who goes on.
+    computes     | task of A      | task of B      | task of A      |
+    promotes     | shard of B     | shard of A     | ...
 
-A trial has a home device, whose bytes its step reserves. If it travels, its tasks may run on any device that has room
-at the time, and the next step may begin on another one.
+    a task       WAITING --> PROMISED --> RUNNING --> done       PROMISED: chosen to come next. If another task comes
+                     \\_____________________/                     instead, the promise is withdrawn. The shard stays in
+                                                                 its slot for as long as there is room.
 
-No deadlock: a trial is admitted only if, beside everything held for life, each admitted trial's largest
-task still fits; a step enters only if, beside all entered steps, the largest task of any of them fits; a pilot waits
-until no step has bytes of its device, and has all that is free there until it ends. Every slot can be dropped while its
-device is idle, as soon as its copy is made. So whoever holds bytes can always run its next task at home.
-No starvation: admissions, steps and pilots are each served in the order in which they asked, an admission that awaits
-only that steps end after `STEPS_LET_BY` more of them; a task goes first, whatever the policy, once its home has given
-`STARVATION_LIMIT` tasks a trial to others since it was ready.
+**Long leases.** Where all trials at home on a device are resident and none waits for bytes there, a change of trial
+after each task would gain nothing. There one lease lasts for many steps. To the machine it is one task, and the trial
+reports in sums what it has done. The machine has no clock: its caller says when a quantum is over, and the policy
+decides which trial goes on.
 
-Known slack: a step's reservation stays at home while its tasks travel; who moves home is decided by how many trials
-are at home where, not by seconds.
+**Homes.** A trial has a home device, where its steps reserve their bytes. If the trial travels, its tasks may run on
+any device that has room at the time, and its next step may begin on another one.
+
+**No deadlock.** A trial that holds bytes can always run its next task at home, because:
+
+- A trial is admitted only if each admitted trial's largest task still fits beside all that is held for life.
+- A step enters only if the largest task of any entered step fits beside all that entered steps reserve.
+- A pilot waits until no step has bytes of its device. Then it has all that is free there until it ends.
+- Every slot can be dropped while its device is idle, once its copy has arrived.
+
+**No starvation.** Admissions, steps and pilots are each served first come, first served. An admission that waits only
+for steps to end lets `STEPS_LET_BY` more of them enter first. Whatever the policy, a ready task goes first once its
+home has granted other tasks `STARVATION_LIMIT` leases for each trial there.
+
+Known slack: a step's bytes stay reserved at home while its tasks travel. Which trial changes its home is decided by the
+number of trials on each device, not by their seconds.
 """
 
 from __future__ import annotations
@@ -63,21 +72,25 @@ from hydra_tune.schedule.events import (
 from hydra_tune.schedule.ledger import Ledger
 from hydra_tune.schedule.plan import Direction, Shard, Task, TrialPlan
 from hydra_tune.schedule.policy import Policy, ShardedLRTF
-from hydra_tune.schedule.progress import Neighbours, Progress
-from hydra_tune.schedule.ready import ReadyTasks, Waiting
+from hydra_tune.schedule.progress import EndedTrials, Progress
+from hydra_tune.schedule.ready import ReadyTask, ReadyTasks
 from hydra_tune.schedule.slots import Slots
 from hydra_tune.schedule.state import NO_TRIAL, PROMOTION, DeviceState, TaskState, TrialState
 
 STARVATION_LIMIT = 16
-_STORY_EVENTS = 200  # short, or the garbage collector would take what it forgets for old
+_STORY_EVENTS = 200  # few, so that events are forgotten before the garbage collector moves them to its old generation
 
 
 class Machine:
-    """All state is plain data; `handle` is the only way in, `validate` checks every invariant.
+    """All state is plain data. `handle` is the only way to change it; `validate` checks every invariant.
 
-    `host_bytes` is what all trials together may have of host memory. A promotion of fewer than `least_ahead_bytes` is
-    left to the task's own time, none ahead is made where that is None. `links_bytes_per_s` say how fast bytes get to
-    each device, infinitely fast, if they say nothing; and `speeds` how fast each computes, beside the others.
+    Args:
+        budgets_bytes: of each device.
+        host_bytes: host memory for all trials together; None for no limit.
+        least_ahead_bytes: a promotion is made ahead of its task if it has at least so many bytes; None for never.
+        links_bytes_per_s: from the host to each device; infinitely fast unless given.
+        speeds: how fast each device computes, relative to the others; equal unless given.
+        alignment_bytes: of slots.
     """
 
     def __init__(
@@ -94,38 +107,42 @@ class Machine:
         self.policy = policy or ShardedLRTF()
         links = links_bytes_per_s or [inf] * len(budgets_bytes)
         ledgers = [Ledger(budget, alignment_bytes) for budget in budgets_bytes]
-        of_each = zip(ledgers, links, speeds or [1.0] * len(budgets_bytes), strict=True)
-        self.devices = [DeviceState(i, *of) for i, of in enumerate(of_each)]
+        properties = zip(ledgers, links, speeds or [1.0] * len(budgets_bytes), strict=True)
+        self.devices = [DeviceState(i, *of_device) for i, of_device in enumerate(properties)]
         self.trials: dict[int, TrialState] = {}
         self.slots = Slots(self.trials, self.devices)
         self.ready = ReadyTasks(len(self.devices))
-        self.admission = Admission(self.trials, self.slots, self._take_promise_back)
-        self.arrivals: list[TrialAdded] = []
+        self.admission = Admission(self.trials, self.slots, self._withdraw_promise)
+        self.arrivals: list[TrialAdded] = []  # trials that wait for host memory, oldest first
         self.host_bytes = host_bytes
-        self.neighbours = Neighbours()
+        self.ended_trials = EndedTrials()
         self._least_ahead_bytes = least_ahead_bytes
         self._story: deque[tuple[Event, list[Instruction]]] = deque(maxlen=_STORY_EVENTS)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Apply one event; the instructions that follow from it, in the order to carry them out."""
+        """Apply one event; returns the instructions that follow from it, in the order in which to carry them out."""
         instructions = _HANDLERS[type(event)](self, event)
         self._story.append((event, instructions))
         return instructions
 
-    # ---- what it knows ----
+    # ---- questions ----
 
     @property
     def host_used_bytes(self) -> int:
         return sum(trial.host_bytes for trial in self.trials.values())
 
     def reserved_bytes(self, trial: int) -> int:
-        """What it has on all devices: for life, for its step, and its shards."""
+        """Bytes that the trial has on all devices: for life, for its step, and for its slots."""
         ledgers = [device.ledger for device in self.devices]
-        of_life = sum(ledger.held.get(trial, 0) + ledger.steps.get(trial, 0) for ledger in ledgers)
-        return of_life + sum(ledgers[device].slots[trial, shard][1] for device, shard in self.trials[trial].slots)
+        beside_slots = sum(ledger.held.get(trial, 0) + ledger.steps.get(trial, 0) for ledger in ledgers)
+        return beside_slots + sum(ledgers[device].slots[trial, shard][1] for device, shard in self.trials[trial].slots)
 
     def awaits(self, trial: int) -> tuple[int, int | None] | None:
-        """The device whose bytes it waits for, and whose pilot or first step must be over before, if that is why."""
+        """What bytes the trial waits for.
+
+        Returns:
+            The device, and the trial whose pilot must end first, None if there is no pilot. None if it does not wait.
+        """
         home = self._home(trial)
         for request in (*home.admissions, *home.entries):
             if request.trial == trial:
@@ -133,17 +150,17 @@ class Machine:
         return None
 
     def task_state(self, trial: int) -> TaskState | None:
-        """Of the one task that the trial has in flight; None if it has none."""
-        if trial in self.ready.of:
+        """The state of the trial's ready, promised or running task; None if it has none."""
+        if trial in self.ready.by_trial:
             return TaskState.WAITING
-        on = self.trials[trial].on
-        if on is None:
+        device = self.trials[trial].task_device
+        if device is None:
             return None
-        running = self.devices[on].running
+        running = self.devices[device].running
         return TaskState.RUNNING if running is not None and running.trial == trial else TaskState.PROMISED
 
     def idle_cause(self, device: int) -> str:
-        """Why this device runs no task; empty where it does."""
+        """Why this device computes nothing; empty if it computes."""
         state = self.devices[device]
         if state.running is not None:
             return "" if state.started else PROMOTION
@@ -154,7 +171,7 @@ class Machine:
         return "no ready task" if state.trials else NO_TRIAL
 
     def story(self, trial: int, shard: int | None = None) -> str:
-        """What happened to a trial, or to one shard of it, line by line: events, and what they led to."""
+        """The last events of a trial, or of one shard of it, and the instructions that they led to; one a line."""
         lines = []
         for number, (event, instructions) in enumerate(self._story):
             if _concerns(event, trial, shard):
@@ -170,6 +187,7 @@ class Machine:
         return self._place_arrivals()
 
     def _place_arrivals(self) -> list[Instruction]:
+        """Give homes to trials in the order in which they came, as long as their host memory fits."""
         placed: list[Instruction] = []
         while self.arrivals:
             event = self.arrivals[0]
@@ -177,7 +195,7 @@ class Machine:
                 break
             home = self._least_loaded()
             home.trials.add(event.trial)
-            progress = Progress(event.trial, self.neighbours, event.total_steps)
+            progress = Progress(event.trial, self.ended_trials, event.total_steps)
             self.trials[event.trial] = TrialState(home.index, event.travels, event.host_bytes, progress)
             placed.append(Place(event.trial, home.index))
             del self.arrivals[0]
@@ -212,10 +230,10 @@ class Machine:
             device.ledger.hold(event.trial, event.plan.held_bytes)
             return []
         trial.admitted = False
-        trial.progress.expect(event.plan)
-        trial.visits.forget()
+        trial.progress.estimate_from(event.plan)
+        trial.visit_order.forget()
         if at_once:
-            return [*self.admission.admit_one(device, event), *self._advance(device)]
+            return [*self.admission.admit(device, event), *self._advance(device)]
         device.admissions.append(event)
         return self._advance(device)
 
@@ -225,46 +243,54 @@ class Machine:
         return []
 
     def _on_TrialEnded(self, event: TrialEnded) -> list[Instruction]:
-        if event.trial not in self.trials:  # it waits for host memory still
+        if event.trial not in self.trials:  # it still waits for host memory
             self.arrivals = [e for e in self.arrivals if e.trial != event.trial]
             return []
         device = self._home(event.trial)
-        taken_back, freed = self._take_back(event.trial)
+        dropped, freed = self._release_all(event.trial)
         device.trials.discard(event.trial)
         self.trials.pop(event.trial).progress.end()
-        return [*taken_back, *self._place_arrivals(), *self._advance_all(freed)]
+        return [*dropped, *self._place_arrivals(), *self._advance_all(freed)]
 
     def _on_Withdrawn(self, event: Withdrawn) -> list[Instruction]:
         home = self._home(event.trial)
-        self._forget_requests(event.trial, home)
+        self._drop_requests(event.trial, home)
         return self._advance(home)
 
-    def _forget_requests(self, number: int, home: DeviceState) -> None:
+    def _drop_requests(self, number: int, home: DeviceState) -> None:
         home.admissions = [e for e in home.admissions if e.trial != number]
         home.entries = [e for e in home.entries if e.trial != number]
 
-    def _take_back(self, number: int) -> tuple[list[Instruction], set[int]]:
-        """All that the trial holds and awaits, whatever was under way; and the devices on which there is more room."""
+    def _release_all(self, number: int) -> tuple[list[Instruction], set[int]]:
+        """Take from the trial all that it holds and waits for, in whatever state it is.
+
+        Returns:
+            The drops, and the devices that have more room now.
+        """
         trial, home = self.trials[number], self._home(number)
-        self._forget_requests(number, home)
+        self._drop_requests(number, home)
         self.ready.remove(number)
-        freed = {trial.home, *(index for index, _ in trial.slots), *([] if trial.on is None else [trial.on])}
-        self._stop(number)
+        freed = {
+            trial.home,
+            *(index for index, _ in trial.slots),
+            *([] if trial.task_device is None else [trial.task_device]),
+        }
+        self._revoke(number)
         home.ledger.forget(number)
-        trial.lacks_room = False
+        trial.ran_out_of_memory = False
         return self.slots.drop_all_of(number), freed
 
-    def _stop(self, number: int) -> DeviceState | None:
-        """Take the lease, or the promise of one, from the trial; the device on which it had it."""
+    def _revoke(self, number: int) -> DeviceState | None:
+        """Take the lease, or the promise of one, from the trial; returns the device on which it had that."""
         trial = self.trials[number]
-        if trial.on is None:
+        if trial.task_device is None:
             return None
-        device, trial.on = self.devices[trial.on], None
+        device, trial.task_device = self.devices[trial.task_device], None
         if device.promised is not None and device.promised.trial == number:
-            device.promised = device.waiting = None
+            device.promised = device.promised_ready = None
         if device.running is not None and device.running.trial == number:
             device.ledger.end_work()
-            device.running, device.started, device.lasts = None, False, False
+            device.running, device.started, device.long_lease = None, False, False
         return device
 
     # ---- steps ----
@@ -282,11 +308,15 @@ class Machine:
         return [*moved, *self._advance_all(homes)]
 
     def _least_loaded(self) -> DeviceState:
-        """With one trial more."""
+        """The device with the least load after one more trial."""
         return min(self.devices, key=lambda device: (device.load(1), len(device.trials), device.index))
 
     def _choose_home(self, number: int) -> DeviceState:
-        """Another one, where that has fewer trials for its speed, with this one, and room for it now."""
+        """Move the trial's home, between two steps, to the device where it belongs; returns that device.
+
+        The home changes only to a device that would still be less loaded than the old home, has room for the trial and
+        its step now, and where nobody waits for bytes. Resident trials stay.
+        """
         trial, home = self.trials[number], self._home(number)
         plan = trial.plan
         if plan.resident or len(self.devices) == 1:
@@ -298,7 +328,7 @@ class Machine:
             return home
         if not self.admission.admissible(other, plan) or not self.admission.steps_fit(other, plan.held_bytes, plan):
             return home
-        if other.ledger.free_bytes < plan.held_bytes + plan.step_bytes + self.admission.yet_to_start(other):
+        if other.ledger.free_bytes < plan.held_bytes + plan.step_bytes + self.admission.unstarted_work_bytes(other):
             return home
         home.ledger.forget(number)
         other.ledger.hold(number, plan.held_bytes)
@@ -310,10 +340,10 @@ class Machine:
     def _on_StepDone(self, event: StepDone) -> list[Instruction]:
         trial, device = self.trials[event.trial], self._home(event.trial)
         trial.progress.end_step(trained=event.trained)
-        trial.visits.end_step()
-        trial.lacks_room = False
+        trial.visit_order.end_step()
+        trial.ran_out_of_memory = False
         assert self.task_state(event.trial) is not TaskState.RUNNING, self._impossible(event)
-        self._stop(event.trial)
+        self._revoke(event.trial)
         if not event.keeps_bytes:
             device.ledger.leave_step(event.trial)
         return self._advance(device)
@@ -322,61 +352,61 @@ class Machine:
 
     def _on_TaskReady(self, event: TaskReady) -> list[Instruction]:
         assert event.task.trial in self._home(event.task.trial).ledger.steps, self._impossible(event)
-        self._wait(event)
-        return self._grant_anywhere(event.task.trial)
+        self._enqueue(event)
+        return self._grant_on_any(event.task.trial)
 
-    def _wait(self, event: TaskReady) -> None:
-        """The task stands in the queue, or where it is promised."""
+    def _enqueue(self, event: TaskReady) -> None:
+        """Put the task into its home's queue; or, if it is promised to a device, note there that it is ready."""
         task, trial = event.task, self.trials[event.task.trial]
         rank = self.policy.rank(task, trial.progress)
-        trial.at_home = event.at_home
-        if trial.on is not None:
-            device = self.devices[trial.on]
+        trial.task_stays_home = event.at_home
+        if trial.task_device is not None:
+            device = self.devices[trial.task_device]
             assert device.promised is not None and device.promised.trial == task.trial, self._impossible(task)
-            if device.promised == task and (device.index == trial.home or not trial.at_home):
-                device.waiting = Waiting(task, rank, -1, trial.home, 0)
+            if device.promised == task and (device.index == trial.home or not trial.task_stays_home):
+                device.promised_ready = ReadyTask(task, rank, -1, trial.home, 0)
                 return
-            device.promised = trial.on = None  # the step has left its usual order
+            device.promised = trial.task_device = None  # another task was expected to come next
         self.ready.add(task, rank, trial.home)
 
-    def _grant_anywhere(self, number: int) -> list[Instruction]:
-        """The trial's task, which has become ready, may go on where nothing runs."""
+    def _grant_on_any(self, number: int) -> list[Instruction]:
+        """The trial's task has become ready: run it on a device that is free, or promote it ahead at home."""
         trial = self.trials[number]
-        device = self.devices[trial.home if trial.on is None else trial.on]
+        device = self.devices[trial.home if trial.task_device is None else trial.task_device]
         if device.running is None:
-            return self._grant(device)
+            return self._grant_lease(device)
         if trial.travels:
             for other in self.devices:
-                if other.running is None and (granted := self._grant(other)):
+                if other.running is None and (granted := self._grant_lease(other)):
                     return granted
-        return self._look_ahead(device)
+        return self._promote_ahead(device)
 
     def _on_Promoted(self, event: Promoted) -> list[Instruction]:
         device, key = self.devices[event.device], (event.task.trial, event.task.shard)
         if key not in device.in_flight:
-            return []  # its trial has ended meanwhile
+            return []  # the slot was dropped meanwhile, for example because its trial ended
         device.in_flight.remove(key)
         return self._advance(device)
 
     def _on_Done(self, event: Done) -> list[Instruction]:
         task, trial = event.task, self.trials[event.task.trial]
-        device = self._running_on(task, event)
+        device = self._device_running(task, event)
         device.ledger.end_work()
-        device.running, device.started, device.lasts, trial.on = None, False, False, None
+        device.running, device.started, device.long_lease, trial.task_device = None, False, False, None
         trial.progress.spend(event.seconds)
         key = (task.trial, task.shard)
         if task.direction is Direction.BACKWARD and key in device.ledger.slots:
             device.ledger.retire(key)
         if device.promised is not None and device.promised.trial == task.trial:
-            trial.on = device.index
+            trial.task_device = device.index  # its next task is promised to this device
         if event.then is None:
             return self._advance(device)
         if self._nobody_waits(device) and trial.home == device.index:
-            trial.at_home = event.then.at_home
-            return self._start(device, event.then.task)
-        self._wait(event.then)
+            trial.task_stays_home = event.then.at_home
+            return self._give_lease(device, event.then.task)
+        self._enqueue(event.then)
         advanced = self._advance(device)
-        elsewhere = self._grant_anywhere(task.trial) if self.task_state(task.trial) is not TaskState.RUNNING else []
+        elsewhere = self._grant_on_any(task.trial) if self.task_state(task.trial) is not TaskState.RUNNING else []
         return [*advanced, *elsewhere]
 
     def _on_Worked(self, event: Worked) -> list[Instruction]:
@@ -386,38 +416,38 @@ class Machine:
         return []
 
     def _on_Expired(self, event: Expired) -> list[Instruction]:
-        """Another one's turn, if it is to go first; else this one's goes on, and counts as two."""
+        """Recall the long lease if a ready task is to go first. Otherwise it goes on, and counts as one more lease."""
         device = self.devices[event.device]
-        running, waiting = device.running, self._choose(device)
-        if running is None or not device.lasts or waiting is None:
+        running, ready = device.running, self._choose_next(device)
+        if running is None or not device.long_lease or ready is None:
             return []
         rank = self.policy.rank(running, self.trials[running.trial].progress)
-        if waiting.rank <= rank or self._waited_too_long(device) is waiting:
+        if ready.rank <= rank or self._waited_too_long(device) is ready:
             return self._recall(device)
-        self.ready.queues[device.index].given += 1
+        self.ready.queues[device.index].granted += 1
         return []
 
     def _recall(self, device: DeviceState) -> list[Instruction]:
-        assert device.running is not None and device.lasts, f"no turn lasts on {device}"
-        device.lasts = False
+        assert device.running is not None and device.long_lease, f"no turn lasts on {device}"
+        device.long_lease = False
         return [Recall(device.running.trial, device.index)]
 
     def _nobody_waits(self, device: DeviceState) -> bool:
-        """And no copy is on its way to where the task's shard may have to go."""
-        return not (self.ready.of or device.entries or device.admissions or device.promised or device.in_flight)
+        """Whether no trial waits for anything here, and no copy is on its way to where a shard may have to go."""
+        return not (self.ready.by_trial or device.entries or device.admissions or device.promised or device.in_flight)
 
     def _on_OutOfMemory(self, event: OutOfMemory) -> list[Instruction]:
         trial = self.trials[event.trial]
-        device = self.devices[trial.home if trial.on is None else trial.on]
-        trial.lacks_room = True
+        device = self.devices[trial.home if trial.task_device is None else trial.task_device]
+        trial.ran_out_of_memory = True
         return self.slots.drop(device, self.slots.evictable(device))
 
     def _on_Failed(self, event: Failed) -> list[Instruction]:
         trial, number = self.trials[event.task.trial], event.task.trial
         self.ready.remove(number)
-        on = trial.on
-        device = self._stop(number)
-        if device is None or on is None:
+        task_device = trial.task_device
+        device = self._revoke(number)
+        if device is None or task_device is None:
             return []
         key = (number, event.task.shard)
         dropped = self.slots.drop(device, [key] if key in device.ledger.slots else [])
@@ -429,166 +459,185 @@ class Machine:
         if not trial.slots:
             return []
         freed = {index for index, _ in trial.slots}
-        self._stop(event.trial)
+        self._revoke(event.trial)
         return [*self.slots.drop_all_of(event.trial), *self._advance_all(freed)]
 
-    # ---- what can go on now ----
+    # ---- what can happen now ----
 
     def _advance_all(self, devices: set[int]) -> list[Instruction]:
         return [instruction for index in sorted(devices) for instruction in self._advance(self.devices[index])]
 
     def _advance(self, device: DeviceState) -> list[Instruction]:
-        going_on = [] if device.running is None or device.started else self._continue(device)
-        waiting = self.admission.serve(device) if device.admissions or device.entries else []
+        """Start all that can start on this device, after bytes or its lease became free there."""
+        started = [] if device.running is None or device.started else self._run_if_ready(device)
+        served = self.admission.serve(device) if device.admissions or device.entries else []
         if device.running is None:
-            return [*going_on, *waiting, *self._grant(device)]
-        if device.lasts and not self._may_last(device):
-            return [*going_on, *waiting, *self._recall(device)]
-        return [*going_on, *waiting, *([] if going_on else self._look_ahead(device))]
+            return [*started, *served, *self._grant_lease(device)]
+        if device.long_lease and not self._allows_long_lease(device):
+            return [*started, *served, *self._recall(device)]
+        return [*started, *served, *([] if started else self._promote_ahead(device))]
 
-    # ---- who runs, and who is next ----
+    # ---- which task runs, and which is next ----
 
-    def _grant(self, device: DeviceState) -> list[Instruction]:
-        """The lease to who waits for it, as far as a copy that is on its way leaves room."""
-        promised = device.waiting
+    def _grant_lease(self, device: DeviceState) -> list[Instruction]:
+        """Give the free lease to a ready task, unless a copy on its way leaves no room for the task's shard.
+
+        The promised task comes first, unless another one ranks clearly before it. If the device has neither, it takes
+        over a task that is promised to a busy device.
+        """
+        promised = device.promised_ready
         if promised is not None and not self._may_run(device, promised.task):
-            self._take_promise_back(device)
+            self._withdraw_promise(device)
             promised = None
-        waiting = self._choose(device)
-        if promised is not None and (waiting is None or not self._is_ahead(waiting, promised)):
-            waiting = promised
-        if waiting is None:
-            waiting = self._promised_elsewhere(device)
-        return [] if waiting is None else self._start(device, waiting.task)
+        ready = self._choose_next(device)
+        if promised is not None and (ready is None or not self._is_clearly_before(ready, promised)):
+            ready = promised
+        if ready is None:
+            ready = self._take_over_promised(device)
+        return [] if ready is None else self._give_lease(device, ready.task)
 
-    def _is_ahead(self, waiting: Waiting, of: Waiting) -> bool:
-        """By more than what it takes to have promoted another one's shard in vain."""
-        return waiting.rank + self.policy.slack(self.trials[waiting.task.trial].progress) < of.rank
+    def _is_clearly_before(self, ready: ReadyTask, other: ReadyTask) -> bool:
+        """By more than the policy's slack, so that it is worth a copy that would otherwise not be made."""
+        return ready.rank + self.policy.slack(self.trials[ready.task.trial].progress) < other.rank
 
-    def _promised_elsewhere(self, device: DeviceState) -> Waiting | None:
-        """What another device promised to run later, though this one is free now."""
+    def _take_over_promised(self, device: DeviceState) -> ReadyTask | None:
+        """Take a ready task from the device that has promised to run it later, since this one is free now."""
         others = self.devices if len(self.devices) > 1 else ()
-        waiting = [d.waiting for d in others if d.waiting is not None and self._may_run(device, d.waiting.task)]
-        if not waiting:
+        ready = [
+            d.promised_ready
+            for d in others
+            if d.promised_ready is not None and self._may_run(device, d.promised_ready.task)
+        ]
+        if not ready:
             return None
-        first = min(waiting, key=lambda w: w.rank)
-        self._take_promise_back(next(d for d in others if d.waiting is first))
-        return self.ready.of[first.task.trial]
+        first = min(ready, key=lambda r: r.rank)
+        self._withdraw_promise(next(d for d in others if d.promised_ready is first))
+        return self.ready.by_trial[first.task.trial]
 
-    def _choose(self, device: DeviceState) -> Waiting | None:
-        """Whoever waited too long; else the first by rank of those at home here, unless another home's first is
-        ahead of it by more than its slack."""
+    def _choose_next(self, device: DeviceState) -> ReadyTask | None:
+        """The ready task that goes next on this device; it stays in its queue.
+
+        First a task of this home that has waited too long. Else the first by rank of this home, or of another home if
+        that is clearly before it and may run here.
+        """
         ready, home = self.ready, device.index
-        if not ready.of:
+        if not ready.by_trial:
             return None
         oldest = self._waited_too_long(device)
         if oldest is not None:
             return oldest
         best = own = ready.first(home)
-        for waiting in ready.firsts(None if own is None else own.rank):
-            gains = best is None or (self._is_ahead(waiting, best) if best is own else waiting.rank < best.rank)
-            if gains and self._may_run(device, waiting.task):
-                best = waiting
+        for other in ready.first_of_each_home(None if own is None else own.rank):
+            is_better = best is None or (
+                self._is_clearly_before(other, best) if best is own else other.rank < best.rank
+            )
+            if is_better and self._may_run(device, other.task):
+                best = other
         return best
 
-    def _waited_too_long(self, device: DeviceState) -> Waiting | None:
-        oldest, given = self.ready.oldest(device.index), self.ready.queues[device.index].given
-        too_long = oldest is not None and given - oldest.since > STARVATION_LIMIT * (len(device.trials) + 1)
+    def _waited_too_long(self, device: DeviceState) -> ReadyTask | None:
+        """The oldest ready task of this home, if `STARVATION_LIMIT` leases a trial have gone to others since."""
+        oldest, granted = self.ready.oldest(device.index), self.ready.queues[device.index].granted
+        too_long = oldest is not None and granted - oldest.granted_before > STARVATION_LIMIT * (len(device.trials) + 1)
         return oldest if too_long else None
 
-    def _may_last(self, device: DeviceState) -> bool:
-        """Whether nobody needs turns of a task: all trials admitted here are resident, and none waits for bytes."""
+    def _allows_long_lease(self, device: DeviceState) -> bool:
+        """Whether all trials admitted here are resident, and none waits for bytes."""
         if device.entries or device.admissions:
             return False
         return all(self.trials[trial].plan.resident for trial in device.ledger.held)
 
     def _may_run(self, device: DeviceState, task: Task) -> bool:
-        """At home, always; elsewhere if it may travel, there is room, and to the policy it is worth the bytes."""
+        """Whether the task may run on this device. At home, always; elsewhere if it travels, there is room for it, and
+        the policy finds that worth the bytes that have to move."""
         trial = self.trials[task.trial]
         if trial.home == device.index:
             return True
         if not trial.travels or device.ledger.pilot is not None or trial.plan.resident:
             return False
         ledger, shard = device.ledger, self._shard(task)
-        if trial.at_home:
+        if trial.task_stays_home:
             return False
         if self._home(task.trial).load() < 1 / device.speed:
-            return False  # its turn at home is sooner over
-        there = (task.trial, task.shard) in ledger.slots
-        needs = shard.slot_bytes + self.trials[task.trial].work_bytes(task, device.index)
-        in_flight = sum(ledger.slots[key][1] for key in device.in_flight if key != (task.trial, task.shard))
-        if ledger.held_bytes + ledger.step_bytes + needs + in_flight > ledger.budget_bytes:
+            return False  # even shared with other trials, its home is faster
+        has_slot = (task.trial, task.shard) in ledger.slots
+        needed_bytes = shard.slot_bytes + self.trials[task.trial].work_bytes(task, device.index)
+        in_flight_bytes = sum(ledger.slots[key][1] for key in device.in_flight if key != (task.trial, task.shard))
+        if ledger.held_bytes + ledger.step_bytes + needed_bytes + in_flight_bytes > ledger.budget_bytes:
             return False
-        moved = 2 * shard.boundary_bytes + (0 if there else shard.slot_bytes)
+        moved_bytes = 2 * shard.boundary_bytes + (0 if has_slot else shard.slot_bytes)
         task_s = trial.plan.task_s(task.shard, task.direction)
-        return self.policy.leaves_home(task_s / device.speed, moved, device.link_bytes_per_s)
+        return self.policy.leaves_home(task_s / device.speed, moved_bytes, device.link_bytes_per_s)
 
-    def _start(self, device: DeviceState, task: Task) -> list[Instruction]:
+    def _give_lease(self, device: DeviceState, task: Task) -> list[Instruction]:
+        """Give the task the lease, and a slot for its shard. The task runs once the shard has arrived."""
         trial, key = self.trials[task.trial], (task.trial, task.shard)
         slot_bytes = trial.plan.shards[task.shard].slot_bytes
-        made: list[Instruction] = []
-        device.promotes = 0, 0
+        instructions: list[Instruction] = []
+        device.own_promotion = 0, 0
         if slot_bytes and key not in device.ledger.slots:
-            offset, made = self.slots.place(device, task, slot_bytes)
+            offset, instructions = self.slots.place(device, task, slot_bytes)
             if offset is None:
-                return made  # a copy on its way is where it would go: it waits for that
-            if trial.at_home:
-                device.promotes = offset, slot_bytes
+                return instructions  # a copy on its way is in the shard's place: the task waits until that has arrived
+            if trial.task_stays_home:
+                device.own_promotion = offset, slot_bytes
             else:
                 device.in_flight.add(key)
-                made.append(PromoteShard(task, device.index, offset, slot_bytes))
+                instructions.append(PromoteShard(task, device.index, offset, slot_bytes))
         elif slot_bytes:
             device.ledger.touch(key)
-        self.ready.of.pop(task.trial, None)
+        self.ready.by_trial.pop(task.trial, None)
         if device.promised is not None and device.promised.trial != task.trial:
-            self._take_promise_back(device)
-        device.promised = device.waiting = None
-        self.ready.queues[trial.home].given += 1
-        device.running, trial.on = task, device.index
-        trial.visits.make((task.shard, task.direction))
-        made += self._continue(device)
-        return made
+            self._withdraw_promise(device)
+        device.promised = device.promised_ready = None
+        self.ready.queues[trial.home].granted += 1
+        device.running, trial.task_device = task, device.index
+        trial.visit_order.note((task.shard, task.direction))
+        instructions += self._run_if_ready(device)
+        return instructions
 
-    def _continue(self, device: DeviceState) -> list[Instruction]:
-        """Run the task that has the lease, once its shard is there and its work has room."""
+    def _run_if_ready(self, device: DeviceState) -> list[Instruction]:
+        """Run the task that has the lease, if its shard has arrived and its work has room."""
         task = device.running
         if task is None or device.started or (task.trial, task.shard) in device.in_flight:
             return []
-        trial, lasts = self.trials[task.trial], False
+        trial, long_lease = self.trials[task.trial], False
         work_bytes = trial.work_bytes(task, device.index)
-        if trial.plan.resident:  # in a long lease, all its tasks come
-            most_bytes = trial.plan.task_bytes
-            lasts = self._may_last(device) and self.slots.has_room(device, most_bytes)
-            work_bytes = most_bytes if lasts else work_bytes
+        if trial.plan.resident:
+            largest_bytes = trial.plan.task_bytes  # a long lease covers all tasks of a step
+            long_lease = self._allows_long_lease(device) and self.slots.has_room(device, largest_bytes)
+            work_bytes = largest_bytes if long_lease else work_bytes
         dropped: list[Instruction] = []
         if device.ledger.free_bytes < work_bytes:
             if not self.slots.has_room(device, work_bytes):
                 return []
             dropped = self.slots.make_room(device, work_bytes)
         device.ledger.start_work(work_bytes)
-        device.started, device.lasts = True, lasts
-        return [*dropped, Run(task, device.index, lasts, *device.promotes), *self._look_ahead(device)]
+        device.started, device.long_lease = True, long_lease
+        return [*dropped, Run(task, device.index, long_lease, *device.own_promotion), *self._promote_ahead(device)]
 
-    def _look_ahead(self, device: DeviceState) -> list[Instruction]:
-        """While a task computes, choose the next one and promote its shard; only if it needs that, and within room
-        that nobody will miss."""
+    def _promote_ahead(self, device: DeviceState) -> list[Instruction]:
+        """While a task computes, choose the next one, and promote its shard into room that no other shard needs.
+
+        The next one is the running trial's expected next task, or the ready task that ranks before it.
+        """
         running, least_bytes = device.running, self._least_ahead_bytes
         if running is None or not device.started or device.promised or device.in_flight or least_bytes is None:
             return []
         trial = self.trials[running.trial]
-        if device.lasts or trial.lacks_room:
+        if device.long_lease or trial.ran_out_of_memory:
             return []
-        place = trial.visits.next  # what its last step did next
-        if not self.ready.of and (place is None or trial.plan.shards[place[0]].slot_bytes < least_bytes):
+        visit = trial.visit_order.next
+        if not self.ready.by_trial and (visit is None or trial.plan.shards[visit[0]].slot_bytes < least_bytes):
             return []
-        after = None if place is None else Task(running.trial, running.step, *place)
-        waiting = self._choose(device)
-        if after is not None and waiting is not None:
-            if self.policy.rank(after, trial.progress) <= waiting.rank:
-                waiting = None
+        expected = None if visit is None else Task(running.trial, running.step, *visit)
+        ready = self._choose_next(device)
+        if expected is not None and ready is not None:
+            if self.policy.rank(expected, trial.progress) <= ready.rank:
+                ready = None
             else:
-                after = None
-        task = after or (waiting.task if waiting is not None else None)
+                expected = None
+        task = expected or (ready.task if ready is not None else None)
         if task is None or (task.trial, task.shard) in device.ledger.slots:
             return []
         slot_bytes = self._shard(task).slot_bytes
@@ -597,26 +646,26 @@ class Machine:
         offset, dropped = self.slots.place_ahead(device, task, slot_bytes)
         if offset is None:
             return dropped
-        device.promised, device.waiting = task, waiting
-        if waiting is not None:
+        device.promised, device.promised_ready = task, ready
+        if ready is not None:
             self.ready.remove(task.trial)
-            self.trials[task.trial].on = device.index
+            self.trials[task.trial].task_device = device.index
         device.in_flight.add((task.trial, task.shard))
         return [*dropped, PromoteShard(task, device.index, offset, slot_bytes, ahead=True)]
 
-    def _take_promise_back(self, device: DeviceState) -> None:
-        """Its shard stays for as long as there is room."""
-        promised, waiting = device.promised, device.waiting
-        device.promised = device.waiting = None
+    def _withdraw_promise(self, device: DeviceState) -> None:
+        """The promised task, if it is ready, goes back to its queue. Its shard stays for as long as there is room."""
+        promised, ready = device.promised, device.promised_ready
+        device.promised = device.promised_ready = None
         if promised is None:
             return
         trial = self.trials[promised.trial]
         if device.running is None or device.running.trial != promised.trial:
-            trial.on = None
-        if waiting is not None:
-            self.ready.add(waiting.task, waiting.rank, trial.home)
+            trial.task_device = None
+        if ready is not None:
+            self.ready.add(ready.task, ready.rank, trial.home)
 
-    # ---- shorthand ----
+    # ---- helpers ----
 
     def _home(self, trial: int) -> DeviceState:
         return self.devices[self.trials[trial].home]
@@ -624,31 +673,33 @@ class Machine:
     def _shard(self, task: Task) -> Shard:
         return self.trials[task.trial].plan.shards[task.shard]
 
-    def _running_on(self, task: Task, event: object) -> DeviceState:
-        on = self.trials[task.trial].on
-        assert on is not None, self._impossible(event)
-        device = self.devices[on]
+    def _device_running(self, task: Task, event: object) -> DeviceState:
+        """The device on which the task computes. It must compute on one."""
+        index = self.trials[task.trial].task_device
+        assert index is not None, self._impossible(event)
+        device = self.devices[index]
         assert device.running == task and device.started, self._impossible(event)
         return device
 
     def _impossible(self, event: Any) -> str:
+        """The message for an event that must not happen now: the trial's state, and its story."""
         trial = getattr(getattr(event, "task", event), "trial", -1)
         return f"impossible {event}; {self.trials.get(trial)}\n{self.story(trial)}"
 
     # ---- invariants ----
 
     def validate(self) -> None:
-        """Every invariant; each test of the machine ends with it."""
+        """Check every invariant. Each test of the machine ends with it."""
         for device in self.devices:
             self._validate_device(device)
         assert self.host_bytes is None or self.host_used_bytes <= self.host_bytes
         for number, trial in self.trials.items():
             slots = {(d.index, shard) for d in self.devices for owner, shard in d.ledger.slots if owner == number}
             assert trial.slots == slots, f"trial {number} thinks that it has {trial.slots}, not {slots}"
-            on = None if trial.on is None else self.devices[trial.on]
+            on = None if trial.task_device is None else self.devices[trial.task_device]
             tasks = [t for t in (on.running, on.promised) if t is not None] if on is not None else []
             assert on is None or any(t.trial == number for t in tasks), f"trial {number} is not on {on}"
-            waits = number in self.ready.of
+            waits = number in self.ready.by_trial
             assert not (waits and on is not None), f"trial {number} waits and is on a device"
 
     def _validate_device(self, device: DeviceState) -> None:
@@ -664,19 +715,20 @@ class Machine:
         assert ledger.pilot is None or (running is None and ledger.steps.keys() == {ledger.pilot}), "no pilot is alone"
         if running is not None:
             assert running.trial in self._home(running.trial).ledger.steps, f"{running} runs outside a step"
-            assert self.trials[running.trial].on == device.index
-        if device.lasts:
+            assert self.trials[running.trial].task_device == device.index
+        if device.long_lease:
             assert running is not None and device.started, "a turn lasts of nobody"
-            assert self._may_last(device), f"{running} lasts, though others need turns of a task"
-        if device.waiting is not None:
-            assert device.waiting.task == device.promised, "what waits here was promised another device"
+            assert self._allows_long_lease(device), f"{running} lasts, though others need turns of a task"
+        if device.promised_ready is not None:
+            assert device.promised_ready.task == device.promised, "what waits here was promised another device"
         at_home = self.ready.first(device.index)
         if running is None and not device.in_flight:
-            assert at_home is None and device.waiting is None, "the device idles beside a ready task"
+            assert at_home is None and device.promised_ready is None, "the device idles beside a ready task"
 
 
-def _concerns(what: Any, trial: int, shard: int | None) -> bool:
-    task = getattr(what, "task", what)
+def _concerns(message: Any, trial: int, shard: int | None) -> bool:
+    """Whether the event or instruction is about this trial, and about this shard if one is given."""
+    task = getattr(message, "task", message)
     return getattr(task, "trial", None) == trial and (shard is None or getattr(task, "shard", shard) == shard)
 
 

@@ -1,5 +1,4 @@
-"""The vocabulary as plain data: blocks measured, shards packed from them, tasks that visit them, and the plan: how one
-architecture is cut, and what that costs, for one budget."""
+"""The vocabulary as plain data: measured blocks, the shards packed from them, tasks, and a trial's plan."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ class Direction(str, Enum):
 
 
 class Task(NamedTuple):
-    """One visit to a shard, for as long as consecutive block calls stay inside it."""
+    """One visit to a shard. It lasts while consecutive calls of blocks stay inside the shard."""
 
     trial: int
     step: int
@@ -25,14 +24,14 @@ class Task(NamedTuple):
     direction: Direction
 
 
-TOO_LARGE = "it does not fit the budget"  # why a module is opened
+TOO_LARGE = "it does not fit the budget"  # the reason in `Cut.opened`
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model is cut otherwise than by size: names, each with the reason.
+    """Where a model is not cut by size alone: names of its parts, each with the reason.
 
-    `opened`    modules whose children are blocks
+    `opened`    modules that are split: their children are the blocks
     `kept`      modules that stay on the device as a whole
     `held`      parameters that stay on the device while the rest of their block is spilled
     """
@@ -41,12 +40,12 @@ class Cut:
     kept: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, str] = field(default_factory=dict)
 
-    def adding(self, what: str, names: Sequence[str], reason: str) -> Cut:
-        """The cut with these names among those that are `what`."""
-        return replace(self, **{what: dict.fromkeys(names, reason) | {**getattr(self, what)}})
+    def adding(self, kind: str, names: Sequence[str], reason: str) -> Cut:
+        """This cut and these names; `kind` is "opened", "kept" or "held". A name that it has keeps its reason."""
+        return replace(self, **{kind: dict.fromkeys(names, reason) | {**getattr(self, kind)}})
 
     def advice(self) -> str:
-        """For an error about lack of room: what to do, and what takes the room."""
+        """Text for an error about lack of room: what to do, and what takes the room."""
         reasons = [*self.opened.items(), *self.kept.items(), *self.held.items()]
         staying = [f"{name}: {reason}" for name, reason in reasons if not reason.startswith(TOO_LARGE)]
         text = "Raise the pool's memory=, lower the batch size, or split the module into smaller children."
@@ -57,11 +56,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """What the pilot measured for one block on the first batch. Bytes on the device, times in seconds.
+    """What the pilot measured of one block on the first batch. Bytes on the device, times in seconds.
 
-    `weight_bytes` is the slot it occupies, aligned; `saved_bytes` what plain autograd keeps of it between forward and
-    backward; the work bytes are scratch beyond slot and inputs. `visits` a step: 2, forward and backward; 1 where
-    nothing requires a gradient; 0 if it was not called. All else as in `Block`.
+    `weight_bytes`         of its weights in a slot, aligned
+    `..._work_bytes`       scratch beyond the slot and the inputs
+    `saved_bytes`          what plain autograd keeps of it between forward and backward
+    `boundary_bytes`       of its outputs
+    `visits`               in a step: 2, forward and backward; 1 if nothing requires a gradient; 0 if it was not called
+    `keeps` and all after  as in `Block`
     """
 
     name: str
@@ -86,8 +88,13 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive blocks with one slot. Work is the largest of its blocks', which run one after another; the
-    boundary is the largest of what one of them gives."""
+    """Consecutive blocks that share a slot.
+
+    `blocks`          their numbers in `TrialPlan.blocks`
+    `slot_bytes`      their weights
+    `..._work_bytes`  the most scratch that one of them needs, since they run one after another
+    `boundary_bytes`  the largest output of one of them
+    """
 
     blocks: tuple[int, ...]
     slot_bytes: int
@@ -101,12 +108,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """How one architecture runs within one budget; shared by trials with the same `fingerprint.plan_key`.
+    """How one architecture is cut for one budget, and what that costs. Trials with one `fingerprint.plan_key` share it.
 
     `held_bytes`  from admission to the trial's end: what is never promoted or dropped
     `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators between blocks, the
-                  loss; where spilled, gradients on their way to the host
-    A resident plan has one shard without a slot: the root module, whose weights are all held.
+                  loss; if spilled, also gradients on their way to the host
+
+    A resident plan has one shard, the root module. It has no slot: all weights are held.
     """
 
     resident: bool = False
@@ -118,20 +126,20 @@ class TrialPlan:
 
     @cached_property
     def task_bytes(self) -> int:
-        """The most any one task needs beyond what the trial and its step hold."""
+        """The most that one task needs beyond what the trial and its step hold: a slot and scratch."""
         return max((shard.slot_bytes + shard.work_bytes(d) for shard in self.shards for d in Direction), default=0)
 
     def task_s(self, shard: int, direction: Direction) -> float:
-        """What the pilot has measured of the shard's blocks."""
+        """Seconds that the pilot measured for the shard's blocks."""
         blocks = [self.blocks[i] for i in self.shards[shard].blocks]
         return sum(b.forward_s if direction is Direction.FORWARD else b.backward_s for b in blocks)
 
     @cached_property
     def bytes_to_end(self) -> tuple[int, ...]:
-        """For each shard the slots from it to the last one."""
+        """For each shard: the slots of it and of all shards after it."""
         return tuple(accumulate(shard.slot_bytes for shard in reversed(self.shards)))[::-1]
 
     @property
     def need_bytes(self) -> int:
-        """The least budget under which this plan runs alone."""
+        """The least budget in which a trial with this plan runs alone."""
         return self.held_bytes + self.step_bytes + self.task_bytes

@@ -1,7 +1,6 @@
 """The order in which ready tasks get devices. A policy sees plain data and keeps no state.
 
-A task is ranked once, when it becomes ready: the smallest rank goes first, of equal ones the one that was ready first.
-A task of a trial that is at home on another device is taken only if that gains more than `slack`: it has bytes to move.
+A task is ranked once, when it becomes ready. The smallest rank goes first; of equal ranks the task that came first.
 """
 
 from __future__ import annotations
@@ -12,34 +11,39 @@ from math import inf, isnan
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule.plan import Direction, Task
-from hydra_tune.schedule.progress import Neighbours, Progress
+from hydra_tune.schedule.progress import EndedTrials, Progress
 
 
 class Policy(ABC):
-    """Ranks tasks by how far their trials are. Where all trials of a device are resident nothing is gained by turns of
-    a task: one has the device for `quantum_s` seconds, before another one of those that wait may."""
+    """Ranks tasks by the progress of their trials.
+
+    Where all trials of a device are resident, a change of trial after each task would gain nothing. There a trial keeps
+    the device for `quantum_s` seconds before the policy may give it to another one that waits.
+    """
 
     quantum_s: float = 0.5
 
     @abstractmethod
     def rank(self, task: Task, progress: Progress) -> float:
-        """Smallest first."""
+        """A number; the task with the smallest one goes first."""
 
     def slack(self, progress: Progress) -> float:
-        """The least that a rank must be smaller, to be worth a move to another device."""
+        """How much smaller a rank must be to be worth a copy. Only then does a task run before those whose home the
+        device is, or before one whose shard was promoted already."""
         return 0.0
 
     def leaves_home(self, task_s: float, num_bytes: int, bytes_per_s: float) -> bool:
-        """Whether a task, which computes for `task_s`, goes to another device that is free: `num_bytes` move there or
-        back for it, so fast."""
+        """Whether a task of `task_s` seconds is worth running on a free device that is not its home. That moves
+        `num_bytes`, there and back together, at `bytes_per_s`."""
         return num_bytes <= task_s * bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Timed(Policy):
-    """
+class _WithQuantum(Policy):
+    """A policy that takes its quantum as an argument.
+
     Raises:
-        ConfigError: a quantum that is no number of seconds.
+        ConfigError: the quantum is not a finite number of seconds.
     """
 
     quantum_s: float = 0.5
@@ -49,8 +53,8 @@ class _Timed(Policy):
 
 
 @dataclass(frozen=True)
-class ShardedLRTF(_Timed):
-    """Longest remaining time first, which makes the whole search end soonest: Hydra, arXiv 2110.08633, section 4."""
+class ShardedLRTF(_WithQuantum):
+    """The longest remaining time first, so that the whole search ends early: Hydra, arXiv 2110.08633, section 4."""
 
     def rank(self, task: Task, progress: Progress) -> float:
         return -progress.remaining_s
@@ -60,7 +64,7 @@ class ShardedLRTF(_Timed):
 
 
 @dataclass(frozen=True)
-class Fifo(_Timed):
+class Fifo(_WithQuantum):
     """First come, first served."""
 
     def rank(self, task: Task, progress: Progress) -> float:
@@ -68,16 +72,19 @@ class Fifo(_Timed):
 
 
 @dataclass(frozen=True)
-class FairShare(_Timed):
-    """Whose trial has had the least device time."""
+class FairShare(_WithQuantum):
+    """The trial that has had the least device time first."""
 
     def rank(self, task: Task, progress: Progress) -> float:
         return progress.device_s
 
 
 @dataclass(frozen=True)
-class BestFirst(_Timed):
-    """Whose trial has reported the best objective so far; at first those that have reported none."""
+class BestFirst(_WithQuantum):
+    """The trial with the best reported objective first; before all, trials that have reported none; last of all, NaN.
+
+    `direction` is "minimize", "maximize", or None for the direction of the trial's search.
+    """
 
     direction: str | None = None
 
@@ -97,25 +104,28 @@ class BestFirst(_Timed):
 
 
 @dataclass(frozen=True)
-class RungSynchronous(_Timed):
-    """Whose trial has made the fewest steps, so that trials reach a pruner's rungs level with each other."""
+class RungSynchronous(_WithQuantum):
+    """The trial with the fewest steps first, so that all trials reach a pruner's rungs together."""
 
     def rank(self, task: Task, progress: Progress) -> float:
         return progress.steps_done
 
 
 @dataclass(frozen=True)
-class OldestFirst(_Timed):
-    """Whose trial came first; the others fill its gaps. A search that prunes learns from each trial as early as if they
-    ran one by one, while a policy that favours trials just begun keeps those from ending that nobody stops."""
+class OldestFirst(_WithQuantum):
+    """The trial that came first goes first; others run while it can't.
+
+    For a search that prunes. It learns from each trial as early as if trials ran one by one. A policy that prefers new
+    trials would instead delay the end of every trial that is not pruned.
+    """
 
     def rank(self, task: Task, progress: Progress) -> float:
         return task.trial
 
 
 @dataclass(frozen=True)
-class Shuffled(_Timed):
-    """In a random order, the same for the same seed."""
+class Shuffled(_WithQuantum):
+    """A random order, the same for the same seed."""
 
     seed: int = 0
 
@@ -149,15 +159,14 @@ def _check_quantum(policy: Policy) -> None:
 
 
 def policy_named(policy: Policy | str) -> Policy:
-    """The policy itself, or the one of this name.
+    """Return the policy that this names; a policy itself is checked and returned.
 
     Raises:
-        ConfigError: there is none, it ranks a trial's first task by something else than a number, or its quantum is
-            none.
+        ConfigError: no policy has this name; or its quantum, or its rank for a trial's first task, is not a number.
     """
     if isinstance(policy, Policy):
         _check_quantum(policy)
-        rank = policy.rank(Task(0, 1, 0, Direction.FORWARD), Progress(0, Neighbours()))
+        rank = policy.rank(Task(0, 1, 0, Direction.FORWARD), Progress(0, EndedTrials()))
         if not isinstance(rank, (int, float)) or isnan(rank):
             raise ConfigError(
                 f"a rank is a number, the smallest goes first; {policy!r} gave {rank!r} for a trial's first task. "

@@ -1,8 +1,8 @@
-"""How far each trial is, and what it will still take: seconds of device time, mini-batches, its objective.
+"""How far each trial is, and how much device time it still needs: what policies rank by.
 
-A mini-batch takes the moving average of those before it, so that the estimate follows the trial without drifting from
-epoch to epoch (Hydra divides a sum by a count that each epoch resets). A trial that does not say how many it has is
-thought to take what those that have ended took.
+The time of a mini-batch is a moving average, so that the estimate follows the trial and does not drift from epoch to
+epoch (Hydra divides a sum by a count that each epoch resets). If a trial does not say how many mini-batches it has, it
+is expected to take as long as the trials that have ended took on average.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from math import inf
 
 from hydra_tune.schedule.plan import Direction, TrialPlan
 
-_WEIGHT_OF_LAST = 0.1  # in the moving average
-Place = tuple[int, Direction]
+_WEIGHT_OF_LAST = 0.1  # of the last mini-batch in the moving average
+ShardVisit = tuple[int, Direction]
 
 
 @dataclass
-class Neighbours:
-    """The trials that have ended: how many, and their seconds on devices."""
+class EndedTrials:
+    """How many trials have ended, and the device seconds that they took together."""
 
     ended: int = 0
     device_s: float = 0.0
@@ -30,80 +30,92 @@ class Neighbours:
 
 @dataclass
 class Progress:
-    """One trial's, as policies see it. `step_s` is a mini-batch's device time."""
+    """Of one trial, for policies.
+
+    `total_steps`  mini-batches of the whole trial, None if unknown
+    `steps_done`   mini-batches that have ended
+    `step_s`       device seconds of a mini-batch, estimated
+    `device_s`     device seconds so far
+    `value`        the last objective that was reported, None before; larger is better if `maximizes`
+    """
 
     trial: int
-    neighbours: Neighbours
+    ended_trials: EndedTrials
     total_steps: int | None = None
     steps_done: int = 0
     step_s: float = 0.0
     device_s: float = 0.0
     value: float | None = None
     maximizes: bool = False
-    _now_s: float = 0.0  # of the step under way
-    _is_timed: bool = False  # a step was, in turns
+    _this_step_s: float = 0.0  # device seconds of the step under way
+    _has_timed_step: bool = False  # `step_s` comes from a step, no longer from the pilot
 
     @property
     def remaining_s(self) -> float:
-        """Longest remaining time first: Hydra, section 4."""
+        """Device seconds until the trial ends, estimated; infinite if its length is unknown and no trial has ended."""
         if self.total_steps is not None:
-            return max(self.total_steps - self.steps_done, 0) * self.step_s - min(self._now_s, self.step_s)
-        if self.neighbours.mean_s is None:
+            return max(self.total_steps - self.steps_done, 0) * self.step_s - min(self._this_step_s, self.step_s)
+        if self.ended_trials.mean_s is None:
             return inf
-        return max(self.neighbours.mean_s - self.device_s, self.step_s)
+        return max(self.ended_trials.mean_s - self.device_s, self.step_s)
 
-    def expect(self, plan: TrialPlan) -> None:
-        """Until a step has run in turns, it takes what its blocks have been measured to."""
-        if not self._is_timed:
+    def estimate_from(self, plan: TrialPlan) -> None:
+        """Until a step has been timed, it is expected to take what the pilot measured of its blocks."""
+        if not self._has_timed_step:
             self.step_s = sum(block.forward_s + block.backward_s for block in plan.blocks)
 
     def spend(self, seconds: float) -> None:
+        """The step under way has used so much more device time."""
         self.device_s += seconds
-        self._now_s += seconds
+        self._this_step_s += seconds
 
     def end_steps(self, number: int) -> None:
-        """So many mini-batches, which have taken the same time each."""
+        """So many mini-batches ended; the time spent since the last end is divided equally among them."""
         if number:
-            each_s, weight = self._now_s / number, 1.0 - (1.0 - _WEIGHT_OF_LAST) ** number
-            self.step_s += (weight if self._is_timed else 1.0) * (each_s - self.step_s)
+            each_s, weight = self._this_step_s / number, 1.0 - (1.0 - _WEIGHT_OF_LAST) ** number
+            self.step_s += (weight if self._has_timed_step else 1.0) * (each_s - self.step_s)
             self.steps_done += number
-            self._is_timed = True
-            self._now_s = 0.0
+            self._has_timed_step = True
+            self._this_step_s = 0.0
 
     def end_step(self, *, trained: bool) -> None:
+        """A step ended. Only a mini-batch counts: the time of an evaluation changes no estimate."""
         if trained:
-            weight = _WEIGHT_OF_LAST if self._is_timed else 1.0
-            self.step_s += weight * (self._now_s - self.step_s)
+            weight = _WEIGHT_OF_LAST if self._has_timed_step else 1.0
+            self.step_s += weight * (self._this_step_s - self.step_s)
             self.steps_done += 1
-            self._is_timed = True
-        self._now_s = 0.0
+            self._has_timed_step = True
+        self._this_step_s = 0.0
 
     def end(self) -> None:
-        self.neighbours.ended += 1
-        self.neighbours.device_s += self.device_s
+        """The trial ended."""
+        self.ended_trials.ended += 1
+        self.ended_trials.device_s += self.device_s
 
 
 @dataclass
-class Visits:
-    """The shards that a step visits, in the order of the trial's last one: a hint, from which a step may deviate."""
+class VisitOrder:
+    """Predicts which shard a step visits next: the one that the trial's last step visited there. A step may differ."""
 
-    _last: list[Place] = field(default_factory=list)
-    _now: list[Place] = field(default_factory=list)
-    _at: int | None = 0  # how many of the last step's this one has made; None where it has left them
+    _last: list[ShardVisit] = field(default_factory=list)  # of the last step
+    _current: list[ShardVisit] = field(default_factory=list)  # of the step under way
+    _position: int | None = 0  # in the last step, of the visit that is expected next; None if this step differs
 
-    def make(self, place: Place) -> None:
-        self._now.append(place)
-        if self._at is not None and (self._at >= len(self._last) or self._last[self._at] != place):
-            self._at = self._last.index(place, self._at) if place in self._last[self._at :] else None
-        if self._at is not None:
-            self._at += 1
+    def note(self, visit: ShardVisit) -> None:
+        """The step under way makes this visit now."""
+        self._current.append(visit)
+        if self._position is not None and (self._position >= len(self._last) or self._last[self._position] != visit):
+            self._position = self._last.index(visit, self._position) if visit in self._last[self._position :] else None
+        if self._position is not None:
+            self._position += 1
 
     @property
-    def next(self) -> Place | None:
-        return self._last[self._at] if self._at is not None and self._at < len(self._last) else None
+    def next(self) -> ShardVisit | None:
+        """The visit that is expected next; None if unknown, or if the step is expected to end."""
+        return self._last[self._position] if self._position is not None and self._position < len(self._last) else None
 
     def end_step(self) -> None:
-        self._last, self._now, self._at = self._now, [], 0
+        self._last, self._current, self._position = self._current, [], 0
 
     def forget(self) -> None:
-        self._last, self._now, self._at = [], [], 0
+        self._last, self._current, self._position = [], [], 0

@@ -1,4 +1,4 @@
-"""The tasks that wait for a device, by the home of their trials: a choice among thousands takes microseconds."""
+"""The tasks that wait for a device, in one queue for each home. A choice among thousands takes microseconds."""
 
 from __future__ import annotations
 
@@ -11,64 +11,69 @@ from typing import NamedTuple
 from hydra_tune.schedule.plan import Task
 
 
-class Waiting(NamedTuple):
-    """`number` tells in which order tasks became ready, `since` how many tasks its home had been given by then."""
+class ReadyTask(NamedTuple):
+    """`number` counts ready tasks in the order in which they came. `granted_before` is how many leases tasks of this
+    home had been granted by then."""
 
     task: Task
     rank: float
     number: int
     home: int
-    since: int
+    granted_before: int
 
 
 @dataclass
 class Queue:
-    """Of one home. Entries are forgotten when they come to a front, not when they are taken."""
+    """The ready tasks of one home. A task that is removed stays in both orders until it comes to the front."""
 
-    by_rank: list[tuple[float, int, Waiting]] = field(default_factory=list)
-    by_age: deque[Waiting] = field(default_factory=deque)
-    given: int = 0  # tasks that this device was given
+    by_rank: list[tuple[float, int, ReadyTask]] = field(default_factory=list)
+    by_age: deque[ReadyTask] = field(default_factory=deque)
+    granted: int = 0  # leases that tasks of this home have been granted
 
 
 class ReadyTasks:
-    """At most one a trial."""
+    """At most one for each trial."""
 
     def __init__(self, num_devices: int) -> None:
-        self.of: dict[int, Waiting] = {}  # by trial
-        self.queues = [Queue() for _ in range(num_devices)]
+        self.by_trial: dict[int, ReadyTask] = {}
+        self.queues = [Queue() for _ in range(num_devices)]  # by home
         self._number = 0
 
-    def add(self, task: Task, rank: float, home: int) -> Waiting:
+    def add(self, task: Task, rank: float, home: int) -> ReadyTask:
         queue = self.queues[home]
-        waiting = self.of[task.trial] = Waiting(task, rank, self._number, home, queue.given)
+        ready = self.by_trial[task.trial] = ReadyTask(task, rank, self._number, home, queue.granted)
         self._number += 1
-        heappush(queue.by_rank, (rank, waiting.number, waiting))
-        queue.by_age.append(waiting)
-        return waiting
+        heappush(queue.by_rank, (rank, ready.number, ready))
+        queue.by_age.append(ready)
+        return ready
 
-    def remove(self, trial: int) -> Waiting | None:
-        return self.of.pop(trial, None)
+    def remove(self, trial: int) -> ReadyTask | None:
+        return self.by_trial.pop(trial, None)
 
-    def first(self, home: int) -> Waiting | None:
-        """By rank."""
+    def first(self, home: int) -> ReadyTask | None:
+        """The one with the smallest rank; of equal ranks the one that came first."""
         heap = self.queues[home].by_rank
-        while heap and self.of.get(heap[0][2].task.trial) is not heap[0][2]:
+        while heap and self.by_trial.get(heap[0][2].task.trial) is not heap[0][2]:
             heappop(heap)
         return heap[0][2] if heap else None
 
-    def firsts(self, before: float | None) -> Iterator[Waiting]:
-        """Of each home, where it ranks before that. So may an entry at a front that is to be forgotten: never later."""
-        for home, queue in enumerate(self.queues):
-            if queue.by_rank and (before is None or queue.by_rank[0][0] < before):
-                waiting = self.first(home)
-                if waiting is not None:
-                    yield waiting
+    def first_of_each_home(self, rank_below: float | None) -> Iterator[ReadyTask]:
+        """Each home's first task. Homes whose first task does not rank below the limit may be left out.
 
-    def oldest(self, home: int) -> Waiting | None:
-        ages = self.queues[home].by_age
-        while ages and self.of.get(ages[0].task.trial) is not ages[0]:
-            ages.popleft()
-        return ages[0] if ages else None
+        A removed task that is still at a front never ranks after the home's first task, so that no home that is
+        wanted is left out.
+        """
+        for home, queue in enumerate(self.queues):
+            if queue.by_rank and (rank_below is None or queue.by_rank[0][0] < rank_below):
+                ready = self.first(home)
+                if ready is not None:
+                    yield ready
+
+    def oldest(self, home: int) -> ReadyTask | None:
+        by_age = self.queues[home].by_age
+        while by_age and self.by_trial.get(by_age[0].task.trial) is not by_age[0]:
+            by_age.popleft()
+        return by_age[0] if by_age else None
 
     def __len__(self) -> int:
-        return len(self.of)
+        return len(self.by_trial)

@@ -1,4 +1,4 @@
-"""Where shards lie on devices, and which of them make way. Plain data; each change is told as `Drop`s."""
+"""Where shards lie on devices, and which of them make room for others. Plain data; each change is a `Drop`."""
 
 from __future__ import annotations
 
@@ -13,37 +13,45 @@ from hydra_tune.schedule.state import DeviceState, TrialState
 
 
 class Slots:
-    """Of all trials on all devices."""
+    """The slots of all trials on all devices.
+
+    A trial's last shards, as many as the arena holds together, have reserved offsets side by side, from the bottom of
+    the arena up. So the free bytes alone decide which of them stay until their backward, never the gaps between them.
+
+        trial with shards 0 1 2 3      arena | 1 | 2 | 3 |      0 |      0 does not fit beside the others: no reserved
+                                                                         offset, it goes into the highest gap
+    """
 
     def __init__(self, trials: Mapping[int, TrialState], devices: Sequence[DeviceState]) -> None:
         self.trials = trials
         self.devices = devices
 
     def place(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
-        """Where the slot goes, after others have made way; None if a copy on its way is there.
+        """Make a slot of `size` bytes for the task's shard, dropping others as needed.
 
-        A trial's last shards, as many as the arena holds, have places side by side, so that the bytes that are
-        free alone decide which of them stay until their backward, never the gaps between them.
+        Returns:
+            Its offset, and the drops. The offset is None if what remains in the way is busy or on its way.
         """
         key, ledger = (task.trial, task.shard), device.ledger
-        at, dropped = self._clearplace(device, task, size)
+        at, dropped = self._clear_reserved(device, task, size)
         while (offset := ledger.place(key, size, at)) is None:
-            key_to_go = next(self.evictable(device), None)
-            if key_to_go is None:
+            evicted = next(self.evictable(device), None)
+            if evicted is None:
                 return None, dropped
-            dropped += self.drop(device, (key_to_go,))
+            dropped += self.drop(device, (evicted,))
         self.trials[task.trial].slots.add((device.index, task.shard))
         return offset, dropped
 
     def place_ahead(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
-        """As `place`, but nothing makes way that may stay until it is needed again; None if the place is taken."""
+        """As `place`, but slots that can stay until they are needed again are kept (see `evictable`). The offset is
+        None where these are in the way."""
         ledger, evictable = device.ledger, list(self.evictable(device, ahead=task))
         if ledger.free_bytes + sum(ledger.slots[key][1] for key in evictable) < size:
             return None, []
         at = self._reserved_offset(device, task)
-        if at is not None and not set(ledger.slots_at(at, size)).issubset(evictable):
+        if at is not None and not set(ledger.slots_overlapping(at, size)).issubset(evictable):
             return None, []
-        dropped = [] if at is None else self.drop(device, ledger.slots_at(at, size))
+        dropped = [] if at is None else self.drop(device, ledger.slots_overlapping(at, size))
         evictable = [key for key in evictable if key in ledger.slots]
         while True:
             offset = ledger.place((task.trial, task.shard), size, at)
@@ -54,66 +62,74 @@ class Slots:
                 return None, dropped
             dropped += self.drop(device, [evictable.pop(0)])
 
-    def _clearplace(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
-        """Where the shard has its place, after its trial's own slots have made way; None if it has none, or
-        another trial's slot is there, or a copy on its way."""
+    def _clear_reserved(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
+        """Drop slots of the same trial that are at the shard's reserved offset.
+
+        Returns:
+            That offset, and the drops. The offset is None if the shard has none, or if another trial's slot or a copy
+            on its way is there.
+        """
         at, to_end = self._reserved_offset(device, task), self.trials[task.trial].plan.bytes_to_end
         if at is None:
             return None, []
         ledger = device.ledger
-        there, arena_bytes = ledger.slots_at(at, size), ledger.budget_bytes
-        if any(trial != task.trial or to_end[shard] <= arena_bytes for trial, shard in there):
+        occupants, arena_bytes = ledger.slots_overlapping(at, size), ledger.budget_bytes
+        if any(trial != task.trial or to_end[shard] <= arena_bytes for trial, shard in occupants):
             return None, []
         dropped: list[Instruction] = []
-        for key in self.evictable(device) if there else ():
-            if ledger.slots.keys().isdisjoint(there):
+        for key in self.evictable(device) if occupants else ():
+            if ledger.slots.keys().isdisjoint(occupants):
                 break
             if key[0] == task.trial:
                 dropped += self.drop(device, (key,))
-        return at if ledger.slots.keys().isdisjoint(there) else None, dropped
+        return at if ledger.slots.keys().isdisjoint(occupants) else None, dropped
 
     def _reserved_offset(self, device: DeviceState, task: Task) -> int | None:
-        """None for a shard that does not belong to the last ones which fit the arena together."""
+        """None for a shard that is not among the last ones that fit the arena together."""
         to_end, arena_bytes = self.trials[task.trial].plan.bytes_to_end, device.ledger.budget_bytes
         if to_end[task.shard] > arena_bytes:
             return None
         return to_end[bisect_left(to_end, -arena_bytes, key=neg)] - to_end[task.shard]
 
     def evictable(self, device: DeviceState, *, ahead: Task | None = None) -> Iterator[SlotKey]:
-        """Slots that may be dropped, those first that will be needed last.
+        """Slots that may be dropped; first those that will be needed last (Belady's rule).
 
-        Within one step a trial visits its shards forwards, then backwards, so the slot used last is
-        the one needed first, and after its backward it is not needed: in this order, with those retired
-        first, goes what is needed last (Belady). For a promotion `ahead` goes none of the same trial's that
-        may stay until its backward.
+        A step visits the trial's shards forwards, then backwards. So the slot used last is needed first, and a slot
+        whose backward is over is not needed again in the step:
+
+            visits           F0  F1  F2  B2  B1  B0
+            order of drops   after F2: 0, 1, 2         after B2: 2, 0, 1
+
+        The ledger's order, oldest use first and retired slots before all, is that order. Never dropped: the running
+        task's slot, and slots whose copy is on its way. The promised task's slot is the last choice. Before a promotion
+        for `ahead`, a forward, slots of its own trial that can stay until their backward are left alone.
         """
-        busy, promised = device.busy, device.promised
-        last = (promised.trial, promised.shard) if promised is not None else None
+        used, promised = device.busy_slot, device.promised
+        spared = (promised.trial, promised.shard) if promised is not None else None
         to_end: tuple[int, ...] = ()
         room_bytes = device.ledger.budget_bytes - device.ledger.held_bytes - device.ledger.step_bytes
         if ahead is not None and ahead.direction is Direction.FORWARD:
             to_end = self.trials[ahead.trial].plan.bytes_to_end
         for key in list(device.ledger.slots):
-            if key in (busy, last) or key in device.in_flight:
+            if key in (used, spared) or key in device.in_flight:
                 continue
             if ahead is None or key[0] != ahead.trial or not to_end or to_end[key[1]] > room_bytes:
                 yield key
-        if last is not None and last in device.ledger.slots and last != busy and last not in device.in_flight:
-            yield last
+        if spared is not None and spared in device.ledger.slots and spared != used and spared not in device.in_flight:
+            yield spared
 
     def has_room(self, device: DeviceState, num_bytes: int) -> bool:
-        """Whether enough is free, or would be if all that can go went."""
-        return num_bytes <= device.ledger.free_bytes + device.ledger.slot_bytes - self._staying_bytes(device)
+        """Whether so many bytes are free, or would be if all slots were dropped that may be."""
+        return num_bytes <= device.ledger.free_bytes + device.ledger.slot_bytes - self._undroppable_bytes(device)
 
-    def _staying_bytes(self, device: DeviceState) -> int:
-        """Of slots that may not be dropped."""
-        slots, staying = device.ledger.slots, set(device.in_flight)
-        if device.busy is not None and device.busy in slots:
-            staying.add(device.busy)
-        return sum(slots[key][1] for key in staying)
+    def _undroppable_bytes(self, device: DeviceState) -> int:
+        slots, undroppable = device.ledger.slots, set(device.in_flight)
+        if device.busy_slot is not None and device.busy_slot in slots:
+            undroppable.add(device.busy_slot)
+        return sum(slots[key][1] for key in undroppable)
 
     def make_room(self, device: DeviceState, num_bytes: int) -> list[Instruction]:
-        """Drop idle slots until `num_bytes` are free, or none is left to drop."""
+        """Drop slots until `num_bytes` are free, or no other may be dropped."""
         dropped: list[Instruction] = []
         if device.ledger.free_bytes >= num_bytes:
             return dropped
@@ -131,9 +147,10 @@ class Slots:
             dropped.append(Drop(*key, device.index, *device.ledger.remove(key)))
         return dropped
 
-    def drop_all_of(self, number: int) -> list[Instruction]:
+    def drop_all_of(self, trial: int) -> list[Instruction]:
+        """On all devices."""
         return [
             drop
-            for index, shard in sorted(self.trials[number].slots)
-            for drop in self.drop(self.devices[index], [(number, shard)])
+            for index, shard in sorted(self.trials[trial].slots)
+            for drop in self.drop(self.devices[index], [(trial, shard)])
         ]

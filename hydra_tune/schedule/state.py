@@ -9,17 +9,18 @@ from math import inf
 from hydra_tune.schedule.events import PilotReady, PlanReady, StepReady
 from hydra_tune.schedule.ledger import Ledger, SlotKey
 from hydra_tune.schedule.plan import Task, TrialPlan
-from hydra_tune.schedule.progress import Progress, Visits
-from hydra_tune.schedule.ready import Waiting
+from hydra_tune.schedule.progress import Progress, VisitOrder
+from hydra_tune.schedule.ready import ReadyTask
 
-NO_TRIAL = "no trial"  # why a device idles: then it does not stall
+# Why a device idles. With no trial at home its idle time does not count as a stall.
+NO_TRIAL = "no trial"
 PROMOTION = "promotion"
 
 
 class TaskState(Enum):
-    """WAITING   ready; holds nothing but what its trial and step do.
-    PROMISED  next on a device: its shard is there or on its way.
-    RUNNING   has the device's lease, its shard and room for its work."""
+    """WAITING   ready to run; reserves nothing beyond what its trial and its step do.
+    PROMISED  chosen to run next on a device; also has a slot there, with its shard in it or on its way.
+    RUNNING   has the device's lease and a slot; once its shard has arrived, also the bytes of its work."""
 
     WAITING = "waiting"
     PROMISED = "promised"
@@ -34,14 +35,14 @@ class TrialState:
     progress: Progress
     plan: TrialPlan = field(default_factory=TrialPlan)
     admitted: bool = False
-    on: int | None = None  # the device that its task is running on, or promised to
-    at_home: bool = False  # the task that it has in flight does not travel, and promotes its shard itself
-    lacks_room: bool = False  # it has run out of memory in this step
+    task_device: int | None = None  # on which its task runs, or is promised to run
+    task_stays_home: bool = False  # its task does not travel, and its own thread promotes the shard
+    ran_out_of_memory: bool = False  # in this step
     slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard)
-    visits: Visits = field(default_factory=Visits)
+    visit_order: VisitOrder = field(default_factory=VisitOrder)
 
     def work_bytes(self, task: Task, device: int) -> int:
-        """Away from home its inputs and outputs take room, too."""
+        """Scratch of the task on this device. Away from home its inputs and outputs take room, too."""
         shard = self.plan.shards[task.shard]
         return shard.work_bytes(task.direction) + (2 * shard.boundary_bytes if self.home != device else 0)
 
@@ -51,24 +52,24 @@ class DeviceState:
     index: int
     ledger: Ledger
     link_bytes_per_s: float = inf
-    speed: float = 1.0
-    admissions: list[PilotReady | PlanReady] = field(default_factory=list)
-    entries: list[PilotReady | StepReady] = field(default_factory=list)
-    running: Task | None = None
-    started: bool = False  # else the running task awaits its shard, or room for its work
-    lasts: bool = False  # the turn of the running task, for many steps; until it is recalled
-    promotes: tuple[int, int] = (0, 0)  # offset and bytes of what the running task promotes itself
-    promised: Task | None = None
-    waiting: Waiting | None = None  # the promised task, once it is ready
-    in_flight: set[SlotKey] = field(default_factory=set)
-    steps_let_by: int = 0  # since the first of the admissions awaits nothing but that steps end
+    speed: float = 1.0  # beside other devices
+    admissions: list[PilotReady | PlanReady] = field(default_factory=list)  # requests for bytes for life, oldest first
+    entries: list[PilotReady | StepReady] = field(default_factory=list)  # requests for bytes of a step, oldest first
+    running: Task | None = None  # has the lease
+    started: bool = False  # the running task computes; False while it waits for its shard or for room
+    long_lease: bool = False  # the running task has one, and it was not recalled
+    own_promotion: tuple[int, int] = (0, 0)  # offset and bytes that the running task promotes itself
+    promised: Task | None = None  # chosen to run next
+    promised_ready: ReadyTask | None = None  # the same task, once its trial has reported it ready
+    in_flight: set[SlotKey] = field(default_factory=set)  # slots whose copy is on its way
+    steps_let_by: int = 0  # steps that entered while the first admission waited only for steps to end
     trials: set[int] = field(default_factory=set)  # at home here
 
     def load(self, more_trials: int = 0) -> float:
-        """Trials at home here, and so many more, over its speed."""
+        """Trials at home here, and `more_trials`, relative to the device's speed."""
         return (len(self.trials) + more_trials) / self.speed
 
     @property
-    def busy(self) -> SlotKey | None:
-        """The slot that the running task uses."""
+    def busy_slot(self) -> SlotKey | None:
+        """The slot of the running task's shard."""
         return None if self.running is None else (self.running.trial, self.running.shard)

@@ -15,7 +15,7 @@ from hydra_tune.show.timeline import checked_path, save
 from hydra_tune.simulation.baselines import baselines_s
 from hydra_tune.simulation.cost import CostModel
 from hydra_tune.simulation.simulate import simulate
-from hydra_tune.simulation.sweeps import named_or_read
+from hydra_tune.simulation.sweeps import named_or_from_file
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -84,8 +84,8 @@ def _simulate(options: argparse.Namespace) -> None:
     if options.timeline is not None:
         checked_path(options.timeline)
     cost = None if options.cost is None else CostModel.load(options.cost)
-    trials = named_or_read(options.workload, cost)
-    links = CostModel.of_link(options.link) if options.link is not None else cost or CostModel()
+    trials = named_or_from_file(options.workload, cost)
+    links = CostModel.from_link(options.link) if options.link is not None else cost or CostModel()
     found = simulate(
         trials,
         options.devices,

@@ -1,7 +1,7 @@
 """Makespans, in seconds, of what people do without shard parallelism, on the same trials.
 
-Each is given the benefit of the doubt: no copy between devices costs anything, no pipeline has to fill, and weights
-fit wherever they are said to be. Lower bound and optimum, to be read beside them, are `exact`'s.
+Each baseline is favoured: copies between devices cost nothing, no pipeline has to fill, and weights fit wherever the
+baseline puts them. To be read beside the lower bound and the optimum of `exact.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["baselines_s", "lower_bound", "model_parallelism", "one_spilled_at_a_
 
 
 def baselines_s(trials: Sequence[TrialWork], devices: int, cost: CostModel) -> dict[str, float]:
-    """All of them by name, each in the order of trials that serves it best."""
+    """Makespans by the names of the baselines. The longest trial goes first, which serves them best."""
     return {
         "model parallelism": model_parallelism(trials, devices),
         "model parallelism, activations kept": model_parallelism(trials, devices, recompute=False),
@@ -30,49 +30,51 @@ def baselines_s(trials: Sequence[TrialWork], devices: int, cost: CostModel) -> d
 
 
 def model_parallelism(trials: Sequence[TrialWork], devices: int, *, recompute: bool = True) -> float:
-    """One trial at a time, its shards spread over all `devices`, of which one computes while the others wait.
+    """One trial at a time. Its shards are spread over all `devices`: one computes while the others wait.
 
         device 0   F0 .. .. B0
         device 1   .. F1 B1 ..        3 trials x 4 tasks on 2 devices: 12 task times
 
-    The number of devices only makes room: it changes no time. Optimizers step on the devices, for nothing.
-    Without `recompute` activations stay there as well, and a backward task is shorter by a forward task; that is
-    how model parallelism runs where they fit.
+    More devices give more room, and change no time. Optimizers step on the devices and cost nothing. Without
+    `recompute` activations stay on the devices, as where they fit: a backward task is shorter by a forward task.
     """
     check_devices(devices)
-    return _in_lists(trials, [_device_s(trial, recompute) for trial in trials], 1, longest_first=False)
+    return _schedule_whole(trials, [_device_s(trial, recompute) for trial in trials], 1, longest_first=False)
 
 
 def task_parallelism(
     trials: Sequence[TrialWork], devices: int, *, longest_first: bool = True, recompute: bool = True
 ) -> float:
-    """Whole trials side by side, one a device, as if each fitted there: whenever a device is free, it takes the longest
-    trial that has arrived, or without `longest_first` the first in the list.
+    """Whole trials side by side, one on each device, as if each fitted there. A free device takes the longest trial
+    that has arrived, or without `longest_first` the first in the list that has.
 
         device 0   F0 F1 B1 B0 F0 F1 B1 B0
         device 1   F0 F1 B1 B0                 3 trials x 4 tasks on 2 devices: 8 task times
 
     `recompute` as for `model_parallelism`.
     """
-    return _in_lists(trials, [_device_s(trial, recompute) for trial in trials], devices, longest_first=longest_first)
+    return _schedule_whole(
+        trials, [_device_s(trial, recompute) for trial in trials], devices, longest_first=longest_first
+    )
 
 
 def one_spilled_at_a_time(
     trials: Sequence[TrialWork], cost: CostModel, *, prefetch: bool = True, devices: int = 1
 ) -> float:
-    """One trial at a time a device, spilled: what an offloading engine does. One device unless said; with more, each
-    has its own link and takes the longest trial that has arrived.
+    """One spilled trial at a time on each device: what an offloading engine does. Each device has its own link, and
+    takes the longest trial that has arrived.
 
-    Every task promotes its shard; a backward task also promotes its boundary input, and returns gradients to the
-    host. With `prefetch` both directions of the link work while the device computes, so that a task takes
-    max(compute, promotion, return); without, one after another, their sum. After each step the host's optimizer runs
-    alone: a lone trial has nothing else to compute meanwhile.
+    Every task promotes its shard. A backward task also promotes its boundary input, and sends gradients to the host.
+    With `prefetch` both directions of the link work while the device computes, and a task takes
+    max(compute, promotion, gradients). Without it a task takes their sum. After each step the device waits for the
+    host's optimizer, since a lone trial has nothing else to compute.
     """
     totals_s = [_spilled_step_s(trial, cost, prefetch) * trial.steps_run for trial in trials]
-    return _in_lists(trials, totals_s, devices, longest_first=True)
+    return _schedule_whole(trials, totals_s, devices, longest_first=True)
 
 
 def _device_s(trial: TrialWork, recompute: bool) -> float:
+    """Device seconds of the whole trial."""
     if recompute:
         return trial.total_s
     backward_s = sum(max(0.0, b - f) for f, b in zip(trial.forward_s, trial.backward_s, strict=True))
@@ -80,33 +82,34 @@ def _device_s(trial: TrialWork, recompute: bool) -> float:
 
 
 def _spilled_step_s(trial: TrialWork, cost: CostModel, prefetch: bool) -> float:
-    combine = max if prefetch else _sum
+    combine = max if prefetch else _add
     step_s = trial.optimizer_s + trial.loop_s
     for direction, shard in trial.tasks():
-        backward = direction is Direction.BACKWARD
-        down_s = cost.promote_s(trial.shard_bytes[shard] + backward * trial.boundary_bytes)
-        up_s = cost.spill_s(backward * trial.shard_gradient_bytes[shard])
-        step_s += combine(trial.task_s(direction, shard), down_s, up_s)
+        is_backward = direction is Direction.BACKWARD
+        promote_s = cost.promote_s(trial.shard_bytes[shard] + is_backward * trial.boundary_bytes)
+        spill_s = cost.spill_s(is_backward * trial.shard_gradient_bytes[shard])
+        step_s += combine(trial.task_s(direction, shard), promote_s, spill_s)
     return step_s
 
 
-def _sum(*seconds: float) -> float:
+def _add(*seconds: float) -> float:
     return sum(seconds)
 
 
-def _in_lists(trials: Sequence[TrialWork], totals_s: list[float], devices: int, *, longest_first: bool) -> float:
-    """List scheduling (Graham, 1969): no device is idle while a trial that has arrived waits."""
+def _schedule_whole(trials: Sequence[TrialWork], totals_s: list[float], devices: int, *, longest_first: bool) -> float:
+    """The makespan if whole trials take `totals_s` each, by list scheduling (Graham, 1969): no device is idle while a
+    trial that has arrived waits."""
     check_devices(devices)
-    coming = deque(sorted(range(len(trials)), key=lambda number: trials[number].arrival_s))
-    arrived: list[tuple[float, int]] = []
-    free_s = [0.0] * devices
+    to_arrive = deque(sorted(range(len(trials)), key=lambda number: trials[number].arrival_s))
+    arrived: list[tuple[float, int]] = []  # a heap
+    free_s = [0.0] * devices  # a heap: when each device is free
     now_s = 0.0
-    while coming or arrived:
+    while to_arrive or arrived:
         now_s = max(now_s, free_s[0])
         if not arrived:
-            now_s = max(now_s, trials[coming[0]].arrival_s)
-        while coming and trials[coming[0]].arrival_s <= now_s:
-            number = coming.popleft()
+            now_s = max(now_s, trials[to_arrive[0]].arrival_s)
+        while to_arrive and trials[to_arrive[0]].arrival_s <= now_s:
+            number = to_arrive.popleft()
             heappush(arrived, (-totals_s[number] if longest_first else 0.0, number))
         _, chosen = heappop(arrived)
         heapreplace(free_s, now_s + totals_s[chosen])

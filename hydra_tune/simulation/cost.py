@@ -1,9 +1,9 @@
 """How fast a machine computes and copies, and what a transformer trial costs on it.
 
-The formulas for P weights and n tokens: forward 2Pn flop; backward 6Pn with the repeated forward, 4Pn if the
-weights are frozen. Host AdamW moves 28 bytes a trained weight: it reads weight, gradient and two moments, and
-writes weight and moments, four bytes each. Attention scores, 4nsd flop a layer for s tokens in context, are left
-out: a few per cent of a layer where s is much less than 6d.
+For P weights and n tokens a forward takes 2Pn flop. A backward takes 6Pn with the repeated forward, or 4Pn if the
+weights are frozen. AdamW on the host moves 28 bytes for each trained weight: it reads weight, gradient and two moments,
+and writes weight and moments, four bytes each. Attention scores are left out: 4nsd flop a layer for a context of s
+tokens and width d, a few per cent of a layer if s is much less than 6d.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ADAMW_BYTES_PER_WEIGHT = 28
 
 @dataclass(frozen=True)
 class CostModel:
-    """Rates of one machine, per second. A rate that is infinite costs nothing; in JSON it is null.
+    """Rates of one machine, per second. What has an infinite rate costs nothing; in JSON infinity is null.
 
     `flops_per_s`       of a device, as reached in training
     `h2d_bytes_per_s`   of one device's link, host to device
-    `d2h_bytes_per_s`   of the same link the other way, at the same time
+    `d2h_bytes_per_s`   of the same link, device to host, at the same time
     `host_bytes_per_s`  of host memory, where optimizers step
     `task_s`            seconds of a task beside its arithmetic, for each of its blocks
-    `measured_on`       hardware and versions, or where the figures come from
+    `measured_on`       hardware and versions, or the source of the figures
     """
 
     flops_per_s: float = 1e12
@@ -67,8 +67,8 @@ class CostModel:
         return {key: None if value == inf else value for key, value in asdict(self).items()}
 
     @classmethod
-    def of_link(cls, text: str) -> CostModel:
-        """Whose link has this rate each way, ``"12e9"`` or ``"12GB"``; all else as it is usual."""
+    def from_link(cls, text: str) -> CostModel:
+        """A model with this rate in both directions of the link, ``"12e9"`` or ``"12GB"``, and defaults elsewhere."""
         try:
             rate = float(text)
         except ValueError:
@@ -86,10 +86,10 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> CostModel:
-        """From the JSON file that `save` writes.
+        """Read the JSON file that `save` writes.
 
         Raises:
-            ConfigError: not such a file.
+            ConfigError: the file can't be read, or is not one of these.
         """
         try:
             rates = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -111,32 +111,37 @@ _RATES = tuple(field.name for field in fields(CostModel) if field.name.endswith(
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """`multiplied` weights are computed with for each token; `trained` ones have gradients and moments. Of so many
-    blocks together."""
+class _Blocks:
+    """What consecutive blocks cost together: one block, or the blocks of a shard.
+
+    `multiplied_weights`  weights that are multiplied with each token
+    `trained_weights`     weights with gradients and moments
+    `blocks`              how many blocks these are
+    """
 
     slot_bytes: int
-    multiplied: int
-    trained: int
+    multiplied_weights: int
+    trained_weights: int
     gradient_bytes: int
     activation_bytes: int
     blocks: int = 1
 
-    def __add__(self, other: _Layer) -> _Layer:
-        return _Layer(*map(add, astuple(self), astuple(other)))
+    def __add__(self, other: _Blocks) -> _Blocks:
+        return _Blocks(*map(add, astuple(self), astuple(other)))
 
     @property
     def work_bytes(self) -> int:
-        """Of a backward task: all gradients and activations, since the forward is repeated for the whole shard."""
+        """Scratch of a backward task: all gradients, and all activations, since the whole forward is repeated."""
         return self.gradient_bytes + self.activation_bytes
 
     @property
     def need_bytes(self) -> int:
-        """With room for another shard as large, promoted meanwhile: the double buffer."""
+        """What a backward task needs, with room for another shard as large that is promoted meanwhile (the double
+        buffer)."""
         return 2 * self.slot_bytes + self.work_bytes
 
 
-_NOTHING = _Layer(0, 0, 0, 0, 0, 0)
+_NO_BLOCKS = _Blocks(0, 0, 0, 0, 0, 0)
 
 
 def transformer_trial(
@@ -159,21 +164,27 @@ def transformer_trial(
     arrival_s: float = 0.0,
     stops_after: int | None = None,
 ) -> TrialWork:
-    """A transformer trained spilled, its optimizer on the host.
+    """The work of a spilled transformer whose optimizer steps on the host. `cost` says how fast the machine is.
 
-    Blocks: the input table, `layers` of 4d^2 + 2df + 9d + f weights, the output head (untied from the table).
-    They are cut into so many `shards` with the least largest need, or, given a device's `memory`, block by block, each
-    shard as large as fits with a step's boundary tensors and as many weights again (the double buffer).
-    `weight_bytes` and `gradient_bytes` (as many unless said) are of one weight and its gradient; activations have
-    `weight_bytes` too. With `adapter_rank` the base is frozen and low-rank pairs beside the four projections of
-    attention are trained (LoRA, arXiv 2106.09685); their own arithmetic is left out.
-    A step keeps one boundary tensor a shard. A task's scratch is its shard's gradients and activations:
-    9d + 2f numbers a token and layer, and, given `heads`, the attention scores, 2.5 s each (Korthikanti et al.,
-    arXiv 2205.05198, section 4.1; without `heads` attention is fused). Under these rules GPT-2-XL at context 512 in
-    fp32 is cut for 11 GB into 13 shards at batch 16 and 7 at batch 8; Hydra reports 13 and 8.
+    **Blocks** are the input table, `layers` of 4d^2 + 2df + 9d + f weights (d is `width`, f is `feed_forward`), and the
+    output head, which has its own weights.
+
+    **Cut.** Give one of `shards` and `memory`. By `shards`: into so many, so that the largest need of one is least. By
+    `memory` of a device: block by block, each shard as large as fits beside a step's boundary tensors and another
+    shard's weights (the double buffer). Under these rules GPT-2-XL at context 512 in fp32 is cut for 11 GB into 13
+    shards at batch 16 and 7 at batch 8; Hydra reports 13 and 8.
+
+    **Bytes.** `weight_bytes` are of one weight, and of one activation. `gradient_bytes` are of one weight's gradient,
+    as many as `weight_bytes` by default. A step keeps one boundary tensor for each shard. A task's scratch is its
+    shard's gradients and activations: 9d + 2f numbers for each token and layer. With `heads` the attention scores are
+    added, 2.5 s numbers for each head, token and layer, where s is `sequence` (Korthikanti et al., arXiv 2205.05198,
+    section 4.1); without, attention is fused.
+
+    **Adapters.** With `adapter_rank` the base is frozen, and low-rank pairs beside the four projections of attention
+    are trained (LoRA, arXiv 2106.09685). Their own arithmetic is left out.
 
     Raises:
-        ConfigError: a size that is not a positive whole number; neither or both of `shards` and `memory`.
+        ConfigError: a size is not a positive whole number; neither or both of `shards` and `memory` are given.
         BudgetError: a block does not fit the memory.
     """
     sizes = {"layers": layers, "width": width, "feed_forward": feed_forward, "sequence": sequence, "batch": batch}
@@ -186,19 +197,19 @@ def transformer_trial(
     table = vocabulary * width
     layer = 4 * width**2 + 2 * width * feed_forward + 9 * width + feed_forward
 
-    def block(weights: int, multiplied: int, trained: int, activations: int) -> _Layer:
+    def block(weights: int, multiplied: int, trained: int, activations: int) -> _Blocks:
         gradients = trained * (weight_bytes if gradient_bytes is None else gradient_bytes)
-        return _Layer(weights * weight_bytes, multiplied, trained, gradients, tokens * activations * weight_bytes)
+        return _Blocks(weights * weight_bytes, multiplied, trained, gradients, tokens * activations * weight_bytes)
 
-    kept = 9 * width + 2 * feed_forward + 5 * heads * sequence // 2
+    layer_activations = 9 * width + 2 * feed_forward + 5 * heads * sequence // 2  # for each token
     blocks = [
-        block(table, width, 0 if frozen else table, width),  # a lookup; only the position is computed with
-        *[block(layer + adapter, layer, adapter if frozen else layer, kept)] * layers,
+        block(table, width, 0 if frozen else table, width),  # looked up; only a position is computed with
+        *[block(layer + adapter, layer, adapter if frozen else layer, layer_activations)] * layers,
         block(table, table, 0 if frozen else table, 2 * vocabulary),
     ]
     boundary_bytes = tokens * width * weight_bytes
     cut = _cut(blocks, shards, memory, boundary_bytes)
-    forward_s = [2 * shard.multiplied * tokens / cost.flops_per_s for shard in cut]
+    forward_s = [2 * shard.multiplied_weights * tokens / cost.flops_per_s for shard in cut]
     backward_s = [(2 if frozen else 3) * seconds for seconds in forward_s]
     task_s = [cost.task_s * shard.blocks for shard in cut]
     return TrialWork(
@@ -210,15 +221,18 @@ def transformer_trial(
         work_bytes=tuple(shard.work_bytes for shard in cut),
         boundary_bytes=boundary_bytes,
         gradient_bytes=tuple(shard.gradient_bytes for shard in cut),
-        optimizer_s=ADAMW_BYTES_PER_WEIGHT * sum(b.trained for b in blocks) / cost.host_bytes_per_s,
+        optimizer_s=ADAMW_BYTES_PER_WEIGHT * sum(b.trained_weights for b in blocks) / cost.host_bytes_per_s,
         arrival_s=arrival_s,
         step_bytes=(len(cut) + 1) * boundary_bytes,
         stops_after=stops_after,
     )
 
 
-def _cut(blocks: Sequence[_Layer], shards: int | None, memory: int | str | None, boundary_bytes: int) -> list[_Layer]:
-    """The shards, each as one block. A step keeps a boundary tensor a shard, and so depends on their number."""
+def _cut(blocks: Sequence[_Blocks], shards: int | None, memory: int | str | None, boundary_bytes: int) -> list[_Blocks]:
+    """The shards, by one of `shards` and `memory`.
+
+    A step keeps one boundary tensor for each shard, so what fits depends on the number of shards: it is tried upwards.
+    """
     if (shards is None) == (memory is None):
         raise ConfigError(
             f"a trial is cut by one of shards= and memory=, got shards={shards!r}, memory={memory!r}. Write one."
@@ -231,20 +245,20 @@ def _cut(blocks: Sequence[_Layer], shards: int | None, memory: int | str | None,
         return _balance(blocks, shards)
     assert memory is not None
     memory_bytes = parse_bytes(memory)
-    for most in range(1, len(blocks) + 1):
-        cut = _pack(blocks, memory_bytes - (most + 1) * boundary_bytes)
-        if len(cut) <= most:
+    for num_shards in range(1, len(blocks) + 1):
+        cut = _pack(blocks, memory_bytes - (num_shards + 1) * boundary_bytes)
+        if len(cut) <= num_shards:
             return cut
     raise AssertionError("there are no more shards than blocks")
 
 
-def _balance(blocks: Sequence[_Layer], shards: int) -> list[_Layer]:
-    """The cut into so many shards whose largest need is least."""
-    needed = list(accumulate((block.need_bytes for block in blocks), initial=0))
+def _balance(blocks: Sequence[_Blocks], shards: int) -> list[_Blocks]:
+    """The cut into so many shards whose largest `need_bytes` is least."""
+    needed = list(accumulate((block.need_bytes for block in blocks), initial=0))  # by all blocks before each
 
     @cache
     def least(start: int, shards: int) -> tuple[int, tuple[int, ...]]:
-        """The largest need from `start` on, and where each shard ends."""
+        """For the blocks from `start` on in so many shards: the largest need of one, and where each shard ends."""
         if shards == 1:
             return needed[-1] - needed[start], (len(blocks),)
         options = []
@@ -254,12 +268,13 @@ def _balance(blocks: Sequence[_Layer], shards: int) -> list[_Layer]:
         return min(options)
 
     edges = (0, *least(0, shards)[1])
-    return [sum(blocks[start:end], _NOTHING) for start, end in pairwise(edges)]
+    return [sum(blocks[start:end], _NO_BLOCKS) for start, end in pairwise(edges)]
 
 
-def _pack(blocks: Sequence[_Layer], limit_bytes: int) -> list[_Layer]:
-    """Block by block until the next would not fit: pilot partitioning (arXiv 2110.08633, section 4.1)."""
-    cut = [_NOTHING]
+def _pack(blocks: Sequence[_Blocks], limit_bytes: int) -> list[_Blocks]:
+    """Fill each shard block by block until the next one would not fit: pilot partitioning (arXiv 2110.08633,
+    section 4.1)."""
+    cut = [_NO_BLOCKS]
     for block in blocks:
         if block.need_bytes > limit_bytes:
             raise BudgetError(
@@ -268,6 +283,6 @@ def _pack(blocks: Sequence[_Layer], limit_bytes: int) -> list[_Layer]:
                 "Raise memory=, or lower batch= or sequence=."
             )
         if (cut[-1] + block).need_bytes > limit_bytes:
-            cut.append(_NOTHING)
+            cut.append(_NO_BLOCKS)
         cut[-1] += block
     return cut

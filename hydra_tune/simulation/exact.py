@@ -1,6 +1,6 @@
-"""What no schedule beats: the lower bound of a sweep's makespan, and for small sweeps the optimum itself.
+"""How good a schedule can be: a lower bound of a sweep's makespan, and for small sweeps the optimum itself.
 
-Links cost nothing here and memory is no limit, so that every policy's schedule is among those compared.
+Both ignore the cost of links and the limit of memory. So no schedule of any policy is shorter.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TypeAlias
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule.plan import Task
-from hydra_tune.simulation.milp import Solution, Timed, solve
+from hydra_tune.simulation.milp import Solution, TaskWindow, solve
 from hydra_tune.simulation.workload import TrialWork
 
 MOST_TASKS = 120
-_ROUNDING = 1e-9  # relative; sums of seconds are exact to less
+_ROUNDING = 1e-9  # relative; more than the rounding errors of sums of seconds
 
 
 def check_devices(devices: int) -> None:
@@ -27,22 +27,27 @@ def check_devices(devices: int) -> None:
 
 
 def lower_bound(trials: Sequence[TrialWork], speeds: Sequence[float] = (1.0,)) -> float:
-    """Seconds that every schedule takes: from any arrival on, the device seconds of all who arrive then or later, over
-    the sum of `speeds` (one a device); or a trial's arrival and its own seconds on the fastest device. The host's
-    optimizers are left out."""
+    """Seconds that every schedule takes at least; `speeds` has one entry for each device. It is the largest of:
+
+    - for each arrival: its time, and then the device seconds of all trials that arrive then or later, over the sum of
+      speeds;
+    - for each trial: its arrival, and then its own device seconds on the fastest device.
+
+    The host's optimizers are left out.
+    """
     check_devices(len(speeds))
     if not all(0 < speed < inf for speed in speeds):
         raise ConfigError(f"a device's speed is positive and finite, got {list(speeds)}. Write 1.0 for a usual one.")
-    bound_s = asked_s = 0.0
+    bound_s = later_s = 0.0
     for trial in sorted(trials, key=lambda trial: -trial.arrival_s):
-        asked_s += trial.total_s
-        alone_s = max(asked_s / sum(speeds), trial.total_s / max(speeds))
-        bound_s = max(bound_s, trial.arrival_s + alone_s)
+        later_s += trial.total_s
+        needed_s = max(later_s / sum(speeds), trial.total_s / max(speeds))
+        bound_s = max(bound_s, trial.arrival_s + needed_s)
     return bound_s
 
 
 @dataclass(frozen=True)
-class Placed:
+class ScheduledTask:
     """When and where a task runs."""
 
     task: Task
@@ -53,21 +58,21 @@ class Placed:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best schedule found. Unless `proven`, time ran out: a better one may exist, down to `bound_s`."""
+    """The best schedule found. Unless `proven`, time ran out: a shorter one may exist, but none below `bound_s`."""
 
     makespan_s: float
     bound_s: float
     proven: bool
-    schedule: tuple[Placed, ...]
+    schedule: tuple[ScheduledTask, ...]
 
 
 def optimum(trials: Sequence[TrialWork], devices: int, time_limit_s: float = 60.0) -> Optimum:
     """The least makespan of `trials` on so many devices of speed 1, exact to a millionth.
 
-    Tasks are not merged: between any two a trial may change device, and the optimum needs that. Three trials of
-    four tasks on two devices take 6 task times, but 8 if each trial's tasks stay together. So there is a binary for
-    each pair of tasks, and only small sweeps are accepted. A longest-remaining-first schedule comes before the
-    solver, for its horizon; where that reaches the lower bound it is the answer.
+    Between any two tasks a trial may change its device, and the optimum needs that. Three trials of four tasks on two
+    devices take 6 task times, but 8 if each trial stays on one device. So the program has a binary variable for each
+    pair of tasks, and only small sweeps are accepted. A schedule by longest remaining time first comes before the
+    solver. If it reaches the lower bound, it is the answer; else it gives the solver a horizon.
 
     Raises:
         ConfigError: too many tasks, no device, no time, or scipy is needed and not installed.
@@ -81,28 +86,29 @@ def optimum(trials: Sequence[TrialWork], devices: int, time_limit_s: float = 60.
         )
     if not time_limit_s > 0:
         raise ConfigError(f"time_limit_s is positive, got {time_limit_s!r}. Write seconds, such as 60.")
-    best = _lay(trials, devices, _longest_remaining_first)
+    best = _list_schedule(trials, devices, _longest_remaining_first)
     bound_s = lower_bound(trials, [1.0] * devices)
     if _makespan(best) <= bound_s * (1 + _ROUNDING):
         return Optimum(_makespan(best), bound_s, True, best)
     horizon_s = _makespan(best) * (1 + _ROUNDING)
     windows = [_windows(number, trial, horizon_s) for number, trial in enumerate(trials)]
-    solution = solve(windows, _alike(trials), devices, bound_s / horizon_s, time_limit_s)
+    solution = solve(windows, _equal_pairs(trials), devices, bound_s / horizon_s, time_limit_s)
     if solution is None:
         return Optimum(_makespan(best), bound_s, False, best)
-    best = min(best, _lay(trials, devices, _as_solved(solution)), key=_makespan)
+    best = min(best, _list_schedule(trials, devices, _in_order_of(solution)), key=_makespan)
     bound_s = _makespan(best) if solution.proven else min(solution.bound * horizon_s, _makespan(best))
     return Optimum(_makespan(best), bound_s, solution.proven, best)
 
 
 # ---- schedules ----------------------------------------------------------------------------------------
 
-_Schedule: TypeAlias = tuple[Placed, ...]
+_Schedule: TypeAlias = tuple[ScheduledTask, ...]
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """A trial's next task, since when it is ready, and the trial's seconds from there to its end."""
+class _TimedTask:
+    """A task that takes `seconds`. It is ready at `ready_s`, and `remaining_s` are its trial's device seconds from its
+    start to the trial's end."""
 
     task: Task
     seconds: float
@@ -110,68 +116,76 @@ class _Ready:
     remaining_s: float
 
 
-def _sequence(number: int, trial: TrialWork) -> list[_Ready]:
-    """All tasks of a trial, each ready as early as can be."""
-    steps = [(step, way, shard) for step in range(trial.steps_run) for way, shard in trial.tasks()]
-    seconds = [trial.task_s(way, shard) for _, way, shard in steps]
-    from_end = list(accumulate(reversed(seconds)))[::-1]
+def _tasks_of(number: int, trial: TrialWork) -> list[_TimedTask]:
+    """All tasks of a trial in order. Each is ready at the earliest time possible."""
+    tasks = [(step, direction, shard) for step in range(trial.steps_run) for direction, shard in trial.tasks()]
+    seconds = [trial.task_s(direction, shard) for _, direction, shard in tasks]
+    left_s = list(accumulate(reversed(seconds)))[::-1]
     return [
-        _Ready(Task(number, step, shard, way), seconds[i], trial.arrival_s + from_end[0] - from_end[i], from_end[i])
-        for i, (step, way, shard) in enumerate(steps)
+        _TimedTask(Task(number, step, shard, direction), seconds[i], trial.arrival_s + left_s[0] - left_s[i], left_s[i])
+        for i, (step, direction, shard) in enumerate(tasks)
     ]
 
 
-def _lay(
-    trials: Sequence[TrialWork], devices: int, choose: Callable[[list[_Ready], list[float]], tuple[_Ready, int]]
+def _list_schedule(
+    trials: Sequence[TrialWork],
+    devices: int,
+    choose: Callable[[list[_TimedTask], list[float]], tuple[_TimedTask, int]],
 ) -> _Schedule:
-    """Task by task, in the order and on the device chosen, each as early as its trial and that device allow."""
-    waiting = [deque(_sequence(number, trial)) for number, trial in enumerate(trials)]
+    """Each task starts as early as its trial and its device allow.
+
+    Args:
+        choose: given each trial's next task, and when each device is free, returns the task that is scheduled next, and
+            its device.
+    """
+    waiting = [deque(_tasks_of(number, trial)) for number, trial in enumerate(trials)]
     ready_s = [trial.arrival_s for trial in trials]
     free_s = [0.0] * devices
     schedule = []
     while any(waiting):
-        nexts = [replace(queue[0], ready_s=ready_s[number]) for number, queue in enumerate(waiting) if queue]
-        chosen, device = choose(nexts, free_s)
+        candidates = [replace(queue[0], ready_s=ready_s[number]) for number, queue in enumerate(waiting) if queue]
+        chosen, device = choose(candidates, free_s)
         start_s = max(chosen.ready_s, free_s[device])
-        schedule.append(Placed(chosen.task, device, start_s, start_s + chosen.seconds))
+        schedule.append(ScheduledTask(chosen.task, device, start_s, start_s + chosen.seconds))
         ready_s[chosen.task.trial] = free_s[device] = start_s + chosen.seconds
         waiting[chosen.task.trial].popleft()
     return tuple(schedule)
 
 
-def _longest_remaining_first(nexts: list[_Ready], free_s: list[float]) -> tuple[_Ready, int]:
+def _longest_remaining_first(candidates: list[_TimedTask], free_s: list[float]) -> tuple[_TimedTask, int]:
+    """On the device that is free first, the task that can start there first; of several the longest remaining."""
     device = free_s.index(min(free_s))
-    return min(nexts, key=lambda ready: (max(ready.ready_s, free_s[device]), -ready.remaining_s)), device
+    return min(candidates, key=lambda timed: (max(timed.ready_s, free_s[device]), -timed.remaining_s)), device
 
 
-def _as_solved(solution: Solution) -> Callable[[list[_Ready], list[float]], tuple[_Ready, int]]:
-    """In the solver's order and on its devices, without what its tolerance added to the starts."""
+def _in_order_of(solution: Solution) -> Callable[[list[_TimedTask], list[float]], tuple[_TimedTask, int]]:
+    """In the solver's order and on its devices. The starts are computed anew, without the solver's tolerance."""
 
-    def choose(nexts: list[_Ready], free_s: list[float]) -> tuple[_Ready, int]:
-        ready = min(nexts, key=lambda ready: solution.starts[ready.task])
-        return ready, solution.devices[ready.task]
+    def choose(candidates: list[_TimedTask], free_s: list[float]) -> tuple[_TimedTask, int]:
+        first = min(candidates, key=lambda timed: solution.starts[timed.task])
+        return first, solution.devices[first.task]
 
     return choose
 
 
 def _makespan(schedule: _Schedule) -> float:
-    return max(placed.end_s for placed in schedule)
+    return max(scheduled.end_s for scheduled in schedule)
 
 
-def _windows(number: int, trial: TrialWork, horizon_s: float) -> list[Timed]:
+def _windows(number: int, trial: TrialWork, horizon_s: float) -> list[TaskWindow]:
     return [
-        Timed(r.task, r.seconds / horizon_s, r.ready_s / horizon_s, 1 - r.remaining_s / horizon_s)
-        for r in _sequence(number, trial)
+        TaskWindow(t.task, t.seconds / horizon_s, t.ready_s / horizon_s, 1 - t.remaining_s / horizon_s)
+        for t in _tasks_of(number, trial)
     ]
 
 
-def _alike(trials: Sequence[TrialWork]) -> list[tuple[int, int]]:
-    """Each trial with the one before it that asks for the same."""
+def _equal_pairs(trials: Sequence[TrialWork]) -> list[tuple[int, int]]:
+    """Numbers of trials with the same tasks and arrival: each such trial, after the last one before it."""
     last: dict[tuple[object, ...], int] = {}
     pairs = []
     for number, trial in enumerate(trials):
-        asked = (trial.forward_s, trial.backward_s, trial.steps_run, trial.arrival_s)
-        if asked in last:
-            pairs.append((last[asked], number))
-        last[asked] = number
+        key = (trial.forward_s, trial.backward_s, trial.steps_run, trial.arrival_s)
+        if key in last:
+            pairs.append((last[key], number))
+        last[key] = number
     return pairs

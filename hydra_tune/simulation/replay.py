@@ -1,15 +1,20 @@
-"""Drives the scheduler's machine by a clock: what it orders takes the time that the workload says.
+"""Drives the scheduler's machine by a simulated clock. Its instructions take the time that the workload says.
 
-    trial    arrives -> places -> is admitted -> step -> step -> ... -> ends
-    step     enters -> task -> task -> ... -> its gradients are on the host -> the host's optimizer -> the trial's own
-             loop -> the next one
+    trial    arrives -> gets a home -> is admitted -> step -> step -> ... -> ends
+    step     enters -> task -> task -> ... -> gradients arrive on the host -> host optimizer -> the trial's own loop
     task     [its shard is promoted] -> [its input moves] -> computes -> [its output moves] -> done
-    device   one task at a time; a link down and one up, each one copy at a time
-    host     one optimizer at a time, for all are bound by its memory's bandwidth
+
+What happens at the same time:
+
+    device   computes     | task | task | ...         one task at a time
+             link down    | shard | shard | ...       one copy at a time; copies from the host
+             link up      | gradients | ...           one copy at a time; copies to the host
+    host     optimizers   | step | step | ...         one at a time, since all are bound by its memory's bandwidth
 
 Without double buffering a device does one of these at a time: promotion, task, gradients up.
-Known slack: links of several devices do not share the host's bandwidth; kernels do not slow down beside copies;
-gradients take no room while they go up; a task that is away moves its input and output over that device's link alone.
+
+Left out: links of several devices share the host's bandwidth; kernels slow down beside copies; gradients take room
+while they go up. The input and output of a task away from home use the link of its device alone.
 """
 
 from __future__ import annotations
@@ -33,10 +38,10 @@ from hydra_tune.simulation.workload import TrialWork
 @dataclass(frozen=True)
 class SimulatedDevice:
     """`speed` divides the workload's seconds. The link carries `link_bytes_per_s` from the host and, at the same time,
-    `d2h_bytes_per_s` to it; as many, if that is None.
+    `d2h_bytes_per_s` to the host (None: the same rate).
 
     Raises:
-        ConfigError: not positive numbers.
+        ConfigError: one of them is not a positive number.
     """
 
     memory: int = MOST_BYTES
@@ -58,38 +63,35 @@ class SimulatedDevice:
             raise ConfigError("a device's speed is finite, got inf. Write 1.0 for a usual one.")
 
     def rate(self, stream: str) -> float:
-        """Bytes a second of `promote` or `spill`."""
-        back = self.d2h_bytes_per_s
-        return self.link_bytes_per_s if back is None or stream == "promote" else back
+        """Bytes a second of the stream "promote" or "spill"."""
+        d2h_bytes_per_s = self.d2h_bytes_per_s
+        return self.link_bytes_per_s if d2h_bytes_per_s is None or stream == "promote" else d2h_bytes_per_s
 
 
 @dataclass
 class ReplayedTrial:
     work: TrialWork
     plan: TrialPlan
-    places: list[tuple[int, Direction]]  # that each step visits
+    visits: list[tuple[int, Direction]]  # of each step: (shard, direction)
     step: int = 0
-    at: int = 0  # which of the step's places
-    gradients_s: float = 0.0  # when the last gradients have reached the host
+    position: int = 0  # in `visits`
+    gradients_s: float = 0.0  # when the last gradients reach the host
     ended_s: float = 0.0
 
 
 @dataclass
 class ReplayedDevice:
-    """While it does not compute, `copying` says what its task waits for, if its shard is there; the stall that is
-    under way began at `since_s`, for `cause`."""
-
     spec: SimulatedDevice
-    free_s: dict[str, float] = field(default_factory=lambda: {"promote": 0.0, "spill": 0.0})  # each link
+    free_s: dict[str, float] = field(default_factory=lambda: {"promote": 0.0, "spill": 0.0})  # when each link is free
     busy_s: float = 0.0
-    stalled_s: dict[str, float] = field(default_factory=dict)
-    copying: str = ""
-    cause: str = ""
-    since_s: float = 0.0
+    stalled_s: dict[str, float] = field(default_factory=dict)  # by cause
+    copying: str = ""  # what its task waits for beside the shard: "move" or "gradients"; empty for nothing
+    cause: str = ""  # of the stall under way
+    since_s: float = 0.0  # when that stall began
 
 
 class Replay:
-    """One simulation: a heap of what is to happen, and the machine that is told."""
+    """One simulation: a heap of actions, each at its time, and the machine that they send events to."""
 
     def __init__(
         self,
@@ -117,73 +119,75 @@ class Replay:
         self.promoted_bytes = 0
         self.spans: list[dict[str, Any]] | None = [] if timeline else None
         self._double_buffering = double_buffering
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []  # (time, order, action, args)
         self._count = 0
-        self._arriving: dict[tuple[int, int, int], e.PromoteShard] = {}  # the latest by (trial, shard, device)
-        self._left = len(works)
+        self._in_flight: dict[tuple[int, int, int], e.PromoteShard] = {}  # the latest by (trial, shard, device)
+        self._num_left = len(works)
         self._idle = set(range(len(devices)))
         self._optimizer_free_s = 0.0
 
     def run(self) -> None:
-        """To the last trial's end, which `now_s` is then."""
+        """Simulate until the last trial ends; then `now_s` is the makespan."""
         for number, trial in enumerate(self.trials):
-            self._at(trial.work.arrival_s, self._tell, e.TrialAdded(number, trial.work.steps, travels=True))
-        while self._left:
+            self._at(trial.work.arrival_s, self._send, e.TrialAdded(number, trial.work.steps, travels=True))
+        while self._num_left:
             assert self._heap, f"deadlock: {self.machine.devices}"
-            time_s, _, happen, arguments = heappop(self._heap)
+            time_s, _, action, arguments = heappop(self._heap)
             if time_s > self.now_s:
                 self._note_idle()
                 self.now_s = time_s
-            happen(*arguments)
-        for number in self._idle:
-            self._note_stall(number)
+            action(*arguments)
+        for index in self._idle:
+            self._note_stall(index)
 
-    def _at(self, time_s: float, happen: Callable[..., None], *arguments: Any) -> None:
+    def _at(self, time_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Let the action happen at this time; of several at one time the one that was added first."""
         self._count += 1
-        heappush(self._heap, (time_s, self._count, happen, arguments))
+        heappush(self._heap, (time_s, self._count, action, arguments))
 
-    # ---- what the machine orders ----
+    # ---- events and instructions ----
 
-    def _tell(self, event: e.Event) -> None:
+    def _send(self, event: e.Event) -> None:
+        """Send the machine an event, and carry out its instructions."""
         for instruction in self.machine.handle(event):
             if isinstance(instruction, e.Run):
-                self._begin(instruction.task, instruction.device)
+                self._run_task(instruction.task, instruction.device)
             elif isinstance(instruction, e.PromoteShard):
                 self._promote(instruction)
             elif isinstance(instruction, e.Drop):
-                self._arriving.pop((instruction.trial, instruction.shard, instruction.device), None)
+                self._in_flight.pop((instruction.trial, instruction.shard, instruction.device), None)
             elif isinstance(instruction, e.Enter):
                 self._enter(instruction.trial)
             elif isinstance(instruction, e.Place):
                 plan_ready = e.PlanReady(instruction.trial, self.trials[instruction.trial].plan)
-                self._at(self.now_s, self._tell, plan_ready)
+                self._at(self.now_s, self._send, plan_ready)
             elif isinstance(instruction, e.Admit):
-                self._at(self.now_s, self._tell, e.StepReady(instruction.trial))
+                self._at(self.now_s, self._send, e.StepReady(instruction.trial))
             else:
                 assert isinstance(instruction, e.Move), f"nobody asked for {instruction}"
 
     def _promote(self, promote: e.PromoteShard) -> None:
         task = promote.task
-        self._arriving[task.trial, task.shard, promote.device] = promote
+        self._in_flight[task.trial, task.shard, promote.device] = promote
         self.promoted_bytes += promote.num_bytes
         self._at(self._copy("promote", task, promote.device, promote.num_bytes), self._promoted, promote)
 
     def _promoted(self, promote: e.PromoteShard) -> None:
-        """Unless it was dropped on its way."""
+        """The shard has arrived, unless it was dropped on its way."""
         key = (promote.task.trial, promote.task.shard, promote.device)
-        if self._arriving.get(key) is promote:
-            del self._arriving[key]
-            self._tell(e.Promoted(promote.task, promote.device))
+        if self._in_flight.get(key) is promote:
+            del self._in_flight[key]
+            self._send(e.Promoted(promote.task, promote.device))
 
     # ---- a step ----
 
     def _enter(self, number: int) -> None:
         trial = self.trials[number]
-        trial.step, trial.at = trial.step + 1, 0
-        self._at(self.now_s, self._tell, e.TaskReady(Task(number, trial.step, *trial.places[0])))
+        trial.step, trial.position = trial.step + 1, 0
+        self._at(self.now_s, self._send, e.TaskReady(Task(number, trial.step, *trial.visits[0])))
 
     def _step_done(self, number: int) -> None:
-        self._tell(e.StepDone(number))
+        self._send(e.StepDone(number))
         self._at(max(self.now_s, self.trials[number].gradients_s), self._optimize, number)
 
     def _optimize(self, number: int) -> None:
@@ -196,88 +200,93 @@ class Replay:
             self._at(done_s + trial.work.loop_s, self._next_step, number)
 
     def _next_step(self, number: int) -> None:
-        self._tell(e.Invalidated(number))
-        self._tell(e.StepReady(number))
+        self._send(e.Invalidated(number))
+        self._send(e.StepReady(number))
 
     def _end(self, number: int) -> None:
         self.trials[number].ended_s = self.now_s
-        self._left -= 1
-        self._tell(e.TrialEnded(number))
+        self._num_left -= 1
+        self._send(e.TrialEnded(number))
 
     # ---- a task ----
 
-    def _is_away(self, task: Task, number: int) -> bool:
-        return self.machine.trials[task.trial].home != number
+    def _is_away(self, task: Task, index: int) -> bool:
+        """Whether this device is not the home of the task's trial."""
+        return self.machine.trials[task.trial].home != index
 
-    def _begin(self, task: Task, number: int) -> None:
-        if not self._is_away(task, number):
-            return self._compute(task, number)
-        self.devices[number].copying = "move"
-        moved_s = self._copy("promote", task, number, self.trials[task.trial].work.boundary_bytes, "its input")
-        return self._at(moved_s, self._compute, task, number)
+    def _run_task(self, task: Task, index: int) -> None:
+        """Move the task's input if it is away from home, then compute."""
+        if not self._is_away(task, index):
+            return self._compute(task, index)
+        self.devices[index].copying = "move"
+        moved_s = self._copy("promote", task, index, self.trials[task.trial].work.boundary_bytes, "its input")
+        return self._at(moved_s, self._compute, task, index)
 
-    def _compute(self, task: Task, number: int) -> None:
-        self._note_stall(number)
-        self._idle.remove(number)
-        seconds = self.trials[task.trial].work.task_s(task.direction, task.shard) / self.devices[number].spec.speed
-        self._at(self.now_s + seconds, self._computed, task, number, self.now_s)
+    def _compute(self, task: Task, index: int) -> None:
+        self._note_stall(index)
+        self._idle.remove(index)
+        seconds = self.trials[task.trial].work.task_s(task.direction, task.shard) / self.devices[index].spec.speed
+        self._at(self.now_s + seconds, self._computed, task, index, self.now_s)
 
-    def _computed(self, task: Task, number: int, start_s: float) -> None:
-        device, trial = self.devices[number], self.trials[task.trial]
+    def _computed(self, task: Task, index: int, start_s: float) -> None:
+        """Send the task's output and gradients. The task is done when its output has arrived at home; without double
+        buffering, when its gradients have arrived on the host."""
+        device, trial = self.devices[index], self.trials[task.trial]
         seconds = self.now_s - start_s
         device.busy_s += seconds
-        self._note_span("run", task, number, start_s, self.now_s)
-        self._idle.add(number)
+        self._note_span("run", task, index, start_s, self.now_s)
+        self._idle.add(index)
         device.since_s = done_s = self.now_s
-        if self._is_away(task, number):
+        if self._is_away(task, index):
             device.copying = "move"
-            done_s = self._copy("spill", task, number, trial.work.boundary_bytes, "its output")
+            done_s = self._copy("spill", task, index, trial.work.boundary_bytes, "its output")
         if task.direction is Direction.BACKWARD:
-            gradients_s = self._copy("spill", task, number, trial.work.shard_gradient_bytes[task.shard])
+            gradients_s = self._copy("spill", task, index, trial.work.shard_gradient_bytes[task.shard])
             trial.gradients_s = max(trial.gradients_s, gradients_s)  # others may be on their way from another device
             if not self._double_buffering:
                 device.copying, done_s = "gradients", gradients_s
         if done_s > self.now_s:
-            self._at(done_s, self._done, task, number, seconds)
+            self._at(done_s, self._done, task, index, seconds)
         else:
-            self._done(task, number, seconds)
+            self._done(task, index, seconds)
 
-    def _done(self, task: Task, number: int, seconds: float) -> None:
-        trial, self.devices[number].copying = self.trials[task.trial], ""
-        trial.at += 1
-        if trial.at < len(trial.places):
-            self._tell(e.Done(task, seconds, e.TaskReady(Task(task.trial, task.step, *trial.places[trial.at]))))
+    def _done(self, task: Task, index: int, seconds: float) -> None:
+        trial, self.devices[index].copying = self.trials[task.trial], ""
+        trial.position += 1
+        if trial.position < len(trial.visits):
+            self._send(e.Done(task, seconds, e.TaskReady(Task(task.trial, task.step, *trial.visits[trial.position]))))
         else:
-            self._tell(e.Done(task, seconds))
+            self._send(e.Done(task, seconds))
             self._step_done(task.trial)
 
-    def _copy(self, stream: str, task: Task, number: int, num_bytes: int, cause: str = "") -> float:
-        """When it has arrived."""
-        device = self.devices[number]
+    def _copy(self, stream: str, task: Task, index: int, num_bytes: int, cause: str = "") -> float:
+        """Start a copy once the link is free; returns when it arrives."""
+        device = self.devices[index]
         start_s = max(self.now_s, device.free_s[stream])
         end_s = device.free_s[stream] = start_s + num_bytes / device.spec.rate(stream)
         if end_s > start_s:
-            self._note_span(stream, task, number, start_s, end_s, cause)
+            self._note_span(stream, task, index, start_s, end_s, cause)
         return end_s
 
-    # ---- what is noted ----
+    # ---- records ----
 
     def _note_idle(self) -> None:
-        """Why devices idle from now on: nothing changes until something happens."""
-        for number in self._idle:
-            device = self.devices[number]
-            cause = device.copying or self.machine.idle_cause(number)
+        """Before the clock moves on, note why devices idle: until then nothing changes."""
+        for index in self._idle:
+            device = self.devices[index]
+            cause = device.copying or self.machine.idle_cause(index)
             if cause in (NO_TRIAL, "no ready task"):
                 cause = "too few trials" if len(self.machine.trials) < len(self.devices) else "no ready task"
             if cause != device.cause:
-                self._note_stall(number)
+                self._note_stall(index)
                 device.cause = cause
 
-    def _note_stall(self, number: int) -> None:
-        device = self.devices[number]
+    def _note_stall(self, index: int) -> None:
+        """Add the stall under way to the device's sums, and begin a new one."""
+        device = self.devices[index]
         if self.now_s > device.since_s:
             device.stalled_s[device.cause] = device.stalled_s.get(device.cause, 0.0) + self.now_s - device.since_s
-            self._note_span("stall", None, number, device.since_s, self.now_s, device.cause)
+            self._note_span("stall", None, index, device.since_s, self.now_s, device.cause)
         device.since_s = self.now_s
 
     def _note_span(
@@ -285,8 +294,8 @@ class Replay:
     ) -> None:
         if self.spans is None:
             return
-        trial, step, shard, way = (
+        trial, step, shard, direction = (
             (-1, 0, -1, "") if task is None else (task.trial, task.step, task.shard, task.direction.value)
         )
-        whose = {"trial": trial, "step": step, "shard": shard, "direction": way}
-        self.spans.append({"kind": kind, "device": device, **whose, "start_s": start_s, "end_s": end_s, "cause": cause})
+        visit = {"trial": trial, "step": step, "shard": shard, "direction": direction}
+        self.spans.append({"kind": kind, "device": device, **visit, "start_s": start_s, "end_s": end_s, "cause": cause})

@@ -1,7 +1,6 @@
-"""What the scheduler would do with a sweep: the same machine that schedules real trials, driven by a clock and a cost
-model instead of devices (`replay.py`), and what came of it.
+"""Simulates a sweep: the machine that schedules real trials is driven by a clock and given costs (`replay.py`).
 
-    simulate([{"steps": 100, "forward_s": [0.1, 0.1], "backward_s": [0.3, 0.3], "shard_bytes": [500, 500]}], devices=8)
+simulate([{"steps": 100, "forward_s": [0.1, 0.1], "backward_s": [0.3, 0.3], "shard_bytes": [500, 500]}], devices=8)
 """
 
 from __future__ import annotations
@@ -23,18 +22,19 @@ from hydra_tune.simulation.workload import TrialWork, parse
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of it, a tuple's entry for each device, or each trial for `ended_s`.
+    """The result of a simulation. `busy_s` and `stalled_s` have an entry for each device, `ended_s` for each trial.
 
-    A device computes or stalls: `busy_s` and the sum of `stalled_s`, by cause, make up the makespan. The causes:
+    At every moment a device computes or stalls: its `busy_s` and the sum of its `stalled_s` are the makespan. The
+    causes in `stalled_s`:
 
         promotion        the shard of its next task is on its way
-        move             a task away from home waits for its input, or hands its output back
-        gradients        they are on their way to the host, where nothing is done meanwhile (no double buffering)
-        memory           trials wait until steps or admissions under way leave room
-        too few trials   fewer are live than there are devices
-        no ready task    all live trials run elsewhere, or the host steps their optimizers
+        move             a task away from home waits for its input, or its output is on its way home
+        gradients        they are on their way to the host; a cause only without double buffering
+        memory           trials wait for bytes of the device
+        too few trials   fewer trials are live than there are devices
+        no ready task    all live trials run elsewhere, or wait for their optimizers or loops on the host
 
-    `timeline` has the spans that `timeline.save` draws, if they were asked for.
+    `timeline` has the spans that `show.timeline.save` draws, and is empty unless asked for.
     """
 
     makespan_s: float
@@ -47,16 +47,16 @@ class Simulation:
 
     @property
     def ratio(self) -> float:
-        """Of the makespan to the lower bound."""
+        """The makespan over the lower bound."""
         return self.makespan_s / self.lower_bound_s
 
     @property
     def utilisation(self) -> tuple[float, ...]:
-        """The share of the makespan for which each device computed."""
+        """Of each device: the share of the makespan in which it computed."""
         return tuple(busy_s / self.makespan_s for busy_s in self.busy_s)
 
     def figures(self, baselines_s: Mapping[str, float]) -> dict[str, Any]:
-        """For programs, beside what others take."""
+        """The results and the makespans of the baselines as plain data, for programs."""
         return {
             "makespan_s": self.makespan_s,
             "lower_bound_s": self.lower_bound_s,
@@ -71,11 +71,11 @@ class Simulation:
         }
 
     def table(self, baselines_s: Mapping[str, float]) -> str:
-        """For people, beside what others take."""
+        """The results and the makespans of the baselines as text, for people."""
         seconds = {"simulated": self.makespan_s, "lower bound": self.lower_bound_s, **baselines_s}
         lines = [f"{'':42}{'makespan_s':>14}{'of simulated':>14}"]
-        lines += [f"{name:42}{of_s:14.1f}{of_s / self.makespan_s:14.3f}" for name, of_s in seconds.items()]
-        causes = sorted({cause for of in self.stalled_s for cause in of})
+        lines += [f"{name:42}{total_s:14.1f}{total_s / self.makespan_s:14.3f}" for name, total_s in seconds.items()]
+        causes = sorted({cause for stalled_s in self.stalled_s for cause in stalled_s})
         lines += ["", f"{'device':8}{'busy_s':>10}{'busy':>8}" + "".join(f"{cause:>16}" for cause in causes)]
         for number, (busy_s, stalled_s) in enumerate(zip(self.busy_s, self.stalled_s, strict=True)):
             stalls = "".join(f"{stalled_s.get(cause, 0.0):16.1f}" for cause in causes)
@@ -98,29 +98,30 @@ def simulate(
 
     Args:
         workload: trials as in `hydra_tune.simulation.workload`, or a JSON file with them.
-        devices: how many equal ones; or each as a dict of memory, speed (1.0), link_bytes_per_s and d2h_bytes_per_s.
+        devices: how many equal ones; or for each a dict, whose keys are memory, speed (1.0 unless given),
+            link_bytes_per_s and d2h_bytes_per_s.
         policy: the order in which ready tasks get devices, an object or its name.
-        memory: of each device that does not say otherwise, ``"20GiB"`` or bytes; unlimited if None.
-        link_bytes_per_s: between the host and each such device, each way; infinitely fast unless said.
-        d2h_bytes_per_s: of the way to the host, where that is another.
+        memory: of each device without its own, ``"20GiB"`` or bytes; None for no limit.
+        link_bytes_per_s: of the link to each device without its own, in each direction.
+        d2h_bytes_per_s: of the direction to the host, if that differs.
         double_buffering: whether shards are promoted, and gradients sent to the host, while the device computes.
-            Without, a device does one after another.
-        timeline: whether spans of time are kept.
+            Without it a device does one of these at a time.
+        timeline: whether to keep the spans for a timeline.
 
     Raises:
         ConfigError: what is wrong with the workload, the devices or the policy.
-        BudgetError: a trial does not fit the smallest device. It must fit each, for it may run on any.
+        BudgetError: a trial does not fit the smallest device. It must fit all, since it may run on any.
     """
     for name, value in (("double_buffering", double_buffering), ("timeline", timeline)):
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is True or False, got {value!r}.")
     works = parse(workload)
-    usual = {
+    defaults = {
         "memory": MOST_BYTES if memory is None else memory,
         "link_bytes_per_s": link_bytes_per_s,
         "d2h_bytes_per_s": d2h_bytes_per_s,
     }
-    specs = _devices(devices, usual)
+    specs = _devices(devices, defaults)
     plans = [_plan(work) for work in works]
     _check_fit(works, plans, min(spec.memory for spec in specs))
     replay = Replay(works, plans, specs, policy_named(policy), double_buffering=double_buffering, timeline=timeline)
@@ -136,9 +137,9 @@ def simulate(
     )
 
 
-def _devices(given: Any, usual: Mapping[str, Any]) -> list[SimulatedDevice]:
+def _devices(given: Any, defaults: Mapping[str, Any]) -> list[SimulatedDevice]:
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return [_device({}, usual)] * given
+        return [_device({}, defaults)] * given
     if not isinstance(given, (list, tuple)) or not given:
         raise ConfigError(
             f"devices is how many, at least 1, or a list with an entry for each; got {given!r}. Write devices=8."
@@ -149,17 +150,17 @@ def _devices(given: Any, usual: Mapping[str, Any]) -> list[SimulatedDevice]:
             raise ConfigError(
                 f"device {number} is a dict, got {entry!r}. Its keys are {', '.join(known)}; leave out what is usual."
             )
-    return [entry if isinstance(entry, SimulatedDevice) else _device(entry, usual) for entry in given]
+    return [entry if isinstance(entry, SimulatedDevice) else _device(entry, defaults) for entry in given]
 
 
-def _device(entry: Mapping[str, Any], usual: Mapping[str, Any]) -> SimulatedDevice:
-    if "link_bytes_per_s" in entry:  # a link of its own
-        usual = {**usual, "d2h_bytes_per_s": None}
-    return SimulatedDevice(**{**usual, **entry})
+def _device(entry: Mapping[str, Any], defaults: Mapping[str, Any]) -> SimulatedDevice:
+    if "link_bytes_per_s" in entry:  # the other direction is as fast, unless the entry says otherwise
+        defaults = {**defaults, "d2h_bytes_per_s": None}
+    return SimulatedDevice(**{**defaults, **entry})
 
 
 def _plan(work: TrialWork) -> TrialPlan:
-    """As the pilot would have measured it."""
+    """The plan that a pilot would have led to; each shard is one block."""
     blocks = tuple(
         BlockProfile(f"shard {i}", work.shard_bytes[i], forward_s=work.forward_s[i], backward_s=work.backward_s[i])
         for i in range(work.num_shards)

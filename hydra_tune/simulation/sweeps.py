@@ -1,8 +1,8 @@
 """Named sweeps for the simulator, each a function that returns its trials.
 
-Sizes, batches and numbers of trials are the papers'. The papers' tables give neither flop/s nor, here, epochs:
-each docstring says what is assumed. Makespans of these sweeps compare schedules; they do not predict wall hours.
-Copies cost what the simulator's own cost model says; host optimizers cost nothing unless `cost` says so.
+Sizes, batches and numbers of trials come from papers. Their tables give no flop/s and no epochs: what a docstring calls
+assumed does not come from the paper. So makespans of these sweeps compare schedules, and do not predict hours. Copies
+cost what the simulator is told of links. Host optimizers cost nothing, unless `cost` says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ A100 = CostModel(125e12, measured_on="assumed: 40% of the 312 Tflop/s that NVIDI
 WIKITEXT_2_TOKENS = 2_088_628  # words of the training part; a model's own tokens are some 15% more
 CIFAR_10_IMAGES = 50_000
 
-# A machine of unlike devices: memory as makers state it, speed relative to the first, links as PCIe gen 5, 4, 3.
+# A machine with different devices: memory as their makers state it, speed relative to the first, PCIe gen 5, 4 and 3.
 MIXED_DEVICES: list[dict[str, float]] = [
     *[{"memory": 80 * 10**9, "speed": 1.0, "link_bytes_per_s": 50e9}] * 2,
     *[{"memory": 40 * 10**9, "speed": 0.5, "link_bytes_per_s": 25e9}] * 2,
@@ -53,7 +53,7 @@ def hydra_vit(cost: CostModel = RTX_2080_TI, *, epochs: int = 1, memory: int | s
     {128, 256} (arXiv 2110.08633; GPUs of 11 GB).
 
     Assumed: fp32, patches of 4 x 4 (65 tokens an image), feed-forward 4 x width, one epoch, cut by memory, and
-    the depths and widths below, which give each size to 5%.
+    the depths and widths below, which give each size within 5%.
     """
     sizes = {"300M": (24, 1024), "600M": (32, 1280), "800M": (40, 1280), "1B": (40, 1440), "1.5B": (48, 1600)}
     sizes["2B"] = (48, 1856)
@@ -80,7 +80,7 @@ def hydra_gpt2_xl(cost: CostModel = RTX_2080_TI, *, epochs: int = 1) -> list[Tri
     """Hydra's fine-tuning of GPT-2-XL on WikiText-2: 12 trials, batch {16, 8} x six learning rates, 13 shards at
     batch 16 and 8 at batch 8 (arXiv 2110.08633: 48 layers, width 1600, context 512).
 
-    Assumed: fp32, shards of needs as equal as may be, one epoch.
+    Assumed: fp32, shards that need about the same, one epoch.
     """
     return [
         transformer_trial(
@@ -97,10 +97,10 @@ def hydra_gpt2_xl(cost: CostModel = RTX_2080_TI, *, epochs: int = 1) -> list[Tri
 
 
 def saturn_mix(cost: CostModel = A100, *, epochs: int = 1, memory: int | str = "40GB") -> list[TrialWork]:
-    """Trials of unlike size, after Saturn's model selection (arXiv 2309.01226): GPT-2-XL and GPT-J on WikiText-2,
+    """Trials of different sizes, after Saturn's model selection (arXiv 2309.01226): GPT-2-XL and GPT-J on WikiText-2,
     batch {16, 32}; ViT-G, batch {64, 128}; three learning rates each, on A100s of 40 GB. 18 trials.
 
-    Assumed: which models, batches and rates go together, bf16, context 512, one epoch of WikiText-2 and of 50,000
+    Assumed: the combinations of models, batches and rates, bf16, context 512, one epoch of WikiText-2 and of 50,000
     images of 257 tokens. Saturn's choice of parallelism for each trial is not modelled.
     """
     gpt_j = {"layers": 28, "width": 4096, "feed_forward": 16384, "sequence": 512, "vocabulary": 50400, "heads": 16}
@@ -121,10 +121,10 @@ def saturn_mix(cost: CostModel = A100, *, epochs: int = 1, memory: int | str = "
 
 def lora_sweep(cost: CostModel = RTX_4090, *, steps: int = 200, memory: int | str = "24GB") -> list[TrialWork]:
     """Adapters over one frozen base of 7B: 12 trials, rank {8, 16, 32, 64} x three learning rates. A step is 6Pn flop,
-    and nearly nothing returns to the host.
+    and sends almost no gradients to the host.
 
     Assumed: Llama 2's shape (arXiv 2307.09288; 16512 = 1.5 x 11008, for its third feed-forward matrix), bf16,
-    batches of 4 x 1024 tokens. Each trial promotes the base for itself: a base shared by all is not priced.
+    batches of 4 x 1024 tokens. Each trial promotes the base for itself, although all could share it.
     """
     base = {"layers": 32, "width": 4096, "feed_forward": 16512, "sequence": 1024, "vocabulary": 32000}
     return [
@@ -144,10 +144,10 @@ def lora_sweep(cost: CostModel = RTX_4090, *, steps: int = 200, memory: int | st
 
 
 def asha_arrivals(seed: int = 0, *, trials: int = 27, mean_gap_s: float = 20.0) -> list[TrialWork]:
-    """Trials that arrive one after another, of which a pruner ends two in three at each rung: ASHA (Li et al.,
-    arXiv 1810.05934) with reduction factor 3 and rungs at 9, 27 and 81 of 243 steps.
+    """Trials that arrive one after another. A pruner ends two in three at each rung: ASHA (Li et al., arXiv 1810.05934)
+    with reduction factor 3 and rungs at 9, 27 and 81 of 243 steps.
 
-    Assumed: arrivals at exponential gaps; who is stopped is drawn by chance; shards as `random_heterogeneous`'s.
+    Assumed: exponential gaps between arrivals, pruned trials drawn at random, shards as in `random_heterogeneous`.
     """
     rng = random.Random(seed)
     arrival_s = 0.0
@@ -163,7 +163,7 @@ def asha_arrivals(seed: int = 0, *, trials: int = 27, mean_gap_s: float = 20.0) 
 
 def random_heterogeneous(seed: int = 0, trials: int = 16) -> list[TrialWork]:
     """Trials with nothing in common: 1 to 8 shards, 10 to 50 steps, mean forward times of 10 ms to 1 s a shard,
-    shards of 50 MB to 500 MB. Chosen by no paper; the same for one seed on every machine."""
+    shards of 50 MB to 500 MB. From no paper. The same seed gives the same sweep on every machine."""
     rng = random.Random(seed)
     return [TrialWork(rng.randint(10, 50), **_random_shards(rng), name=f"random{n}") for n in range(trials)]
 
@@ -195,11 +195,14 @@ SWEEPS: dict[str, Callable[..., list[TrialWork]]] = {
 }
 
 
-def named_or_read(name: str, cost: CostModel | None = None) -> list[TrialWork]:
-    """The sweep of this name, on a machine with these costs if there are some; else that of the JSON file.
+def named_or_from_file(name: str, cost: CostModel | None = None) -> list[TrialWork]:
+    """The sweep with this name, or the one in the JSON file with this path.
+
+    Args:
+        cost: of the machine that the named sweep runs on; None for the sweep's own.
 
     Raises:
-        ConfigError: neither, or costs for a sweep whose seconds follow from none.
+        ConfigError: there is no such sweep or file; or `cost` is given for a sweep whose seconds do not depend on it.
     """
     if name not in SWEEPS:
         if not Path(name).exists():

@@ -1,10 +1,11 @@
-"""What a sweep asks of its devices, as plain data: seconds and bytes of each shard, one `TrialWork` a trial.
+"""A sweep as plain data: how many seconds and bytes each shard of each trial takes. One `TrialWork` for each trial.
 
-Read from Python or from a JSON file:
+It is written in Python or in a JSON file:
 
     [{"steps": 100, "forward_s": [0.1, 0.1], "backward_s": [0.3, 0.3], "shard_bytes": [500, 500]}, ...]
 
-A step is 2K tasks, F0 .. F(K-1), B(K-1) .. B0; at most one of a trial runs at a time (arXiv 2110.08633, section 4).
+A step of a trial with K shards is 2K tasks, F0 .. F(K-1), B(K-1) .. B0, one after another (arXiv 2110.08633,
+section 4).
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from typing import Any
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule.plan import Direction
 
-_SECONDS_A_SHARD = ("forward_s", "backward_s")
-_BYTES_A_SHARD = ("shard_bytes", "work_bytes", "gradient_bytes")
+_SECONDS_PER_SHARD = ("forward_s", "backward_s")
+_BYTES_PER_SHARD = ("shard_bytes", "work_bytes", "gradient_bytes")
 _SECONDS = ("optimizer_s", "loop_s", "arrival_s")
 _BYTES = ("boundary_bytes", "held_bytes", "step_bytes")
 
 
 @dataclass(frozen=True)
 class TrialWork:
-    """One trial. Each tuple has one entry a shard; seconds are those of a device of speed 1.
+    """One trial. Each tuple has one entry for each shard. Seconds are those of a device of speed 1.
 
     `steps`           mini-batches of the whole trial
-    `forward_s`       of a forward task
-    `backward_s`      of a backward task, its repeated forward included
-    `shard_bytes`     weights that are promoted for a task; 0 where they are held
-    `work_bytes`      scratch of a task beyond the weights; none unless said
-    `boundary_bytes`  of the tensor that one shard hands to the next
-    `gradient_bytes`  from the device to the host after a backward task; as many as the weights unless said
-    `optimizer_s`     of the host after each step, whose memory trials share: one at a time
-    `loop_s`          of the trial's own loop after that, which waits for no other's: data, loss, logging
-    `arrival_s`       when the trial is asked for
+    `forward_s`       seconds of a forward task
+    `backward_s`      seconds of a backward task, with its repeated forward
+    `shard_bytes`     weights that are promoted for a task; 0 if they are held on the device
+    `work_bytes`      scratch of a task beyond the weights; none by default
+    `boundary_bytes`  the tensor that one shard passes to the next
+    `gradient_bytes`  sent to the host after a backward task; by default as many as the weights
+    `optimizer_s`     seconds of the host's optimizer after each step; trials' optimizers step one at a time, since they
+                      share the host's memory
+    `loop_s`          seconds of the trial's own loop after that (data, loss, logging), beside those of other trials
+    `arrival_s`       when the trial is started
     `held_bytes`      on the device for the trial's life
     `step_bytes`      on the device from a step's first task to its last
     `stops_after`     steps after which a pruner ends the trial
@@ -102,15 +104,15 @@ class TrialWork:
 
 
 _KEYS = [field.name for field in fields(TrialWork)]
-_NEEDED = [field.name for field in fields(TrialWork) if field.default is MISSING]
-_TUPLES = {*_SECONDS_A_SHARD, *_BYTES_A_SHARD}
+_REQUIRED = [field.name for field in fields(TrialWork) if field.default is MISSING]
+_TUPLES = {*_SECONDS_PER_SHARD, *_BYTES_PER_SHARD}
 
 
 def parse(workload: str | PathLike[str] | Sequence[TrialWork | Mapping[str, Any]]) -> list[TrialWork]:
-    """The trials of a sweep, from dicts with the keys of `TrialWork`, such objects, or a JSON file with that list.
+    """The trials of a sweep, from a list of `TrialWork`s or of dicts with its keys, or from a JSON file with that list.
 
     Raises:
-        ConfigError: names the trial, the key and what is wrong with it.
+        ConfigError: names the trial, the key, and what is wrong.
     """
     if isinstance(workload, (str, PathLike)):
         workload = _read(Path(workload))
@@ -129,9 +131,9 @@ def parse(workload: str | PathLike[str] | Sequence[TrialWork | Mapping[str, Any]
 
 
 def save(trials: Sequence[TrialWork], path: str | PathLike[str]) -> Path:
-    """Write them to a JSON file that `parse` reads; what is as usual is left out."""
-    usual = {field.name: field.default for field in fields(TrialWork)}
-    entries = [{k: v for k, v in asdict(trial).items() if v != usual[k]} for trial in trials]
+    """Write a JSON file that `parse` reads, without the values that are defaults; returns its path."""
+    defaults = {field.name: field.default for field in fields(TrialWork)}
+    entries = [{k: v for k, v in asdict(trial).items() if v != defaults[k]} for trial in trials]
     path = Path(path)
     path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     return path
@@ -151,21 +153,21 @@ def _read(path: Path) -> Any:
 
 def _trial(entry: Any) -> TrialWork:
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"a trial is a dict, got {_short(entry)}. Write its keys: {', '.join(_NEEDED)}.")
+        raise ConfigError(f"a trial is a dict, got {_short(entry)}. Write its keys: {', '.join(_REQUIRED)}.")
     for key in entry:
         if key not in _KEYS:
-            near = get_close_matches(str(key), _KEYS, 1)
-            advice = f"Did you mean {near[0]}?" if near else f"The keys are {', '.join(_KEYS)}."
+            similar = get_close_matches(str(key), _KEYS, 1)
+            advice = f"Did you mean {similar[0]}?" if similar else f"The keys are {', '.join(_KEYS)}."
             raise ConfigError(f"it has a key that means nothing, {key!r}. {advice}")
-    missing = [key for key in _NEEDED if key not in entry]
+    missing = [key for key in _REQUIRED if key not in entry]
     if missing:
-        raise ConfigError(f"it needs {', '.join(_NEEDED)}, but has no {', '.join(missing)}. Add it.")
+        raise ConfigError(f"it needs {', '.join(_REQUIRED)}, but has no {', '.join(missing)}. Add it.")
     arguments = {key: _as_tuple(value) if key in _TUPLES else value for key, value in entry.items()}
     return TrialWork(**arguments)
 
 
 def _as_tuple(value: Any) -> Any:
-    """Of a list or an array; what else it is will be refused."""
+    """A list or an array as a tuple; anything else as it is, to be refused later."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     return tuple(plain) if isinstance(plain, list) else plain
 
@@ -179,16 +181,16 @@ def _check(trial: TrialWork) -> None:
     if stop is not None and (not _is_count(stop) or not 1 <= stop <= trial.steps):
         rule = f"a whole number from 1 to steps, here {trial.steps}, or None"
         raise _refuse("stops_after", rule, stop, "Leave it out if the trial is not pruned.")
-    for key in _SECONDS_A_SHARD:
+    for key in _SECONDS_PER_SHARD:
         given = getattr(trial, key)
         if not given or not _is_tuple_of(given, lambda value: _is_finite(value) and value > 0):
             raise _refuse(key, "positive seconds, one a shard", given, "Write a list such as [0.1, 0.2].")
-    given_bytes = [key for key in _BYTES_A_SHARD if key != "gradient_bytes" or trial.gradient_bytes is not None]
+    given_bytes = [key for key in _BYTES_PER_SHARD if key != "gradient_bytes" or trial.gradient_bytes is not None]
     for key in given_bytes:
         given = getattr(trial, key)
         if not _is_tuple_of(given, lambda value: _is_count(value) and value >= 0):
             raise _refuse(key, "whole bytes of at least 0, one a shard", given, "Write a list such as [4096, 4096].")
-    for key in (*_SECONDS_A_SHARD, *given_bytes):
+    for key in (*_SECONDS_PER_SHARD, *given_bytes):
         given = getattr(trial, key)
         if len(given) != trial.num_shards and (given or key != "work_bytes"):
             rule = f"one entry a shard, as forward_s, which has {trial.num_shards}"
@@ -201,8 +203,8 @@ def _check(trial: TrialWork) -> None:
             raise _refuse(key, "whole bytes of at least 0", getattr(trial, key), "Write an int such as 4096.")
 
 
-def _is_tuple_of(value: object, is_entry: Any) -> bool:
-    return isinstance(value, tuple) and all(map(is_entry, value))
+def _is_tuple_of(value: object, is_valid: Any) -> bool:
+    return isinstance(value, tuple) and all(map(is_valid, value))
 
 
 def _is_count(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Measures a machine for the simulator: what its devices reach when all of them work at once, as in a sweep."""
+"""Measures a machine for the simulator: the rates that its devices reach while all of them work, as in a sweep."""
 
 from __future__ import annotations
 
@@ -23,72 +23,80 @@ COPY_BYTES = 32 << 20
 NUM_TRAINED = 1 << 22  # weights that the host's optimizer steps
 BATCH, SEQUENCE = 8, 128
 WIDTHS = {"cpu": 512, "cuda": 2048}  # of the layer that is trained
-TINY_BLOCKS, TINY_BUDGET = 64, 80_000
-_LEAST_S = 0.2  # of measuring each rate
+TINY_BLOCKS, TINY_BUDGET = 64, 80_000  # of the model whose tasks compute almost nothing; the budget is in bytes
+_LEAST_S = 0.2  # that one repeat of a measurement takes
 
 
 def calibrate(devices: str | Sequence[str | torch.device] = "auto", *, repeats: int = 5) -> CostModel:
-    """The rates of this machine, for `CostModel.save` and ``hydra-tune simulate --cost``. Takes some seconds.
+    """Measure the rates of this machine, for `CostModel.save` and ``hydra-tune simulate --cost``. Takes some seconds.
 
-    Each rate is the median of `repeats` on each device, and then of the devices, which are measured at the same time:
-    those that share cores or links are as slow as they will be. Compute is a transformer layer's forward, and forward
-    and backward, in fp32; host memory is AdamW's; a task's own time is that of blocks so small that they compute
-    nothing. Threads are the process's (`torch.set_num_threads`), as in a pool.
+    All devices are measured at the same time: those that share cores or links are as slow as in a sweep. A rate is the
+    median of `repeats` on each device, and then the median of the devices.
+
+        compute          a transformer layer in fp32: a forward, then a forward and backward
+        host memory      a step of AdamW
+        a task's own     a spilled model with blocks so small that they compute almost nothing, less the time that the
+        time             same model takes in plain PyTorch
+
+    The number of threads is the process's (`torch.set_num_threads`), as in a pool.
 
     Args:
         devices: as in `ShardPool`.
 
     Raises:
-        ConfigError: unknown devices.
+        ConfigError: a device is unknown.
     """
     opened = open_devices(devices, "auto")
-    rates = _at_once(opened, repeats)
+    rates = _measure_together(opened, repeats)
     names = ", ".join(device.name for device in opened)
     return CostModel(
         flops_per_s=rates["flops_per_s"],
         h2d_bytes_per_s=rates["h2d_bytes_per_s"],
         d2h_bytes_per_s=rates["d2h_bytes_per_s"],
         host_bytes_per_s=ADAMW_BYTES_PER_WEIGHT * NUM_TRAINED / _median_s(_optimizer_step(), repeats),
-        task_s=_task_s(opened[0], repeats),
+        task_s=_task_overhead_s(opened[0], repeats),
         measured_on=f"{names}; torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.platform()}",
     )
 
 
-def _at_once(devices: Sequence[Device], repeats: int) -> dict[str, float]:
-    """Of each device in a thread of its own; each rate of all of them at the same time."""
-    found: list[dict[str, float]] = [{} for _ in devices]
-    together, num_threads = threading.Barrier(len(devices)), torch.get_num_threads()
+def _measure_together(devices: Sequence[Device], repeats: int) -> dict[str, float]:
+    """Each rate, by its name in `CostModel`: the median of the devices. Each device has a thread, and a barrier lets
+    all of them measure the same rate at the same time."""
+    rates_of: list[dict[str, float]] = [{} for _ in devices]
+    barrier, num_threads = threading.Barrier(len(devices)), torch.get_num_threads()
     errors: list[BaseException] = []
 
     def measure(device: Device, rates: dict[str, float]) -> None:
         try:
             torch.set_num_threads(num_threads)
-            with _work_of(device) as work:
+            with _work_by_rate(device) as work:
                 for rate, (amount, run) in work.items():
-                    together.wait()
+                    barrier.wait()
                     rates[rate] = amount / _median_s(run, repeats, device)
         except BaseException as error:
             errors.append(error)
-            together.abort()
+            barrier.abort()
 
-    threads = [threading.Thread(target=measure, args=pair) for pair in zip(devices, found, strict=True)]
+    threads = [threading.Thread(target=measure, args=pair) for pair in zip(devices, rates_of, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    return {rate: statistics.median(rates[rate] for rates in found) for rate in found[0]}
+    return {rate: statistics.median(rates[rate] for rates in rates_of) for rate in rates_of[0]}
 
 
 @contextmanager
-def _work_of(device: Device) -> Iterator[dict[str, tuple[float, Callable[[], Any]]]]:
-    """For each rate an amount, and what does that much."""
-    where = device.torch_device
-    width = WIDTHS[where.type]
-    layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout=0.0, batch_first=True, device=where)
-    x = torch.randn(BATCH, SEQUENCE, width, device=where, requires_grad=True)
-    flops = 8 * (4 + 8) * width**2 * BATCH * SEQUENCE  # 2 Pn forward, 6 Pn with the repeated one backward
+def _work_by_rate(device: Device) -> Iterator[dict[str, tuple[float, Callable[[], Any]]]]:
+    """For each rate: an amount of flop or bytes, and a function that does this amount of work."""
+    torch_device = device.torch_device
+    width = WIDTHS[torch_device.type]
+    layer = nn.TransformerEncoderLayer(
+        width, width // 64, 4 * width, dropout=0.0, batch_first=True, device=torch_device
+    )
+    x = torch.randn(BATCH, SEQUENCE, width, device=torch_device, requires_grad=True)
+    flops = 8 * (4 + 8) * width**2 * BATCH * SEQUENCE  # P = 12 width^2: forward 2Pn, backward with a repetition 6Pn
 
     def train() -> None:
         with torch.no_grad():
@@ -114,8 +122,8 @@ def _optimizer_step() -> Callable[[], Any]:
     return torch.optim.AdamW([weight]).step
 
 
-def _task_s(device: Device, repeats: int) -> float:
-    """What a task takes beside its arithmetic: of a spilled trial whose blocks have hardly any, each a shard."""
+def _task_overhead_s(device: Device, repeats: int) -> float:
+    """Seconds of a task beside its arithmetic, from a spilled trial whose blocks compute almost nothing."""
     x = torch.randn(8, 8, device=device.torch_device)
     plain, model = _tiny_model().to(device.torch_device), _tiny_model()
 
@@ -123,7 +131,8 @@ def _task_s(device: Device, repeats: int) -> float:
         return _median_s(lambda: model(x).sum().backward(), repeats, device)
 
     budget_bytes = TINY_BUDGET
-    for _ in range(2):  # the first pilot tells what the second has no more than
+    # The first run measures what one block needs. With that as its budget, the second makes each block a shard.
+    for _ in range(2):
         with ShardPool([device.torch_device], budget_bytes) as pool:
             prepare(model, pool=pool)
             model(x).sum().backward()
@@ -140,7 +149,7 @@ def _tiny_model() -> nn.Module:
 
 
 def _median_s(run: Callable[[], Any], repeats: int, device: Device | None = None) -> float:
-    """Of one run; each repeat takes a while."""
+    """Seconds of one run: the median of `repeats`, each of which runs as often as `_LEAST_S` allows."""
     run()
     seconds = []
     for _ in range(repeats):

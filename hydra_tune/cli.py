@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-import hydra_tune  # none of these loads torch
+import hydra_tune  # none of these imports torch
 from hydra_tune.config import check_folder
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.show.timeline import checked_path, save
@@ -19,9 +19,10 @@ from hydra_tune.simulation.sweeps import named_or_from_file
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0, or 1 where the demo's proof fails or an argument means nothing."""
+    """Run a command; returns the exit status. It is 1 if the demo's proof fails or the command raises an error."""
     options = _parser().parse_args(arguments)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # trials' threads outnumber the cores; read when torch loads
+    # OpenMP's threads must not spin: trials have more threads than there are cores. It is read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return int(options.command(options) or 0)
     except (HydraTuneError, OSError) as error:
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> bool:
+    """Returns whether the proof failed."""
     try:
         from hydra_tune.demo.sweep import QUICK, Settings, run
     except ImportError as error:
@@ -86,7 +88,7 @@ def _simulate(options: argparse.Namespace) -> None:
     cost = None if options.cost is None else CostModel.load(options.cost)
     trials = named_or_from_file(options.workload, cost)
     links = CostModel.from_link(options.link) if options.link is not None else cost or CostModel()
-    found = simulate(
+    simulation = simulate(
         trials,
         options.devices,
         options.policy,
@@ -97,9 +99,9 @@ def _simulate(options: argparse.Namespace) -> None:
         timeline=options.timeline is not None,
     )
     if options.timeline is not None:
-        save(found.timeline, [f"device {number}" for number in range(options.devices)], options.timeline)
+        save(simulation.timeline, [f"device {number}" for number in range(options.devices)], options.timeline)
     others_s = baselines_s(trials, options.devices, links)
-    print(json.dumps(found.figures(others_s), indent=1) if options.json else found.table(others_s))
+    print(json.dumps(simulation.figures(others_s), indent=1) if options.json else simulation.table(others_s))
 
 
 if __name__ == "__main__":

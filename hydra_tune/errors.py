@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose, in one place.
+"""Every error that this package raises on purpose.
 
 Each message says the rule, what arrived, and the next step.
 """
@@ -15,19 +15,19 @@ class HydraTuneError(Exception):
 
 
 class ConfigError(HydraTuneError, ValueError):
-    """An argument that cannot mean anything (a budget that is not bytes, an unknown device)."""
+    """An argument has no meaning, such as a budget that is not bytes, or an unknown device."""
 
 
 class PrepareError(HydraTuneError, ValueError):
-    """A model, optimizer or call that cannot be trained spilled with plain PyTorch's numbers."""
+    """A model, optimizer or call cannot be trained spilled with the numbers of plain PyTorch."""
 
 
 class ResumeError(PrepareError):
-    """A checkpoint is of another model, optimizer or loader than those that go on from it."""
+    """A checkpoint belongs to another model, optimizer or loader than the trial that resumes from it."""
 
 
 class ReturnsWeightsError(PrepareError):
-    """A block without gradients returns these `weights`, which are on the device for its visit alone."""
+    """A block that runs without gradients returns `weights` of its own, which leave the device when its visit ends."""
 
     def __init__(self, block: str, weights: Collection[Any]) -> None:
         super().__init__(
@@ -38,21 +38,25 @@ class ReturnsWeightsError(PrepareError):
 
 
 class BudgetError(HydraTuneError, ValueError, RuntimeError):
-    """Something needs more bytes than the device's budget, or the host's, however it is cut or ordered: `blocks`, if
-    each does alone. `lack` is how much more: what it needs, or a guess at it, over what there is, less 1; 1.0 where
-    there is none. Who halves a batch on a GPU's error (accelerate's `find_executable_batch_size`) knows it by its kind
-    and text."""
+    """Something needs more bytes than the budget of the device or of the host, however it is cut or ordered.
+
+    `lack`    the share of the budget that is missing: needed / budget - 1. The need may be a guess; 1.0 without any
+    `blocks`  names of the blocks, if each of them alone needs too much
+
+    It is a `RuntimeError` whose text says "out of memory", as PyTorch's own. So a script that halves the batch on such
+    an error (accelerate's `find_executable_batch_size`) recognises it.
+    """
 
     lack = 1.0
     blocks: Sequence[str] = ()
 
     def __init__(self, message: str) -> None:
-        said = "The pool is out of memory. "
-        super().__init__(said + message.removeprefix(said))  # a copy from another process says so already
+        prefix = "The pool is out of memory. "
+        super().__init__(prefix + message.removeprefix(prefix))  # a copy from another process has the prefix already
 
     def lacking(self, need_bytes: int, budget_bytes: int, blocks: Sequence[str] = ()) -> BudgetError:
-        """This error, with its numbers."""
-        self.lack, self.blocks = max(need_bytes / max(1, budget_bytes) - 1.0, 0.01), blocks  # it lacks some
+        """Set `lack`, to 0.01 at least, and `blocks`; returns this error."""
+        self.lack, self.blocks = max(need_bytes / max(1, budget_bytes) - 1.0, 0.01), blocks
         return self
 
 
@@ -61,16 +65,17 @@ class PoolClosedError(HydraTuneError, RuntimeError):
 
 
 class TrialStopped(BaseException):
-    """Raised in a trial's thread at its next task boundary once the trial must end.
+    """The trial must end. Raised in the trial's thread before its next task.
 
-    A `BaseException`, so that an objective's own `except Exception` cannot keep the trial alive.
+    A `BaseException`, so that an `except Exception` in the user's objective does not keep the trial alive.
     """
 
 
 def clear_frames(error: BaseException) -> None:
-    """Exceptions keep frames, frames keep tensors: let go of the locals, keep the traceback's lines."""
+    """Free the tensors that an error keeps alive: its traceback keeps frames, and frames keep local variables. Clears
+    these variables, also of the errors that led to this one. The lines of the traceback stay."""
     chain = [error]
-    for current in chain:  # which grows meanwhile
+    for current in chain:  # the loop appends to it
         traceback.clear_frames(current.__traceback__)
         linked = (current.__cause__, current.__context__)
         chain += [each for each in linked if each is not None and each not in chain]

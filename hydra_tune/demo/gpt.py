@@ -1,4 +1,4 @@
-"""A byte-level GPT in ordinary PyTorch code; nothing in it knows of spilling.
+"""A byte-level GPT in ordinary PyTorch code. Nothing in it knows that it will be spilled.
 
 Shape suffixes: B batch, T positions, D width, H heads, V vocabulary (256 bytes).
 """

@@ -1,4 +1,4 @@
-"""A report on one page: what was found, the loss curves, and who had the device when. Plain HTML and SVG."""
+"""The demo's report on one page: the trials, their loss curves, and which trial had the device when. HTML and SVG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydra_tune.config import format_bytes
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
 WIDTH, HEIGHT, MARGIN = 960, 260, 46
 MAX_BARS = 6000
-LEAST_STALL = 0.5  # of a bar's width; shorter ones are between any two tasks
+LEAST_STALL = 0.5  # width from which a stall is drawn; between any two tasks there are shorter ones
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>hydra_tune demo</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:{width}px;margin:2em auto;padding:0 1em;color:#222}}
@@ -28,6 +28,7 @@ backward below; pale bars are promotions from host memory. The lowest row is the
 
 
 def write_page(path: Path, report: dict[str, Any], spans: Sequence[dict[str, Any]]) -> None:
+    """Write the report of `sweep.run`, and the spans of its pool's timeline, to a .html."""
     numbers = {t["trial"]: int(t["name"].split()[-1]) for t in report["pool"]["trials"]}
     curves = {t["number"]: t["losses"] for t in report["trials"]}
     path.write_text(
@@ -94,7 +95,7 @@ def _curves(curves: dict[int, list[float]]) -> str:
 
 
 def _timeline(spans: Sequence[dict[str, Any]], numbers: dict[int, int]) -> str:
-    """One row a trial (shards from top to bottom), one for the device. The last spans, if there are too many."""
+    """One row for each trial (shards from top to bottom) and one for the device. Only the last spans, if too many."""
     shown = [s for s in spans if s["kind"] in ("run", "promote")][-MAX_BARS:]
     if not shown:
         return "<p>Nothing ran.</p>"
@@ -127,4 +128,5 @@ def _timeline(spans: Sequence[dict[str, Any]], numbers: dict[int, int]) -> str:
 
 
 def _scale(value: float, low: float, high: float, to_low: float, to_high: float) -> float:
+    """Map `value` linearly from the range `low` to `high` to the range `to_low` to `to_high`."""
     return to_low + (value - low) / ((high - low) or 1) * (to_high - to_low)

@@ -1,8 +1,8 @@
-"""The demo: eight trials, none of which fits its device, four at a time, and the proof that it shows nowhere.
+"""The demo: eight trials, none of which fits its device, four at a time; and the proof that their numbers are exact.
 
-An ordinary Optuna study over an ordinary training loop. Afterwards the best trial is trained again in
-plain PyTorch, alone, and compared bit for bit. On a GPU that takes operators which always round the same way, and the
-plain optimizer, too, must step on the host: a GPU's rounds otherwise.
+It is an ordinary Optuna study over an ordinary training loop. Afterwards the best trial is trained again, alone and in
+plain PyTorch, and compared bit for bit. On a GPU this needs two things. Operators must be deterministic. And the plain
+optimizer, too, must step on the host, since a GPU rounds differently.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ DEPTHS = (12, 14, 16)
 CONTEXT = 64
 BITS = 1 / 0.6931471805599453  # nats to bits
 CONCURRENCY = 4
-AGAIN = {"cpu": "alone", "cuda": "alone, its optimizer on the CPU as well"}
+PROOF_SETUP = {"cpu": "alone", "cuda": "alone, its optimizer on the CPU as well"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the job. `report_every` is in steps; validation reads `validation_batches` batches."""
+    """Sizes of the sweep. `steps`, `batch` and `validation_batches` are of one trial; `report_every` is in steps."""
 
     trials: int = 8
     steps: int = 16
@@ -53,7 +53,7 @@ QUICK = Settings(trials=4, steps=4, report_every=2, validation_batches=2)
 
 @dataclass
 class TrialRecord:
-    """What one trial did; `weights` stay in memory only."""
+    """What one trial did. Its `weights` are not written to the report."""
 
     number: int
     config: dict[str, float]
@@ -63,8 +63,8 @@ class TrialRecord:
 
 
 class OnDevice(torch.nn.Module):
-    """Plain PyTorch over weights in host memory: each forward copies all of them to the device, each backward their
-    gradients back."""
+    """Plain PyTorch for the proof on a GPU: weights are in host memory. Each forward copies all of them to the device,
+    and each backward copies their gradients back."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -94,7 +94,12 @@ def train(
     *,
     plain_on: torch.device | None = None,
 ) -> float:
-    """An ordinary training loop; its line of `prepare` is all that differs. Validation bits per byte."""
+    """An ordinary training loop: only the call of `prepare` is special. Returns the last validation's bits per byte.
+
+    Args:
+        report: called with the step and its validation's bits per byte.
+        plain_on: the device on which to train in plain PyTorch, without `prepare`.
+    """
     torch.manual_seed(settings.seed + record.number)
     config = record.config
     model: torch.nn.Module = GPT(depth=int(config["depth"]), context=CONTEXT, dropout=config["dropout"])
@@ -141,33 +146,33 @@ def validate(model: torch.nn.Module, loader: Any, settings: Settings) -> float:
 
 
 def say_line(line: str) -> None:
-    """In one write: trials, each in a thread, would break each other's lines."""
+    """Print a line in one write, so that trials, which are threads, do not mix their lines."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def run(settings: Settings, folder: Path, say: Callable[[str], None] = say_line) -> dict[str, Any]:
-    """The sweep, its proof and its report; the report as plain data.
+    """Run the sweep and its proof, and write the report to `folder`; returns the report as plain data.
 
     Raises:
-        AssertionError: fewer bytes were promoted a step than half of the weights, or a budget was passed.
+        AssertionError: a trial promoted fewer bytes in a step than half of its weights, or a budget was exceeded.
     """
-    on = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if on.type == "cpu":
-        return _run(settings, folder, say, on)
+    torch_device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if torch_device.type == "cpu":
+        return _run(settings, folder, say, torch_device)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    chosen = torch.get_deterministic_debug_mode()
+    mode_before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     try:
-        return _run(settings, folder, say, on)
+        return _run(settings, folder, say, torch_device)
     finally:
-        torch.set_deterministic_debug_mode(chosen)
+        torch.set_deterministic_debug_mode(mode_before)
 
 
-def _run(settings: Settings, folder: Path, say: Callable[[str], None], on: torch.device) -> dict[str, Any]:
+def _run(settings: Settings, folder: Path, say: Callable[[str], None], torch_device: torch.device) -> dict[str, Any]:
     text = documentation()
     weights = [weight_bytes(depth) for depth in DEPTHS]
-    pool = hydra_tune.ShardPool([on], min(weights) // 2, seed=settings.seed)
+    pool = hydra_tune.ShardPool([torch_device], min(weights) // 2, seed=settings.seed)
     device = pool.devices[0]
     say(f"text      {len(text[0]):,} bytes to train on, {len(text[1]):,} to validate: Python's own documentation")
     sizes = f"{format_bytes(weights[0])} to {format_bytes(weights[-1])} of weights"
@@ -179,11 +184,11 @@ def _run(settings: Settings, folder: Path, say: Callable[[str], None], on: torch
     figures = pool.report()
     check(figures, settings)
     best = records[study.best_trial.number]
-    say(f"best      trial {best.number}: {study.best_value:.3f} bits per byte with {spell(best.config)}")
+    say(f"best      trial {best.number}: {study.best_value:.3f} bits per byte with {format_config(best.config)}")
     say(f"memory    peak {format_bytes(device.peak_bytes)} of {format_bytes(device.budget_bytes)}")
-    proof = prove(best, settings, text, on)
+    proof = prove(best, settings, text, torch_device)
     say(
-        f"proof     trial {best.number} again in plain PyTorch, {AGAIN[on.type]}: losses "
+        f"proof     trial {best.number} again in plain PyTorch, {PROOF_SETUP[torch_device.type]}: losses "
         f"{'equal' if proof['losses_equal'] else 'DIFFERENT'}, final weights "
         f"{'equal, bit for bit' if proof['weights_equal'] else 'DIFFERENT'}"
     )
@@ -194,7 +199,7 @@ def _run(settings: Settings, folder: Path, say: Callable[[str], None], on: torch
         "total_s": time.perf_counter() - start,
         "best": {"trial": best.number, "bits_per_byte": study.best_value, **best.config},
         "proof": proof,
-        "again": AGAIN[on.type],
+        "again": PROOF_SETUP[torch_device.type],
         "trials": [{k: v for k, v in asdict(r).items() if k != "weights"} for r in records.values()],
         "pool": figures,
     }
@@ -209,13 +214,14 @@ def _run(settings: Settings, folder: Path, say: Callable[[str], None], on: torch
 def sweep(
     settings: Settings, pool: hydra_tune.ShardPool, text: tuple[torch.Tensor, torch.Tensor], say: Callable[[str], None]
 ) -> tuple[optuna.Study, dict[int, TrialRecord]]:
+    """Run the study; returns it, and the record of each trial by its number."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    logging.getLogger("hydra_tune").setLevel(logging.WARNING)  # the demo tells its own story
+    logging.getLogger("hydra_tune").setLevel(logging.WARNING)  # the demo prints lines of its own
     records: dict[int, TrialRecord] = {}
 
     def objective(trial: optuna.Trial) -> float:
         record = records[trial.number] = TrialRecord(trial.number, suggest(trial))
-        say(f"trial {trial.number}   starts with {spell(record.config)}")
+        say(f"trial {trial.number}   starts with {format_config(record.config)}")
 
         def report(step: int, value: float) -> None:
             trial.report(value, step)
@@ -226,27 +232,28 @@ def sweep(
 
         return train(record, settings, text, report)
 
-    sampler = optuna.samplers.TPESampler(seed=settings.seed, n_startup_trials=CONCURRENCY)  # of eight, ten are too many
+    # TPE's default of ten random trials is more than the sweep has
+    sampler = optuna.samplers.TPESampler(seed=settings.seed, n_startup_trials=CONCURRENCY)
     study = optuna.create_study(sampler=sampler, pruner=optuna.pruners.NopPruner())
     hydra_tune.HydraTrialRunner(pool, concurrency=CONCURRENCY).optimize(study, objective, n_trials=settings.trials)
     return study, records
 
 
 def prove(
-    best: TrialRecord, settings: Settings, text: tuple[torch.Tensor, torch.Tensor], on: torch.device
+    best: TrialRecord, settings: Settings, text: tuple[torch.Tensor, torch.Tensor], torch_device: torch.device
 ) -> dict[str, Any]:
     """Train the best configuration in plain PyTorch, alone, and compare every loss and weight."""
-    again = TrialRecord(best.number, best.config)
-    train(again, settings, text, lambda step, value: None, plain_on=on)
+    plain = TrialRecord(best.number, best.config)
+    train(plain, settings, text, lambda step, value: None, plain_on=torch_device)
     return {
         "trial": best.number,
-        "losses_equal": again.losses == best.losses and again.validation == best.validation,
-        "weights_equal": all(torch.equal(a, b) for a, b in zip(again.weights, best.weights, strict=True)),
+        "losses_equal": plain.losses == best.losses and plain.validation == best.validation,
+        "weights_equal": all(torch.equal(a, b) for a, b in zip(plain.weights, best.weights, strict=True)),
     }
 
 
 def check(figures: dict[str, Any], settings: Settings) -> None:
-    """Nothing hides in residency, and no budget was passed."""
+    """Check that every trial was spilled, so that the proof is about spilling, and that no budget was exceeded."""
     for trial in figures["trials"]:
         assert len(trial["shards"]) >= 8, trial
         assert trial["promoted_bytes"] >= settings.steps * trial["weight_bytes"] / 2, trial
@@ -255,11 +262,12 @@ def check(figures: dict[str, Any], settings: Settings) -> None:
 
 
 def weight_bytes(depth: int) -> int:
+    """Bytes of a model's weights; allocates none of them."""
     with torch.device("meta"):
         return sum(p.numel() * p.element_size() for p in GPT(depth=depth, context=CONTEXT).parameters())
 
 
-def spell(config: dict[str, float]) -> str:
+def format_config(config: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in config.items())
 
 

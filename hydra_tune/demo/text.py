@@ -1,4 +1,4 @@
-"""Python's own documentation, which ships with every interpreter, as bytes to train on."""
+"""A text to train on that every Python interpreter has: the documentation of Python, as bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VALIDATION_SHARE = 0.1
 
 
 def documentation() -> tuple[torch.Tensor, torch.Tensor]:
-    """Train and validation text, one-dimensional uint8."""
+    """Training and validation text, one-dimensional uint8."""
     from pydoc_data import topics
 
     text = "\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
@@ -19,7 +19,8 @@ def documentation() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of `context` bytes, and the same shifted by one: what comes next. Both int64 (context,)."""
+    """Pairs of int64 tensors (context,): a window of the text, and the same window one byte later, which is to be
+    predicted."""
 
     def __init__(self, text: torch.Tensor, context: int) -> None:
         self.text = text

@@ -1,1 +1,1 @@
-"""Draws plain data for people. Imports `config` and `errors`."""
+"""Draws plain data for people: the timeline. Imports `config` and `errors`."""

@@ -1,1 +1,4 @@
-"""The machine on paper: sweeps, what they cost, and the machine driven by a clock. Imports `schedule`, no torch."""
+"""Simulates sweeps: workloads, their costs, baselines, and the scheduler's machine driven by a simulated clock.
+
+Imports `schedule` and below; no torch.
+"""

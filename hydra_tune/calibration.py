@@ -24,7 +24,7 @@ NUM_TRAINED = 1 << 22  # weights that the host's optimizer steps
 BATCH, SEQUENCE = 8, 128
 WIDTHS = {"cpu": 512, "cuda": 2048}  # of the layer that is trained
 TINY_BLOCKS, TINY_BUDGET = 64, 80_000  # of the model whose tasks compute almost nothing; the budget is in bytes
-_LEAST_S = 0.2  # that one repeat of a measurement takes
+_LEAST_S = 0.2  # that each repeat of a measurement takes at least
 
 
 def calibrate(devices: str | Sequence[str | torch.device] = "auto", *, repeats: int = 5) -> CostModel:

@@ -43,8 +43,8 @@ class BudgetError(HydraTuneError, ValueError, RuntimeError):
     `lack`    the share of the budget that is missing: needed / budget - 1. The need may be a guess; 1.0 without any
     `blocks`  names of the blocks, if each of them alone needs too much
 
-    It is a `RuntimeError` whose text says "out of memory", as PyTorch's own. So a script that halves the batch on such
-    an error (accelerate's `find_executable_batch_size`) recognises it.
+    Like PyTorch's own error it is a `RuntimeError` whose text says "out of memory". So a script that halves the batch
+    on such an error (accelerate's `find_executable_batch_size`) recognises it.
     """
 
     lack = 1.0

@@ -87,7 +87,8 @@ class Machine:
     Args:
         budgets_bytes: of each device.
         host_bytes: host memory for all trials together; None for no limit.
-        least_ahead_bytes: a promotion is made ahead of its task if it has at least so many bytes; None for never.
+        least_ahead_bytes: a promotion is made ahead of its task if it has at least so many bytes; a smaller one is made
+            in the task's own time. None: no promotion is made ahead.
         links_bytes_per_s: from the host to each device; infinitely fast unless given.
         speeds: how fast each device computes, relative to the others; equal unless given.
         alignment_bytes: of slots.
@@ -312,10 +313,10 @@ class Machine:
         return min(self.devices, key=lambda device: (device.load(1), len(device.trials), device.index))
 
     def _choose_home(self, number: int) -> DeviceState:
-        """Move the trial's home, between two steps, to the device where it belongs; returns that device.
+        """Choose the home of the trial's next step, and move what the trial holds there; returns that device.
 
-        The home changes only to a device that would still be less loaded than the old home, has room for the trial and
-        its step now, and where nobody waits for bytes. Resident trials stay.
+        A new home must be less loaded than the old one even with this trial, have room for the trial and its step now,
+        and have no trial that waits for bytes. A resident trial keeps its home.
         """
         trial, home = self.trials[number], self._home(number)
         plan = trial.plan

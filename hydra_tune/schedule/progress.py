@@ -32,7 +32,7 @@ class EndedTrials:
 class Progress:
     """Of one trial, for policies.
 
-    `total_steps`  mini-batches of the whole trial, None if unknown
+    `total_steps`  mini-batches from its start in the pool to its end, None if unknown
     `steps_done`   mini-batches that have ended
     `step_s`       device seconds of a mini-batch, estimated
     `device_s`     device seconds so far

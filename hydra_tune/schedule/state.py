@@ -52,7 +52,7 @@ class DeviceState:
     index: int
     ledger: Ledger
     link_bytes_per_s: float = inf
-    speed: float = 1.0  # beside other devices
+    speed: float = 1.0  # relative to other devices
     admissions: list[PilotReady | PlanReady] = field(default_factory=list)  # requests for bytes for life, oldest first
     entries: list[PilotReady | StepReady] = field(default_factory=list)  # requests for bytes of a step, oldest first
     running: Task | None = None  # has the lease

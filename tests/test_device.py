@@ -35,7 +35,7 @@ def test_the_cgroup_limits_what_is_left(monkeypatch, tmp_path):
         (["cpu", "cuda:99"], "1MiB", "cuda:99"),
         ([], "1MiB", "a name or a list of names"),
         (["cpu", "cpu"], ["1MiB"], "1 entries for 2 devices"),
-        ("cpu", "1000TiB", "what the device has free"),
+        ("cpu", "1000TiB", "at most what is free"),
         ("cpu", "some", "positive number of bytes"),
         ("cpu", 1.5, "positive number of bytes"),
         (3, "1MiB", "a name or a list of names"),

@@ -1,1 +1,1 @@
-"""Bytes and streams: devices, their slots, host buffers, and what counts bytes. Alone it names `torch.cuda`."""
+"""Devices, their slots and streams, host buffers, and meters of bytes. Only this folder calls `torch.cuda`."""

@@ -1,4 +1,4 @@
-"""Sees every operator in a trial's thread to count its bytes: in first steps, and under `HYDRA_TUNE_CHECKS`."""
+"""A dispatch mode that counts the bytes each operator makes: in pilots, and always under `HYDRA_TUNE_CHECKS=1`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from torch.utils._python_dispatch import (
 from hydra_tune.devices.meter import TrialMeter, is_counted, storages_of
 
 _aten = torch.ops.aten
-# Whole layers in evaluation: kernels of their own on each device, which call others.
+# Fused layers of evaluation. They have a kernel for each device, and that kernel calls other operators.
 _LAYERS = (_aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attention)
-# PyTorch's own explicit composites (autograd does not take them apart before a mode sees them) within which autocast
-# casts, as measured. Others call none that it casts; or are called by one that it has cast, within which it is off: no
-# mode can tell.
+# PyTorch's explicit composites inside which autocast casts; found by measuring. (Autograd does not decompose such a
+# composite before a mode sees it.) The other ones call no operator that autocast casts, or are called by an operator
+# that it has cast already; autocast is off within that one, and a mode cannot see so.
 _CASTS_WITHIN = (*_LAYERS, _aten._sparse_addmm, _aten.affine_grid_generator, _aten.linalg_pinv, _aten.mv)
-_IMPLICIT = DispatchKey.CompositeImplicitAutograd  # autograd, where it is on, tells apart what it is composed of
+_IMPLICIT = DispatchKey.CompositeImplicitAutograd  # with autograd on, a mode sees the parts instead of the composite
 _EXPLICIT = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
 _NOTES_VIEWS = DispatchKey.ADInplaceOrView
 _RESOLVE = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
 
 
 class ThreadMode(TorchDispatchMode):
-    """Enters and leaves the thread's stack, and that is all: PyTorch's own modes note for the process, too, that
-    one is active, and put back what each has found; where threads come and go, that stays wrong."""
+    """A mode that changes nothing but its thread's stack of modes.
+
+    PyTorch's own modes also note in process-wide variables that a mode is active, and restore the value they found.
+    Where several threads enter and leave modes, the restored values are wrong for good.
+    """
 
     def __enter__(self) -> Any:
         _push_mode(self)
@@ -47,21 +50,24 @@ class ThreadMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch would import its compiler at the first operator, which takes seconds, and ask it at each."""
+        """Else PyTorch imports its compiler at the first operator, which takes seconds, and asks it at each operator."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled, and is not seen."""
+        """Compiled code stays compiled; this mode does not see its operators."""
         return True
 
 
 class TrialMode(ThreadMode):
-    """Counts in a meter where that is counting. A prepared model watches its thread by it from a first step's forward
-    on, until that ends; under checks, until the trial does. Costs about four microseconds an operator."""
+    """Counts operators' bytes in a trial's meter, as long as the meter has `counting` set.
+
+    Active from the forward of a pilot to the pilot's end; with `HYDRA_TUNE_CHECKS=1`, to the trial's end. Costs about
+    four microseconds an operator.
+    """
 
     def __init__(self, meter: TrialMeter) -> None:
-        self.meter: TrialMeter | None = meter  # None once its trial is gone: the next `watch` there takes it away
+        self.meter: TrialMeter | None = meter  # None once the trial is gone; the thread's next `watch` removes the mode
 
     def __torch_dispatch__(
         self,
@@ -84,7 +90,7 @@ class TrialMode(ThreadMode):
             with _as_outside(func):
                 out = func(*args, **kwargs)
             if makes_there and (made := [t for t in _tensors((out,)) if not is_counted(t)]):
-                # some may be inputs in host memory that it gives back
+                # an operator may return some of its inputs, and those may lie in host memory
                 elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
                 meter.add([t for t in made if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))])
         except torch.OutOfMemoryError as error:
@@ -93,10 +99,13 @@ class TrialMode(ThreadMode):
 
 
 def _as_outside(func: Any) -> AbstractContextManager[None]:
-    """With dispatch keys that work within an operator which calls others, outside of modes; within one they are off.
-    They resolve conjugate views, and cast what autocast casts. One that is run as a whole, in inference mode, may
-    choose kernels by whether a view of a weight requires a gradient: none does, unless views are noted (again is an
-    error)."""
+    """A context in which a composite operator calls its parts as it would without a mode.
+
+    Within a mode some dispatch keys are off that the parts need: those that resolve conjugate and negative views, and
+    autocast's. They are put back. In inference mode a composite is run as a whole, and may choose kernels by whether a
+    view of a weight requires a gradient. No view does unless `ADInplaceOrView` is on as well; but an operator that has
+    a kernel for that key would raise.
+    """
     if not _calls_others(func):
         return nullcontext()
     keys = _RESOLVE
@@ -113,15 +122,15 @@ def _as_outside(func: Any) -> AbstractContextManager[None]:
 
 @cache
 def _has(func: OpOverload, *keys: DispatchKey) -> bool:
-    """A kernel for any of these."""
+    """Whether the operator has a kernel for any of these keys."""
     return any(map(func.has_kernel_for_dispatch_key, keys))
 
 
 @cache
 def _calls_others(func: Any) -> bool:
-    """Whether an operator is composed of others, and has no kernel of its own on our devices."""
+    """Whether an operator is a composite: it calls other operators, and has no kernel of its own for our devices."""
     if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func.name()):
-        return False  # of TorchScript alone, as a subclass is asked for its layout by
+        return False  # known to TorchScript alone, such as the one that asks a tensor subclass for its layout
     is_view = any(made.alias_info and not made.alias_info.is_write for made in func._schema.returns)
     is_explicit = _has(func, *_EXPLICIT) and not _has(func, DispatchKey.CPU, DispatchKey.CUDA) and not is_view
     return func.overloadpacket in _LAYERS or _has(func, _IMPLICIT) or is_explicit
@@ -129,24 +138,29 @@ def _calls_others(func: Any) -> bool:
 
 @cache
 def _casts_within(func: OpOverload) -> bool:
+    """Whether autocast may cast inputs of the operators that this composite calls."""
     of_pytorch = func.namespace == "aten" and not func._overloadname.endswith("out")
     return not of_pytorch or _has(func, _IMPLICIT) or func.overloadpacket in _CASTS_WITHIN
 
 
 def watch(mode: TrialMode) -> None:
-    """From here on, beneath the modes that are active: who has entered one of those leaves it before this one. Those of
-    trials that are gone are left no more."""
+    """Put the mode at the bottom of the calling thread's stack, and remove the modes of trials that are gone.
+
+    At the bottom: whoever has entered one of the active modes leaves it before this one is left.
+    """
     _keep(lambda each: not isinstance(each, TrialMode) or each.meter is not None, mode)
 
 
 def unwatch(mode: TrialMode) -> None:
-    """No more, in this thread, wherever it is among the modes."""
+    """Remove the mode from the calling thread's stack, wherever it is in it."""
     _keep(lambda each: each is not mode)
 
 
 class Counting:
-    """Of one trial's operators in a thread, also between forward and backward, from `start` to `stop`. The engine runs
-    nodes with the modes that were there when a backward was called."""
+    """Counts one trial's operators in its thread from `start` to `stop`, also between a forward and its backward.
+
+    PyTorch's engine runs the nodes of a backward with the modes that were active when backward was called.
+    """
 
     def __init__(self, meter: TrialMeter) -> None:
         self._meter = meter
@@ -159,16 +173,17 @@ class Counting:
             watch(self._mode)
 
     def stop(self, *, for_good: bool) -> None:
-        """Not for good within a backward: at its end the engine puts back what is on the stack."""
+        """Remove the mode. Within a backward it comes back at the end, as the engine restores the stack: there, not
+        `for_good`."""
         if self._mode is not None:
             unwatch(self._mode)
             if for_good:
-                self._mode.meter = None  # it may be on another thread's stack, where it does nothing from here on
+                self._mode.meter = None  # on another thread's stack it does nothing from here on
                 self._mode = None
 
 
 def _keep(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode) -> None:
-    """Of the thread's modes, above these."""
+    """Replace the calling thread's stack: at the bottom `more`, above it those of its modes that are `wanted`."""
     stack = _get_current_dispatch_mode_stack()
     modes = [*more, *filter(wanted, stack)]
     if modes != stack:
@@ -178,19 +193,19 @@ def _keep(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode)
             _push_mode(mode)
 
 
-# a forked loader worker inherits its parent's modes, but not the trial
+# a forked loader worker inherits the modes of its parent, but it works for no trial
 os.register_at_fork(after_in_child=lambda: _keep(lambda each: not isinstance(each, TrialMode)))
 
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that it changes in place."""
+    """The arguments that the operator changes in place."""
     arguments = func._schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     return _tensors([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments or results: themselves, or in a list or tuple."""
+    """The tensors among an operator's arguments or results, also those in lists and tuples."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):

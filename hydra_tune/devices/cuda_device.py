@@ -1,10 +1,11 @@
-"""A GPU: trials compute on their own streams' default, copies have a stream for each direction, for life.
+"""A GPU. Trials compute on their threads' current stream; each direction of copies has one stream for all trials.
 
-    compute   | task of A | task of B | task of A |      a slot is memory of the promotions' stream: what it is given
-    h2d       | B's shard | A's shard | ...              to next waits for the last task that used it, and for no other
+    compute   | task of A | task of B | task of A |
+    h2d       | B's shard | A's shard | ...
     d2h       . . . . . . | A's gradients | ...
 
-A task may end, for the host, before the device has computed it: streams keep the order.
+A slot is allocated on the h2d stream. Its next user waits for the last task that used it, and for no other task.
+For the host a task has ended once its operators are launched. Streams keep the order on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ logger = logging.getLogger("hydra_tune")
 
 
 class CudaDevice(Device):
-    """The budget is kept by reservation alone: `measured_peak_bytes` is what PyTorch's allocator has counted."""
+    """Keeps its budget by reservations alone. `measured_peak_bytes` is the count of PyTorch's allocator."""
 
     is_virtual = False
     spills_behind = True
@@ -34,7 +35,7 @@ class CudaDevice(Device):
         self._h2d = torch.cuda.Stream(torch_device)
         self._d2h = torch.cuda.Stream(torch_device)
         self._pinned: set[int] = set()
-        # by offset, until they are retired; a model may be collected before
+        # by offset, until `retire`. If a model is garbage collected first, its slots stay here until `free_slot`
         self._slots: dict[int | None, torch.Tensor] = {}
         self.generators.append(gpu_generators()[torch_device.index])
 
@@ -43,14 +44,15 @@ class CudaDevice(Device):
         return int(torch.cuda.max_memory_allocated(self.torch_device))
 
     def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
-        with torch.cuda.stream(self._h2d):  # whose memory it is from now on
+        with torch.cuda.stream(self._h2d):  # the allocator takes the memory for that stream's
             slot = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
         if num_bytes:
             self._slots[offset] = slot
         return slot
 
     def free_slot(self, offset: int | None, num_bytes: int) -> None:
-        """One that nobody has retired was a collected model's; no one knows when, and in which stream, it was used."""
+        """A slot that is still here was never retired: its model was garbage collected. Nobody knows when, and on which
+        stream, it was used last, so the host waits for the whole device."""
         slot = self._slots.pop(offset, None)
         if slot is not None:
             self.synchronize()
@@ -69,14 +71,14 @@ class CudaDevice(Device):
 
     def promote(self, copies: Copies, *, in_use: bool = False) -> None:
         if in_use:
-            # tasks before this one may still read what was there
+            # earlier tasks may still read the old values
             self._h2d.wait_stream(torch.cuda.current_stream(self.torch_device))
         if any(host.is_cuda for _, host in copies):
-            self.synchronize()  # a model may have made that buffer just now, and who copies ahead knows no stream of it
+            self.synchronize()  # a model may just have made that buffer, on a stream that is not known here
         with torch.cuda.stream(self._h2d):
             for slot, host in copies:
                 slot.copy_(host, non_blocking=True)
-        _marked(self._h2d).synchronize()  # the host may write there again from here on
+        _marked(self._h2d).synchronize()  # after return the host may overwrite the source
 
     def spill(
         self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
@@ -96,7 +98,7 @@ class CudaDevice(Device):
             self._pinned.add(buffer.data_ptr())
         else:
             logger.warning("%s could not pin %s; copies stay pageable", self.name, format_bytes(buffer.numel()))
-            with suppress(RuntimeError):  # CUDA keeps the error for who launches a kernel next
+            with suppress(RuntimeError):  # CUDA reports the error once more at the next kernel launch; take it here
                 torch.zeros(1, device=self.torch_device)
 
     def unpin(self, buffer: torch.Tensor) -> None:
@@ -113,7 +115,7 @@ def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether this error has spoilt CUDA for the process: then every call fails from here on."""
+    """Whether this error has broken CUDA for the whole process, so that every later call fails."""
     if isinstance(error, torch.OutOfMemoryError) or "CUDA error" not in str(error) or not torch.cuda.is_available():
         return False
     try:

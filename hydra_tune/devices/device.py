@@ -1,9 +1,9 @@
-"""What a pool computes on: slots within a budget, and how bytes get there and back.
+"""A device of a pool: slots within a budget, and the copies of bytes there and back.
 
     host buffer --h2d--> slot --compute--> gradients --d2h--> p.grad
 
-A `Device` is a virtual one, in host memory: promotion is a real copy into an arena of the budget's size, and freed
-slots are poisoned under ``HYDRA_TUNE_CHECKS=1``. A GPU (`cuda_device.py`) overrides what it does otherwise.
+`Device` itself is a virtual device in host memory. A promotion is a real copy into an arena as large as the budget.
+With ``HYDRA_TUNE_CHECKS=1`` freed slots are filled with NaN. A GPU (`cuda_device.py`) overrides what differs there.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # to, from
 
 
 class Arrival:
-    """Of copies in host memory, which nobody reads before `wait`. `marks` say when they begin and end, where the host
-    is ahead of the device; what they are made of is kept until then."""
+    """Copies on their way to host memory. Nobody reads them before `wait` has returned.
+
+    `marks` are two events, the begin and the end of the copies; None where the copies were complete at once.
+    The `tensors` that are copied from are kept alive until `wait`.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor] = (), marks: tuple[Any, Any] | None = None) -> None:
         self._tensors = tensors
         self.marks = marks
 
     def wait(self) -> None:
-        """Until they are complete; more often than once does no harm."""
+        """Wait until the copies are complete. May be called more than once."""
         if self.marks is not None:
             self.marks[1].synchronize()
         self._tensors = ()
@@ -43,31 +46,32 @@ class Arrival:
 class Device:
     """One device with an enforced budget. Slots are one-dimensional uint8 tensors."""
 
-    is_virtual = True  # a slot at the same offset is the same memory; trials' homes may move among such ones
-    link_bytes_per_s = 5e9  # as one core copies; decides only which ways are worth it
-    least_ahead_bytes: int | None = 1 << 20  # of a promotion that pays in a thread of its own: to wake it takes 0.1 ms
-    spills_behind = False  # do gradients go to the host while the device goes on?
-    ledger: Ledger  # its pool's, of who has reserved what
+    is_virtual = True  # slots of one offset share memory; a trial's home may move between virtual devices
+    link_bytes_per_s = 5e9  # what one core copies; used only to choose between plans
+    # A promotion ahead is made in the device's copy thread from this size on; to wake that thread takes 0.1 ms.
+    least_ahead_bytes: int | None = 1 << 20
+    spills_behind = False  # whether the device computes while gradients are copied to the host
+    ledger: Ledger  # set by the pool: who has reserved which bytes
 
     def __init__(self, number: int, budget_bytes: int, torch_device: torch.device = CPU) -> None:
-        self.number = number  # in its pool
+        self.number = number  # its place among the pool's devices
         self.name = f"cpu:{number} (virtual)" if self.is_virtual else str(torch_device)
         self.torch_device = torch_device
         self.budget_bytes = budget_bytes
-        self.live_bytes = self.most_live_bytes = 0  # of storages, as far as they are counted
-        self.of_slots = TrialMeter(self, -1)  # no trial's: a step's bytes are what it has beside them
-        self.generators: list[torch.Generator] = []  # of its own, that operators there draw from by default
+        self.live_bytes = self.most_live_bytes = 0  # bytes of the storages that meters count, now and at most
+        self.of_slots = TrialMeter(self, -1)  # slots are no trial's: a step's bytes do not include them
+        self.generators: list[torch.Generator] = []  # default generators of operators on this device; a CPU has none
         self.process = gate.process
         if self.is_virtual:
             self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)
             self._beside_arena: dict[int | None, mmap.mmap] = {}
             self._poisons = checks_enabled()
 
-    # ---- what its user may see ----
+    # ---- what users may read ----
 
     @property
     def used_bytes(self) -> int:
-        """Reserved now: by trials, steps, slots and the running task."""
+        """Bytes reserved now: by trials, steps, slots and the running task."""
         return self.ledger.used_bytes
 
     @property
@@ -77,7 +81,7 @@ class Device:
 
     @property
     def measured_peak_bytes(self) -> int:
-        """The highest count of real storages: by CUDA's allocator, or by the meter while it counted."""
+        """The most bytes that tensors really took: as CUDA's allocator counts, or the meters while they counted."""
         return self.most_live_bytes
 
     def __repr__(self) -> str:
@@ -86,8 +90,9 @@ class Device:
     # ---- slots ----
 
     def slot(self, offset: int | None, num_bytes: int) -> torch.Tensor:
-        """Room for a shard's weights, uninitialised. A pilot's, of which there is one at a time, has no offset."""
-        if num_bytes == 0:  # a block whose weights are all held
+        """Memory for a shard's weights, uninitialised. `offset` is in the arena. A pilot's slot is beside the arena and
+        has none; there is one such slot at a time."""
+        if num_bytes == 0:  # all weights of the block are held on the device
             return torch.empty(0, dtype=torch.uint8, device=CPU)
         if offset is None:
             self._beside_arena[None] = mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)
@@ -97,36 +102,39 @@ class Device:
     def free_slot(self, offset: int | None, num_bytes: int) -> None:
         """Called once no tensor of ours is read or written there any more.
 
-        Poisoned by no operator: who frees a slot has the pool's lock, for which a thread inside an operator may wait,
-        and a fork for that, for whose end the next operator would wait.
+        The poison is written by `memset`, not by an operator. The caller has the pool's lock, and an operator might
+        wait for a fork to end. That fork waits until a thread has left its visit, and that thread may wait for the
+        pool's lock: a deadlock.
         """
         memory = self._beside_arena.pop(offset, self._arena)
         if self._poisons and num_bytes:
             memset(addressof(c_char.from_buffer(memory, offset or 0)), POISON, num_bytes)
 
     def retire(self, slot: torch.Tensor, used: Any) -> None:
-        """Let what is promoted from here on have the slot's memory, which was used up to the moment `used`."""
+        """Let later promotions use the slot's memory once the device has passed `used`, a mark of the last use."""
 
     def mark(self) -> Any:
-        """This moment of the calling thread's computing, as a `torch.Event` tells it; None where the host is never
-        ahead of that."""
+        """An event at the current end of the calling thread's work on the device; None where the host is never ahead
+        of the device."""
         return None
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has done all the work it was given."""
 
     # ---- copies ----
 
     def promote(self, copies: Copies, *, in_use: bool = False) -> None:
-        """Copy host tensors into slots that nothing uses, unless they are said to be in use; later compute sees the
-        copies done."""
+        """Copy host tensors into slots. Operators that are launched later see the copied values.
+
+        With `in_use`, operators that were launched before may still read the old values of the slots.
+        """
         for slot, host in copies:
             slot.copy_(host)
 
     def spill(
         self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Arrival]:
-        """Copies in host memory, laid out as `like`, complete on arrival."""
+        """New host tensors with the values of `tensors` and the strides of `like`; complete once the arrival is."""
         hosts, late = [], not self.is_virtual
         for t, h in zip(tensors, like, strict=True):
             if t.layout is torch.strided:
@@ -137,7 +145,7 @@ class Device:
         return hosts, Arrival()
 
     def free_cache(self) -> None:
-        """Give back what an allocator keeps for later."""
+        """Give back the memory that an allocator keeps for later use."""
 
     def pin(self, buffer: torch.Tensor) -> None:
         """Make a host buffer fast to copy from, if this device can."""

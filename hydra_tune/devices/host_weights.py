@@ -1,4 +1,4 @@
-"""The truth of a spilled trial: its weights in one host allocation of exact size."""
+"""The weights of a spilled trial in host memory: one allocation of exact size, and their only current values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from hydra_tune.errors import PrepareError
 
 
 class HostWeights:
-    """The parameters of all blocks in host memory; the model's own parameters are views.
+    """The parameters of all blocks in one buffer in host memory. The model's own parameters are views of it.
 
-    They lie one after another in the order in which their blocks run, so that one copy promotes any run of them. The
-    memory is a mapping of exact size: PyTorch's pinned allocator would round it up to a power of two. It is private to
-    its process unless it is pinned: a fork leaves one side with copies of private pages, and the GPU reads those that
-    there were. Every parameter has a storage of its own over its own bytes, so that saving one does not write the
-    others. Pages take memory as they are written: what a parameter had before is free by then.
+    - Parameters lie in the order in which their blocks run, so that one copy promotes several in a row.
+    - The buffer is a memory mapping. PyTorch's pinned allocator would round its size up to a power of two.
+    - The mapping is private to the process, unless it is pinned for a GPU. A fork gives one of the two processes new
+      copies of private pages, but the GPU would go on reading the old ones.
+    - Each parameter has a storage of its own over its own bytes, so that `torch.save` of one does not write all.
+    - A page takes memory once it is written. By then the parameter's former memory is free.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: Device) -> None:
@@ -40,7 +41,7 @@ class HostWeights:
             self._place[id(parameter)] = offset, data
             offset += storage_bytes(data)
         device.pin(self.bytes)
-        # the parameters stay views; also if the model is collected
+        # also called when the model is garbage collected; the parameters stay views of the mapping
         self.close = weakref.finalize(self, device.unpin, self.bytes)
         self.close.atexit = False
 
@@ -48,8 +49,9 @@ class HostWeights:
         return id(parameter) in self._place
 
     def offset(self, parameter: nn.Parameter, data: torch.Tensor) -> int | None:
-        """Where the parameter's `data` lie; None if the user has given it other storage since (`p.data = ...`,
-        `share_memory()`), in which it stays: what was here may still be someone's."""
+        """The offset of the parameter's `data` in `bytes`; None if the user has given it other storage since, by
+        `p.data = ...` or `share_memory()`. Such a parameter stays where it is, and its bytes here stay unused: other
+        tensors may still view them."""
         offset, view = self._place[id(parameter)]
         here = data.data_ptr() == self.bytes.data_ptr() + offset or data.numel() == 0
         if here and data.stride() == view.stride():

@@ -1,10 +1,12 @@
-"""Counts the bytes that tensors really occupy on a device, storage by storage.
+"""Counts the bytes that tensors really take on a device, storage by storage.
 
-A ledger tells what was reserved; a meter tells what was used. The pilot measures blocks with it, and
-with ``HYDRA_TUNE_CHECKS=1`` it watches every operator of every trial, so that a virtual device raises
-out of memory where a GPU would. On a virtual device all tensors say ``cpu``, so a storage counts as the
-device's when an operator made it from one that already does, or inside a model's forward or backward.
-A batch that a script has made takes room on a GPU only: here it is in the script's own memory.
+A ledger knows what is reserved; a meter knows what is used. Pilots measure blocks with meters. With
+``HYDRA_TUNE_CHECKS=1`` they count in every operator of every trial, so that a virtual device raises out of memory where
+a GPU would.
+
+On a virtual device all tensors say ``cpu``. So a storage counts as the device's if an operator made it from a storage
+that counts already, or without tensor inputs inside a model's forward or a block's backward. A batch that a script has
+made counts on a GPU only: on a virtual device it stays in the script's own memory.
 """
 
 from __future__ import annotations
@@ -27,42 +29,51 @@ if TYPE_CHECKING:
     from hydra_tune.devices.device import Device
     from hydra_tune.planning.pilot import Pilot
 
-# A finalizer may run within any meter's work: reentrant, and one for all, lest two meters' threads wait for each other.
+# Garbage collection may call `_forget` while this thread already has the lock, for any meter's storage. So the lock is
+# reentrant, and there is one for all meters: with a lock for each, two threads could wait for each other.
 _lock = new_in_child(threading.RLock())
-# by storage that lives: whose it is, and what of it counts; what trials share is the first one's
+# Each live storage that is counted, by its address: a reference, its meter, its bytes. A storage that several trials
+# share is counted for the first of them.
 _counted: dict[int, tuple[weakref.ref[torch.UntypedStorage], TrialMeter, int]] = {}
 ADVICE = "Lower the batch size, keep fewer tensors, or raise the pool's memory=."
-os.register_at_fork(after_in_child=_counted.clear)  # nothing that the child inherits is on a device
+os.register_at_fork(after_in_child=_counted.clear)  # a forked child has nothing on a device
 
 
 class TrialMeter:
-    """One trial's bytes on its home, and whether its operators are counted. Thread-safe; a storage is forgotten when it
-    is freed."""
+    """Counts one trial's bytes on its home device. Thread-safe. A storage is no longer counted once it is freed.
+
+    trial_bytes    the trial's bytes now
+    window_peak    their highest value since the pilot has last set it
+    inside         more than 0 within a prepared model's forward and within a visit to a block
+    """
 
     def __init__(self, device: Device, trial: int, *, always: bool = False) -> None:
         self.device = device
         self.trial = trial
-        self.always = always  # the checks of HYDRA_TUNE_CHECKS
+        self.always = always  # with HYDRA_TUNE_CHECKS=1
         self.counting = always
         self.trial_bytes = 0
-        self.window_peak = 0  # the highest since somebody has set it
+        self.window_peak = 0
         self._outside_start = self._outside_peak = 0
-        self._is_outside = False  # no block runs
-        # Under way: is told what is written. Weak, for a mode on the thread's stack keeps this meter.
+        self._is_outside = False  # between visits to blocks
+        # Returns the pilot under way. A weak reference: a mode on the thread's stack keeps this meter alive.
         self.pilot: Callable[[], Pilot | None] = lambda: None
-        self.within_checkpoint = False  # one that is not reentrant, since this was said to be False
-        self.inside = 0  # > 0 within a prepared model's forward or a block's backward
+        self.within_checkpoint = False  # a non-reentrant checkpoint was seen since this was last set to False
+        self.inside = 0
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count their storages that are not counted yet, as large as they are now."""
+        """Count the storages of these tensors, those that are not counted yet, with their size now."""
         for tensor in tensors:
             for storage in storages_of(tensor):
                 self._add(storage, storage.nbytes())
 
     def adopt(self, tensors: Iterable[torch.Tensor], *, are_a_batch: bool = False) -> None:
-        """Count tensors that arrived by a copy, not by an operator: the bytes of a batch, not of the data set that it
-        views. What operators make of a batch is on the device; on a virtual one it itself is in the script's own memory
-        still, and takes none."""
+        """Count tensors that came to the device by a copy, not by an operator.
+
+        A tensor counts with its own bytes, not with those of its whole storage: a batch may be a view of a data set.
+        On a virtual device a batch counts as none, for it still lies in the script's own memory. But it is known to
+        be on the device, so that what operators make of it counts.
+        """
         takes_none = are_a_batch and self.device.is_virtual
         for tensor in tensors:
             for storage in storages_of(tensor) if tensor.numel() else ():
@@ -72,7 +83,7 @@ class TrialMeter:
     def _add(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key = storage._cdata
         with _lock:
-            # what a forked child makes is on no device
+            # tensors of a forked child are on no device
             if key in _counted or storage.device.type == "meta" or gate.process != self.device.process:
                 return
             if num_bytes:
@@ -90,26 +101,26 @@ class TrialMeter:
         self.window_peak = max(self.window_peak, self.trial_bytes)
         if self._is_outside:
             self._outside_peak = max(self._outside_peak, self.trial_bytes)
-        device.live_bytes += num_bytes  # garbage that is collected just before has gone from it
+        device.live_bytes += num_bytes  # read anew: garbage collection may have lowered it since the check above
         device.most_live_bytes = max(device.most_live_bytes, device.live_bytes)
 
     def disown(self, tensor: torch.Tensor) -> None:
-        """Count a tensor no longer, which belongs to host memory from here on."""
+        """Stop counting a tensor: from here on it belongs to host memory."""
         for storage in storages_of(tensor):
             _forget(storage._cdata)
 
     def move(self, to: Device) -> None:
-        """The trial's home is another one, and so is that of all it has."""
+        """The trial's home changes to another device. All its bytes count there."""
         with _lock:
             self.device.live_bytes -= self.trial_bytes
             self.device = to
             to.live_bytes += self.trial_bytes
             to.most_live_bytes = max(to.most_live_bytes, to.live_bytes)
 
-    # ---- for each operator ----
+    # ---- asked at each operator ----
 
     def makes_there(self, inputs: list[torch.Tensor]) -> bool:
-        """Whether an operator on these makes its outputs on the device; else in host memory."""
+        """Whether an operator with these inputs makes its outputs on the device, and not in host memory."""
         if not any(map(is_counted, inputs)):
             return not inputs and self.inside > 0
         if self.pilot() is not None:
@@ -118,8 +129,12 @@ class TrialMeter:
         return True
 
     def refusal_of(self, error: torch.OutOfMemoryError) -> Exception:
-        """What ends the trial: outside of visits a first step cannot run an operator otherwise. Nothing is counted from
-        here on: who catches that may not come back, and the mode that counts is still on the thread's stack."""
+        """The error to raise for an operator that ran out of memory.
+
+        In a visit it is the same error: the visit may be made another way. Between the visits of a pilot there is no
+        other way, so it is a `BudgetError`, which ends the trial. Then counting ends, too. The mode is still on the
+        thread's stack, and a script that catches the error may never call this model again.
+        """
         first = self.pilot()
         if first is None or self.inside:
             return error
@@ -127,41 +142,46 @@ class TrialMeter:
         return self.no_room(error)
 
     def no_room(self, error: torch.OutOfMemoryError) -> BudgetError:
-        """What ends a first step."""
+        """The error that ends a pilot."""
         return BudgetError(f"a step does not fit the budget, with what it keeps between its blocks: {error}")
 
     def watch_outside(self) -> None:
-        """Start to note the highest bytes beyond those there now, while no block runs."""
+        """Begin to measure between visits: the trial's highest bytes, beyond those it has now."""
         self._outside_start = self._outside_peak = self.trial_bytes
         self._is_outside = True
 
     def outside_ends(self) -> None:
+        """A visit begins."""
         if self._is_outside:
             self._outside_peak = max(self._outside_peak, self.trial_bytes)
         self._is_outside = False
 
     def outside_starts(self, *, later: bool = False) -> None:
-        """With `later`, what there is now is about to be freed: what is made next counts, or is left at the end."""
+        """A visit has ended. With `later`, tensors of the visit are still to be freed: the bytes of now do not count,
+        but those at the next allocation do, or those at the end."""
         self._is_outside = True
         if not later:
             self._outside_peak = max(self._outside_peak, self.trial_bytes)
 
     def outside_peak(self) -> int:
-        """The figure since `watch_outside`."""
+        """The most bytes between visits since `watch_outside`, beyond those of then."""
         self.outside_ends()
         return self._outside_peak - self._outside_start
 
 
 class CountingPaused:
-    """A context manager, once; several are entered for each task. Within, no mode sees an operator, so none is counted,
-    and none has a gradient: copies between device and host, whose other side is no device storage."""
+    """A context manager for copies between device and host. Operators inside are not counted, as no mode sees them, and
+    have no gradients. Their host tensors must not count as the device's.
+
+    Use an instance once. A task enters several of these, so that entering has to be cheap. A fork waits until it ends.
+    """
 
     __slots__ = ("_grad", "_outermost", "_without")
 
     def __enter__(self) -> None:
         self._outermost = gate.enter()
         self._without: list[AbstractContextManager[None]] = []
-        if torch.is_inference_mode_enabled():  # copies outlive it
+        if torch.is_inference_mode_enabled():  # copies outlive it, and must not be inference tensors
             self._without.append(torch.inference_mode(False))
         if torch._C._len_torch_dispatch_stack():
             self._without.append(torch._C._DisableTorchDispatch())
@@ -179,12 +199,12 @@ class CountingPaused:
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """One, but of a sparse tensor those of its indices and values."""
+    """The tensor's storage; of a sparse tensor, the storages of its indices and values."""
     return [part.untyped_storage() for part in parts_of(tensor)]
 
 
 def is_counted(tensor: torch.Tensor) -> bool:
-    """Whether it lies on any device, by what has been counted."""
+    """Whether the tensor is known to lie on a device."""
     return any(storage._cdata in _counted for storage in storages_of(tensor)[-1:])
 
 
@@ -198,8 +218,8 @@ def _forget(key: int) -> None:
 
 
 def end_trial(trial: int, devices: Container[Device]) -> None:
-    """Forget its storages there; those that live on belong to the user's host memory from here on."""
+    """Stop counting the trial's storages on these devices. Those that live on belong to the user's host memory now."""
     with _lock:
-        for key, (_, owner, _) in _counted.copy().items():  # which shrinks where garbage is collected
+        for key, (_, owner, _) in _counted.copy().items():  # a copy: garbage collection may remove entries meanwhile
             if owner.trial == trial and owner.device in devices:
                 _forget(key)

@@ -1,4 +1,4 @@
-"""Which devices a pool has, and how much of each and of the host."""
+"""Opens a pool's devices: which ones, how many bytes of each, and how many bytes of host memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,24 @@ from hydra_tune.devices.device import CPU, Device
 from hydra_tune.errors import ConfigError
 from hydra_tune.process.fork import new_in_child
 
-CUDA_MARGIN_BYTES = 1 << 29  # context, kernels' workspaces, allocator rounding
-CPU_SHARE = 4  # memory="auto" takes a quarter of what is left on the host
+CUDA_MARGIN_BYTES = 1 << 29  # for the CUDA context, workspaces of kernels, and rounding by the allocator
+CPU_SHARE = 4  # with memory="auto", virtual devices get a quarter of the free host memory
 
-for _backend in (torch.cuda, torch.xpu):  # `torch.manual_seed` holds it for a moment, in whatever thread
+# `torch.manual_seed` takes these locks for a moment, in any thread. A child forked just then would wait for ever.
+for _backend in (torch.cuda, torch.xpu):
     new_in_child(_backend._initialization_lock)
 
 
 def open_devices(devices: str | Sequence[str | torch.device], memory: int | str | Sequence[int | str]) -> list[Device]:
-    """The devices of a pool, from what the user wrote."""
+    """The devices of a pool.
+
+    Args:
+        devices: "auto" for all GPUs, or one virtual device where there are none; else a name, or a list of names.
+        memory: the budget of each device: bytes, a string such as "20GiB", or "auto"; or a list, one for each device.
+
+    Raises:
+        ConfigError: a device is not here, or a budget is more than its device has free.
+    """
     names: Any = [devices] if isinstance(devices, (str, torch.device)) else devices
     if devices == "auto":
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
@@ -38,7 +47,7 @@ def open_devices(devices: str | Sequence[str | torch.device], memory: int | str 
     for number, (device, budget) in enumerate(zip(parsed, budgets, strict=True)):
         is_gpu = device.type == "cuda"
         most = torch.cuda.mem_get_info(device)[0] if is_gpu else host_free_bytes()
-        if budget == "auto":  # a GPU that is named twice is two, for tests of several
+        if budget == "auto":  # a GPU that is named twice is two devices, for tests, and they share its memory
             of_all = most - CUDA_MARGIN_BYTES if is_gpu else most // CPU_SHARE
             budget = max(1, of_all // parsed.count(device))
         budget_bytes = _within(budget, most, "memory", str(device))
@@ -50,8 +59,8 @@ def _within(amount: int | str, most: int, name: str, where: str) -> int:
     num_bytes = parse_bytes(amount, name)
     if num_bytes > most:
         raise ConfigError(
-            f"{name} lies within what the device has free: {where} has {format_bytes(most)}, asked were "
-            f'{format_bytes(num_bytes)}. Lower {name}, or use {name}="auto".'
+            f"{name} is at most what is free: {where} has {format_bytes(most)}, but {format_bytes(num_bytes)} were "
+            f'asked for. Lower {name}, or use {name}="auto".'
         )
     return num_bytes
 
@@ -71,7 +80,7 @@ def _parse_device(name: str) -> torch.device:
 
 
 def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
-    """What trials may have of host memory, from what the user wrote."""
+    """The bytes of host memory that trials may take; "auto" is all that is free, less the virtual devices' budgets."""
     most = host_free_bytes()
     if host_memory == "auto":
         return max(1, most - sum(device.budget_bytes for device in devices if device.is_virtual))
@@ -79,15 +88,15 @@ def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
 
 
 def host_free_bytes() -> int:
-    """Host memory that this process may still take: what the system has, and what each memory cgroup around this
-    process leaves; page cache that can be reclaimed counts as left."""
+    """Bytes of host memory that this process may still take: the least of what the system has free, and what each
+    memory cgroup around this process has left. Page cache that can be reclaimed counts as free."""
     left: list[int] = [psutil.virtual_memory().available]
     for limit, usage, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
     ):
         for folder in _cgroup_folders():
-            with suppress(OSError, ValueError):  # absent file, or the word "max"
+            with suppress(OSError, ValueError):  # no such file, or it says "max"
                 limit_bytes = int((folder / limit).read_text())
                 used_bytes = int((folder / usage).read_text())
                 stat = (folder / usage).with_name("memory.stat").read_text().split()

@@ -1,4 +1,4 @@
-"""A tensor's bytes and bits: how many, whether they are dense, whether they were written, whether they are the same."""
+"""Questions about a tensor's memory: how many bytes, whether dense, whether written, whether two have equal bits."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ _PARTS = {
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What has memory: the tensor, or the indices and values of a sparse one."""
+    """The tensors that have memory: the tensor itself, or a sparse tensor's indices and values."""
     if tensor.layout is torch.strided:
         return [tensor]
     return [getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ())]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse tensor, those of its indices and values."""
     if tensor.layout is torch.strided:
         return tensor.nbytes
     return sum(part.numel() * part.element_size() for part in parts_of(tensor) or [tensor])
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor, aligned as in a host buffer and in a slot."""
+    """Bytes that a tensor takes in a host buffer and in a slot: its own, rounded up to the alignment there."""
     return align(max(1, tensor_bytes(tensor)))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor fills one stretch of memory, in whatever order of its dimensions."""
+    """Whether the tensor fills one range of memory without gaps, in any order of its dimensions."""
     outermost = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.layout is torch.strided and (tensor.is_contiguous() or tensor.permute(outermost).is_contiguous())
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often it was written in place; inference tensors do not count."""
+    """How often the tensor was written in place; 0 for inference tensors, which do not count that."""
     try:
         return tensor._version
-    except RuntimeError:  # asking first would cost more than all else
+    except RuntimeError:  # `is_inference()` would cost more than all the rest
         return 0
 
 
@@ -57,8 +58,8 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors, on whatever devices, are the same, the signs of zeros included; of sparse ones, as far as
-    their shapes tell; of nested ones nobody knows."""
+    """Whether two tensors have equal bits, on whatever devices; 0.0 and -0.0 differ. Of sparse tensors only shape and
+    dtype are compared. Nested and quantized tensors are never the same."""
     if a.is_nested or b.is_nested or a.shape != b.shape or a.dtype != b.dtype or a.is_quantized:
         return False
     return a.layout is not torch.strided or torch.equal(_bits_of(a), _bits_of(b.to(a.device)))
@@ -72,8 +73,12 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> float | None:
-    """A number that other values hardly have: of the bits, if they are in host memory; on other devices, whose kernels
-    may differ in the last bits, the sum of absolute values. None where there is none."""
+    """A number that tells tensors with other values apart, with high probability.
+
+    In host memory it is the sum of the bits. On other devices, where two runs of a kernel may differ in the last bits,
+    it is the sum of absolute values. None for tensors without elements, and for sparse, nested and quantized ones; on
+    other devices also for integers.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0 or tensor.is_quantized:
         return None
     if tensor.device.type == "cpu":

@@ -30,8 +30,8 @@ _LAYERS = (_aten._transformer_encoder_layer_fwd, _aten._native_multi_head_attent
 _CASTS_WITHIN = (*_LAYERS, _aten._sparse_addmm, _aten.affine_grid_generator, _aten.linalg_pinv, _aten.mv)
 _IMPLICIT = DispatchKey.CompositeImplicitAutograd  # with autograd on, a mode sees the parts instead of the composite
 _EXPLICIT = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
-_NOTES_VIEWS = DispatchKey.ADInplaceOrView
-_RESOLVE = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
+_VIEW_KEY = DispatchKey.ADInplaceOrView
+_RESOLVE_KEYS = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
 
 
 class ThreadMode(TorchDispatchMode):
@@ -50,7 +50,7 @@ class ThreadMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else PyTorch imports its compiler at the first operator, which takes seconds, and asks it at each operator."""
+        """Else PyTorch imports its compiler at the first operator, which takes seconds, and asks it at each."""
         return False
 
     @classmethod
@@ -78,27 +78,27 @@ class TrialMode(ThreadMode):
     ) -> Any:
         kwargs, meter = kwargs or {}, self.meter
         if meter is None or not meter.counting:
-            with _as_outside(func):
+            with _as_without_mode(func):
                 return func(*args, **kwargs)
-        first, inputs = meter.pilot(), _tensors((args, *kwargs.values()))
-        if first is not None and isinstance(func, OpOverload) and func._schema.is_mutable:
-            first.before_writing(_written_by(func, args, kwargs))
+        pilot, inputs = meter.pilot(), _tensors_in((args, *kwargs.values()))
+        if pilot is not None and isinstance(func, OpOverload) and func._schema.is_mutable:
+            pilot.before_writing(_written_by(func, args, kwargs))
         try:
-            if first is not None:
-                first.before_using(func, inputs)
-            makes_there = meter.makes_there(inputs)
-            with _as_outside(func):
+            if pilot is not None:
+                pilot.before_using(func, inputs)
+            makes_on_device = meter.makes_on_device(inputs)
+            with _as_without_mode(func):
                 out = func(*args, **kwargs)
-            if makes_there and (made := [t for t in _tensors((out,)) if not is_counted(t)]):
+            if makes_on_device and (made := [t for t in _tensors_in((out,)) if not is_counted(t)]):
                 # an operator may return some of its inputs, and those may lie in host memory
                 elsewhere = {storage._cdata for t in inputs if not is_counted(t) for storage in storages_of(t)}
                 meter.add([t for t in made if elsewhere.isdisjoint(storage._cdata for storage in storages_of(t))])
         except torch.OutOfMemoryError as error:
-            raise meter.refusal_of(error) from None
+            raise meter.out_of_memory_error(error) from None
         return out
 
 
-def _as_outside(func: Any) -> AbstractContextManager[None]:
+def _as_without_mode(func: Any) -> AbstractContextManager[None]:
     """A context in which a composite operator calls its parts as it would without a mode.
 
     Within a mode some dispatch keys are off that the parts need: those that resolve conjugate and negative views, and
@@ -106,11 +106,11 @@ def _as_outside(func: Any) -> AbstractContextManager[None]:
     view of a weight requires a gradient. No view does unless `ADInplaceOrView` is on as well; but an operator that has
     a kernel for that key would raise.
     """
-    if not _calls_others(func):
+    if not _is_composite(func):
         return nullcontext()
-    keys = _RESOLVE
-    if torch.is_inference_mode_enabled() and _has(func, _IMPLICIT) and not _has(func, _NOTES_VIEWS):
-        keys = keys | DispatchKeySet(_NOTES_VIEWS)
+    keys = _RESOLVE_KEYS
+    if torch.is_inference_mode_enabled() and _has_kernel(func, _IMPLICIT) and not _has_kernel(func, _VIEW_KEY):
+        keys = keys | DispatchKeySet(_VIEW_KEY)
     if _casts_within(func):
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # within a mode autocast seems off
             for kind, key in (("cpu", DispatchKey.AutocastCPU), ("cuda", DispatchKey.AutocastCUDA)):
@@ -121,26 +121,28 @@ def _as_outside(func: Any) -> AbstractContextManager[None]:
 
 
 @cache
-def _has(func: OpOverload, *keys: DispatchKey) -> bool:
+def _has_kernel(func: OpOverload, *keys: DispatchKey) -> bool:
     """Whether the operator has a kernel for any of these keys."""
     return any(map(func.has_kernel_for_dispatch_key, keys))
 
 
 @cache
-def _calls_others(func: Any) -> bool:
+def _is_composite(func: Any) -> bool:
     """Whether an operator is a composite: it calls other operators, and has no kernel of its own for our devices."""
     if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func.name()):
         return False  # known to TorchScript alone, such as the one that asks a tensor subclass for its layout
     is_view = any(made.alias_info and not made.alias_info.is_write for made in func._schema.returns)
-    is_explicit = _has(func, *_EXPLICIT) and not _has(func, DispatchKey.CPU, DispatchKey.CUDA) and not is_view
-    return func.overloadpacket in _LAYERS or _has(func, _IMPLICIT) or is_explicit
+    is_explicit = (
+        _has_kernel(func, *_EXPLICIT) and not _has_kernel(func, DispatchKey.CPU, DispatchKey.CUDA) and not is_view
+    )
+    return func.overloadpacket in _LAYERS or _has_kernel(func, _IMPLICIT) or is_explicit
 
 
 @cache
 def _casts_within(func: OpOverload) -> bool:
     """Whether autocast may cast inputs of the operators that this composite calls."""
     of_pytorch = func.namespace == "aten" and not func._overloadname.endswith("out")
-    return not of_pytorch or _has(func, _IMPLICIT) or func.overloadpacket in _CASTS_WITHIN
+    return not of_pytorch or _has_kernel(func, _IMPLICIT) or func.overloadpacket in _CASTS_WITHIN
 
 
 def watch(mode: TrialMode) -> None:
@@ -148,12 +150,12 @@ def watch(mode: TrialMode) -> None:
 
     At the bottom: whoever has entered one of the active modes leaves it before this one is left.
     """
-    _keep(lambda each: not isinstance(each, TrialMode) or each.meter is not None, mode)
+    _replace_modes(lambda each: not isinstance(each, TrialMode) or each.meter is not None, mode)
 
 
 def unwatch(mode: TrialMode) -> None:
     """Remove the mode from the calling thread's stack, wherever it is in it."""
-    _keep(lambda each: each is not mode)
+    _replace_modes(lambda each: each is not mode)
 
 
 class Counting:
@@ -182,7 +184,7 @@ class Counting:
                 self._mode = None
 
 
-def _keep(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode) -> None:
+def _replace_modes(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode) -> None:
     """Replace the calling thread's stack: at the bottom `more`, above it those of its modes that are `wanted`."""
     stack = _get_current_dispatch_mode_stack()
     modes = [*more, *filter(wanted, stack)]
@@ -194,22 +196,22 @@ def _keep(wanted: Callable[[TorchDispatchMode], bool], *more: TorchDispatchMode)
 
 
 # a forked loader worker inherits the modes of its parent, but it works for no trial
-os.register_at_fork(after_in_child=lambda: _keep(lambda each: not isinstance(each, TrialMode)))
+os.register_at_fork(after_in_child=lambda: _replace_modes(lambda each: not isinstance(each, TrialMode)))
 
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments that the operator changes in place."""
     arguments = func._schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    return _tensors([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
+    return _tensors_in([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
 
 
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among an operator's arguments or results, also those in lists and tuples."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
+            found += _tensors_in(value)
     return found

@@ -59,12 +59,12 @@ class Device:
         self.torch_device = torch_device
         self.budget_bytes = budget_bytes
         self.live_bytes = self.most_live_bytes = 0  # bytes of the storages that meters count, now and at most
-        self.of_slots = TrialMeter(self, -1)  # slots are no trial's: a step's bytes do not include them
+        self.slot_meter = TrialMeter(self, -1)  # slots are no trial's: a step's bytes do not include them
         self.generators: list[torch.Generator] = []  # default generators of operators on this device; a CPU has none
         self.process = gate.process
         if self.is_virtual:
             self._arena = mmap.mmap(-1, budget_bytes, access=mmap.ACCESS_COPY)
-            self._beside_arena: dict[int | None, mmap.mmap] = {}
+            self._pilot_slots: dict[int | None, mmap.mmap] = {}
             self._poisons = checks_enabled()
 
     # ---- what users may read ----
@@ -95,8 +95,8 @@ class Device:
         if num_bytes == 0:  # all weights of the block are held on the device
             return torch.empty(0, dtype=torch.uint8, device=CPU)
         if offset is None:
-            self._beside_arena[None] = mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)
-        memory = self._beside_arena.get(offset, self._arena)
+            self._pilot_slots[None] = mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)
+        memory = self._pilot_slots.get(offset, self._arena)
         return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset or 0)
 
     def free_slot(self, offset: int | None, num_bytes: int) -> None:
@@ -106,7 +106,7 @@ class Device:
         wait for a fork to end. That fork waits until a thread has left its visit, and that thread may wait for the
         pool's lock: a deadlock.
         """
-        memory = self._beside_arena.pop(offset, self._arena)
+        memory = self._pilot_slots.pop(offset, self._arena)
         if self._poisons and num_bytes:
             memset(addressof(c_char.from_buffer(memory, offset or 0)), POISON, num_bytes)
 

@@ -87,10 +87,10 @@ class TrialMeter:
             if key in _counted or storage.device.type == "meta" or gate.process != self.device.process:
                 return
             if num_bytes:
-                self._take(num_bytes)
+                self._charge(num_bytes)
             _counted[key] = weakref.ref(storage, lambda _: _forget(key)), self, num_bytes
 
-    def _take(self, num_bytes: int) -> None:
+    def _charge(self, num_bytes: int) -> None:
         device = self.device
         if device.is_virtual and device.live_bytes + num_bytes > device.budget_bytes:
             raise torch.OutOfMemoryError(
@@ -119,7 +119,7 @@ class TrialMeter:
 
     # ---- asked at each operator ----
 
-    def makes_there(self, inputs: list[torch.Tensor]) -> bool:
+    def makes_on_device(self, inputs: list[torch.Tensor]) -> bool:
         """Whether an operator with these inputs makes its outputs on the device, and not in host memory."""
         if not any(map(is_counted, inputs)):
             return not inputs and self.inside > 0
@@ -128,17 +128,17 @@ class TrialMeter:
             self.within_checkpoint |= getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
         return True
 
-    def refusal_of(self, error: torch.OutOfMemoryError) -> Exception:
+    def out_of_memory_error(self, error: torch.OutOfMemoryError) -> Exception:
         """The error to raise for an operator that ran out of memory.
 
         In a visit it is the same error: the visit may be made another way. Between the visits of a pilot there is no
         other way, so it is a `BudgetError`, which ends the trial. Then counting ends, too. The mode is still on the
         thread's stack, and a script that catches the error may never call this model again.
         """
-        first = self.pilot()
-        if first is None or self.inside:
+        pilot = self.pilot()
+        if pilot is None or self.inside:
             return error
-        first.failed, self.counting = True, self.always
+        pilot.failed, self.counting = True, self.always
         return self.no_room(error)
 
     def no_room(self, error: torch.OutOfMemoryError) -> BudgetError:

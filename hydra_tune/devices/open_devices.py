@@ -46,21 +46,21 @@ def open_devices(devices: str | Sequence[str | torch.device], memory: int | str 
     opened = []
     for number, (device, budget) in enumerate(zip(parsed, budgets, strict=True)):
         is_gpu = device.type == "cuda"
-        most = torch.cuda.mem_get_info(device)[0] if is_gpu else host_free_bytes()
+        free_bytes = torch.cuda.mem_get_info(device)[0] if is_gpu else host_free_bytes()
         if budget == "auto":  # a GPU that is named twice is two devices, for tests, and they share its memory
-            of_all = most - CUDA_MARGIN_BYTES if is_gpu else most // CPU_SHARE
-            budget = max(1, of_all // parsed.count(device))
-        budget_bytes = _within(budget, most, "memory", str(device))
+            share_bytes = free_bytes - CUDA_MARGIN_BYTES if is_gpu else free_bytes // CPU_SHARE
+            budget = max(1, share_bytes // parsed.count(device))
+        budget_bytes = _at_most_free(budget, free_bytes, "memory", str(device))
         opened.append(CudaDevice(number, budget_bytes, device) if is_gpu else Device(number, budget_bytes))
     return opened
 
 
-def _within(amount: int | str, most: int, name: str, where: str) -> int:
+def _at_most_free(amount: int | str, free_bytes: int, name: str, where: str) -> int:
     num_bytes = parse_bytes(amount, name)
-    if num_bytes > most:
+    if num_bytes > free_bytes:
         raise ConfigError(
-            f"{name} is at most what is free: {where} has {format_bytes(most)}, but {format_bytes(num_bytes)} were "
-            f'asked for. Lower {name}, or use {name}="auto".'
+            f"{name} is at most what is free: {where} has {format_bytes(free_bytes)}, but {format_bytes(num_bytes)} "
+            f'were asked for. Lower {name}, or use {name}="auto".'
         )
     return num_bytes
 
@@ -81,10 +81,10 @@ def _parse_device(name: str) -> torch.device:
 
 def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
     """The bytes of host memory that trials may take; "auto" is all that is free, less the virtual devices' budgets."""
-    most = host_free_bytes()
+    free_bytes = host_free_bytes()
     if host_memory == "auto":
-        return max(1, most - sum(device.budget_bytes for device in devices if device.is_virtual))
-    return _within(host_memory, most, "host_memory", "the host")
+        return max(1, free_bytes - sum(device.budget_bytes for device in devices if device.is_virtual))
+    return _at_most_free(host_memory, free_bytes, "host_memory", "the host")
 
 
 def host_free_bytes() -> int:

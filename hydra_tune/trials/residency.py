@@ -86,7 +86,7 @@ class Residency:
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
         copy.counted = counting
         if counting:
-            copy.device.of_slots.add([copy.slot])
+            copy.device.slot_meter.add([copy.slot])
         copy.fill()
 
     def drop_shard(self, shard: int) -> None:
@@ -98,7 +98,7 @@ class Residency:
         """Whoever has it still, as an exception's frames: its slot counts no more, and its memory is another copy's."""
         copy.device.retire(copy.slot, copy.used)
         if copy.counted:
-            copy.device.of_slots.disown(copy.slot)
+            copy.device.slot_meter.disown(copy.slot)
 
     def refresh(self, copy: DeviceCopy, block: Block) -> None:
         """Copy anew what has changed on the host since it was copied; this thread has just done so, if it is new."""

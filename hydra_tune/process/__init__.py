@@ -1,1 +1,1 @@
-"""What trials share as threads of one process: forks, locks on files, Ctrl-C, garbage. Imports `errors` alone."""
+"""What trials share as threads of one process: forks, file locks, Ctrl-C, garbage collection. Imports only `errors`."""

@@ -1,10 +1,17 @@
-"""Forks while no trial visits a block.
+"""A fork waits until no trial visits a block.
 
-A forked child, a loader's worker, inherits every lock as it is at that moment, also those that another thread holds:
-PyTorch's and the C library's own, which the first call of an operator takes. The child would wait for them for ever.
-So a fork waits until no trial's thread is in a visit to a block or copies between device and host, and keeps them out
-meanwhile. Then it takes the pools' locks, under which nobody waits at the gate, and the lock of those who draw random
-numbers. Operators outside of models run meanwhile, as in plain PyTorch.
+A forked child, such as a loader's worker, inherits every lock as it is at that moment. Some locks are held by other
+threads: PyTorch's and the C library's own, which the first call of an operator takes. The child would wait for them for
+ever. So a gate keeps forks and trials apart:
+
+    trial A     | visit     |                                   | visit ...
+    trial B          | copies  | waits at the gate              | visit ...
+    the forker        | waits  | takes the guarded locks | fork |
+
+- A fork waits until no trial's thread is in a visit or copies between device and host, and keeps them out meanwhile.
+- Then it takes the guarded locks: those of the pools, and the lock for draws of random numbers. Nobody may wait at the
+  gate while he holds one of these.
+- Operators outside of models run meanwhile, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -21,27 +28,27 @@ LockT = TypeVar("LockT", threading.Lock, threading.RLock)
 
 
 def new_in_child(lock: LockT) -> LockT:
-    """The same lock, free in a forked child, whoever had it: as CPython's own modules do with theirs."""
+    """The same lock; in a forked child it is free, whoever held it. CPython's own modules do so with their locks."""
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
 
 
 class ForkGate:
-    """Open but while a thread forks. Threads pass it on their way into a visit."""
+    """Closed while a thread forks. Other threads pass it on their way into a visit."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
         self._open = threading.Event()
         self._open.set()
         self._inside: set[int] = set()
-        self._lock = threading.RLock()  # of the one thread that forks
+        self._lock = threading.RLock()  # held by the thread that forks
         self._guarded: list[threading.RLock] = []
-        self._taken = ExitStack()  # those, during a fork
-        # Held by who starts a loader's workers: libraries (filelock) refuse a fork while another one waits here.
+        self._taken = ExitStack()  # holds the guarded locks during a fork
+        # Held while a loader starts its workers. Some libraries (filelock) refuse to fork while another waits here.
         self.one_at_a_time = new_in_child(threading.RLock())
 
     def enter(self) -> bool:
-        """Wait while a thread forks. False if this thread is inside already: then it need not leave."""
+        """Wait while a thread forks. Returns False if this thread is inside already; then it must not call `leave`."""
         thread = threading.get_ident()
         if thread in self._inside:
             return False
@@ -57,7 +64,7 @@ class ForkGate:
 
     @contextmanager
     def stepped_out(self) -> Iterator[None]:
-        """From within a visit, to wait for other trials: these may fork meanwhile."""
+        """A context, within a visit, to wait for other trials in: they may fork meanwhile."""
         inside = threading.get_ident() in self._inside
         self.leave()
         try:
@@ -67,7 +74,7 @@ class ForkGate:
                 self.enter()
 
     def guard(self, lock: threading.RLock) -> None:
-        """Let no fork happen while another thread has this lock, under which nobody may come to the gate."""
+        """Let no fork happen while another thread holds this lock. A thread that holds it must not call `enter`."""
         with self._lock:
             self._guarded.append(lock)
 
@@ -87,7 +94,7 @@ class ForkGate:
     def open_in_child(self) -> None:
         self.process = os.getpid()
         self._inside.clear()
-        self._open = threading.Event()  # the other one's own lock a thread that came to wait there may have had
+        self._open = threading.Event()  # a new one: another thread may have held the old event's lock during the fork
         self.open()
 
 

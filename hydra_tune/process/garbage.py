@@ -1,4 +1,4 @@
-"""Garbage in cycles, for whose end somebody waits."""
+"""Runs the garbage collector to its end, for those who need the memory of reference cycles now."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _PAUSE_S = 1e-3
 
 
 def collect() -> None:
-    """Collect garbage, once.
+    """Collect all garbage once.
 
-    CPython's collector is not reentrant: asked while another thread collects, it returns at once and has done nothing.
-    So it is asked again until it has.
+    CPython's `gc.collect` returns at once, and has done nothing, while another thread collects. So this asks again
+    until a collection has ended.
     """
     for _ in range(_MOST_TRIES):
-        before = gc.get_stats()[2]["collections"]  # those that have come to their end
+        before = gc.get_stats()[2]["collections"]  # full collections that have ended
         gc.collect()
         if gc.get_stats()[2]["collections"] > before:
             break

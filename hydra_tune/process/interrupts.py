@@ -1,10 +1,15 @@
-"""What others ask of a trial, from any thread, and Ctrl-C: both wait for a boundary of the library's own work.
+"""Ctrl-C, and requests to stop or pause a trial. Both wait for a boundary of the library's own work.
 
-PyTorch goes on after a KeyboardInterrupt, and so does a prepared model. But raised between the pool's answer and the
-line that notes it, it would leave the two in disagreement. So a handler of ours looks where the main thread is: in
-the script, a loader or a model's own forward it raises at once, as ever; in the library's own frames at the next
-boundary (the end of a forward, a backward or an optimizer's step, a wait). A second Ctrl-C is raised at once. It
-stands in for Python's own handler alone: with one of the user's, which may raise anywhere, nothing is promised.
+After a KeyboardInterrupt plain PyTorch can go on, and so can a prepared model. But if it were raised between the pool's
+answer and the line that notes that answer, pool and trial would disagree. So a handler of ours looks where the main
+thread is:
+
+- in the script, a loader or a model's own forward: it raises at once, as Python does;
+- in the library's own frames: it raises at the next boundary, which is the end of a forward, a backward or an
+  optimizer's step, or a wait. A second Ctrl-C raises at once.
+
+The handler replaces Python's own handler only. A handler of the user's stays. It may raise anywhere; then nothing is
+promised.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from typing import TypeVar
 from hydra_tune.errors import TrialStopped
 
 _LOOK_AROUND_S = 0.5
-# Of trials; in what prepares a model, and in its loaders, Ctrl-C is raised at once.
+# Modules of trials/ in which Ctrl-C waits. In the others, `preparation` and `prepared_loader`, it is raised at once.
 _TRIALS = "backwards block_calls context forwards residency sent_gradients steps tasks trial visits"
 _DEVICES = "counting_mode meter"
 _OURS = frozenset(
@@ -33,18 +38,18 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
 def interruptible(function: FunctionT) -> FunctionT:
-    """It does nothing but call the user's code."""
+    """Mark a function of the library that does nothing but call the user's code: Ctrl-C within it raises at once."""
     _runs_users_code.add(function.__code__)
     return function
 
 
 class Interrupts:
-    """Of the process."""
+    """Handles Ctrl-C for the process."""
 
-    pending = False  # a Ctrl-C, until it is raised
+    pending = False  # Ctrl-C was pressed, and is not raised yet
 
     def install(self) -> None:
-        """In place of Python's handler, if this is the main thread: no other may."""
+        """Replace Python's own handler. Does nothing in other threads than the main one, which may not set handlers."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
@@ -56,14 +61,14 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def check(self) -> None:
-        """A boundary: raises what is pending, in the main thread."""
+        """Called at a boundary. Raises a pending KeyboardInterrupt, in the main thread."""
         if self.pending and threading.current_thread() is threading.main_thread():
             self.pending = False
             raise KeyboardInterrupt
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Whether the innermost frame that tells is one of the library's own."""
+    """Whether the thread is in the library's own work: decided by the innermost frame that is the library's."""
     while frame is not None:
         if frame.f_code in _runs_users_code:
             return False
@@ -78,13 +83,18 @@ interrupts = Interrupts()
 
 
 class Stop:
-    """Of one trial: called with a reason, it has the trial's thread raise `TrialStopped` where it next checks."""
+    """Requests to one trial, from any thread. Call it with a reason: the trial's thread raises `TrialStopped` at its
+    next check.
+
+    goes_on    cleared, it pauses the trial when that is next between two steps
+    asked      functions that the trial's thread calls when it is next between two steps
+    """
 
     def __init__(self) -> None:
         self.reason = ""
-        self.goes_on = threading.Event()  # cleared, it holds the trial where that next is between two steps
+        self.goes_on = threading.Event()
         self.goes_on.set()
-        self.asked: list[Callable[[], None]] = []  # what its thread is to call where it next is between two steps
+        self.asked: list[Callable[[], None]] = []
 
     def __call__(self, reason: str) -> None:
         self.reason = reason
@@ -96,16 +106,16 @@ class Stop:
 
     @property
     def is_quiet(self) -> bool:
-        """There is nothing for `check_between_steps` to do."""
+        """Whether `check_between_steps` has nothing to do."""
         return not (self.reason or self.asked or self.is_paused)
 
     def check(self) -> None:
-        """Raises `TrialStopped` if the trial is to end."""
+        """Raise `TrialStopped` if a stop was requested."""
         if self.reason:
             raise TrialStopped(self.reason)
 
     def check_between_steps(self) -> None:
-        """As `check`; what was asked is done, and the trial waits while it is paused."""
+        """Call the functions of `asked`, wait while the trial is paused, then `check`."""
         while self.asked:
             self.asked.pop(0)()
         while self.is_paused and not self.goes_on.wait(_LOOK_AROUND_S):

@@ -1,4 +1,4 @@
-"""Owns what a thread draws random numbers from: a trial's own generators, and records by which draws are repeated."""
+"""Owns where a thread's random numbers come from: generators of each trial, and records that let draws be repeated."""
 
 from hydra_tune.randomness.draw_record import DrawRecord, drawing_again
 from hydra_tune.randomness.trial_state import RandomState, drawing_from, hold

@@ -7,7 +7,7 @@
     with drawing_again(record):     # the thread's own generator is left alone
         y = block(x)
 
-Code that reads, seeds or sets the generator counts as code that draws: what it restores later is to be the same.
+Code that reads, seeds or sets the generator counts as code that draws: it may restore the state that it has read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from hydra_tune.randomness.trial_state import generator_states, set_generator_st
 
 
 class DrawRecord:
-    """A context manager: what this thread draws inside is noted, in the records of those around it, too. Entered again,
-    it begins anew.
+    """A context manager that notes the draws of this thread. Records around it note them, too. Entered again, it begins
+    anew.
 
-    `states` are those that draws have found of the thread's CPU generator: the first one, and each one of the default
-    generator, from which other threads may draw in between. `generators` are those of GPUs that the code may draw from;
-    their states are noted at the beginning, always.
+    states         of the thread's CPU generator, before draws. Of a trial's generator the first state is enough. Of
+                   the default generator every state is noted, for other threads may draw from it in between
+    generators     of the GPUs that the code may draw from
+    device_states  of `generators` at the beginning, noted in any case
     """
 
     __slots__ = ("_outer", "device_states", "generators", "states")
@@ -54,7 +55,7 @@ class DrawRecord:
         thread.notes, self._outer = self._outer, ()
 
     def rewind(self) -> None:
-        """This thread's generators are where they were before that code: it will run once more."""
+        """Set this thread's generators back to where they were before the code, so that it can run once more."""
         if self.states:
             thread.generator.set_state(self.states[0])
         if self.device_states:
@@ -62,9 +63,11 @@ class DrawRecord:
 
 
 class drawing_again:
-    """A context manager: inside, this thread draws the numbers of the code whose `record` it is, from a generator that
-    is made for it, and unheard by those around. Where that code has drawn nothing, draws inside are as if they had not
-    been."""
+    """A context manager in which this thread draws the numbers of the code that `record` was made of.
+
+    They come from a generator made for this context, and records around do not note them. If the recorded code has
+    drawn nothing, draws inside leave no trace.
+    """
 
     __slots__ = ("_device_states", "_outer", "_record")
 

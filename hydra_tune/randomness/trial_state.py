@@ -1,15 +1,15 @@
 """Gives each trial its own random state, though PyTorch's generators are shared by the process.
 
-On the CPU a trial's thread has a generator of its own, which operators are given (operators.py). A GPU's operators
-always draw from the device's default generator. There a trial holds that generator: it has the trial's state for as
-long as nobody else comes to hold it.
+On the CPU a trial's thread has a generator of its own, and `operators.py` gives it to operators. On a GPU operators
+always draw from the device's default generator. So a trial *holds* that generator: it has the trial's state until
+another trial holds it.
 
     thread of trial 1   | hold | draws ... |                       | hold | draws ...
     thread of trial 2                      | hold | draws ... |
     the generator has     state of 1         state of 2              state of 1
 
-Forked loader workers seed the process's generator, as in plain PyTorch; GPUs can't be used there. Python's `random` and
-NumPy's global state are not isolated.
+Forked loader workers seed the process's generator, as in plain PyTorch; they cannot use GPUs. The global states of
+Python's `random` and of NumPy are not isolated.
 """
 
 from __future__ import annotations
@@ -26,28 +26,33 @@ from hydra_tune.randomness.operators import DEFAULT, thread
 
 
 class RandomState:
-    """One trial's stand-ins for the default generators (the CPU's and each GPU's), seeded alike; each is made when it
-    is first asked for."""
+    """One trial's own generators, one for the CPU's default generator and one for each GPU's.
+
+    Each is made, with the same seed, when it is first asked for. `users` are generators that the objective has made
+    itself and wants in its checkpoints.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._of: dict[int, torch.Generator] = {}  # by the id of the default generator it stands in for
-        self.users: list[torch.Generator] = []  # of the objective's own
+        self._of: dict[int, torch.Generator] = {}  # by the id of the default generator that each stands in for
+        self.users: list[torch.Generator] = []
 
     def stand_in(self, of: torch.Generator) -> torch.Generator:
+        """The trial's own generator for this default generator."""
         if id(of) not in self._of:
             self._of[id(of)] = torch.Generator(device=of.device).manual_seed(self._seed)
         return self._of[id(of)]
 
     def generator(self, of: torch.Generator) -> torch.Generator:
-        """That has the trial's state now: the default one itself, while the trial holds it."""
+        """The generator that has the trial's state now: the default one while the trial holds it, else the stand-in."""
         return of if _holder(of) is self else self.stand_in(of)
 
     def states(self) -> list[torch.Tensor]:
+        """A uint8 tensor for each of its generators: the objective's own, the CPU's, each GPU's."""
         return [generator.get_state() for generator in self._all()]
 
     def set_states(self, states: Sequence[torch.Tensor]) -> None:
-        """As `states` gave them; of devices that are not here any more, none."""
+        """Set what `states` has returned. States of GPUs that this machine does not have are left out."""
         for generator, state in zip(self._all(), states, strict=False):
             generator.set_state(state)
 
@@ -56,7 +61,7 @@ class RandomState:
 
 
 def generator_states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-    """The states of these default generators of GPUs, as the calling thread sees them."""
+    """The states that the calling thread's trial has for these default generators of GPUs."""
     return [_of_thread(generator).get_state() for generator in generators]
 
 
@@ -67,23 +72,23 @@ def set_generator_states(generators: Sequence[torch.Generator], states: Sequence
 
 # ---- generators of GPUs, which one trial at a time holds -----------------------------------------------
 
-_process = RandomState(0)  # of generators that no trial holds; its stand-ins are there for the states meanwhile
+_process = RandomState(0)  # holds what no trial holds; while a trial does, it has the process's own state
 _holding = new_in_child(threading.RLock())
 _holders: dict[int, RandomState] = {}  # by the id of the default generator
-_real: tuple[torch.Generator, ...] = ()  # since others stand in their place
+_real: tuple[torch.Generator, ...] = ()  # PyTorch's own generators, once stand-ins have taken their place
 
 
 def gpu_generators() -> tuple[torch.Generator, ...]:
-    """PyTorch's own; none before it has begun to use GPUs."""
+    """PyTorch's own default generators of GPUs; none before CUDA is initialised."""
     return _real or (torch.cuda.default_generators if torch.cuda.is_initialized() else ())
 
 
 def hold(generators: Iterable[torch.Generator], state: RandomState | None) -> None:
-    """From here on these default generators have the states of this trial, or of the process where it is None. Who held
-    one before has its state back. Costs a comparison where it is the same trial.
+    """Give these default generators the states of this trial; of the process, if it is None.
 
-    To be called at the beginning of a lease, with the generators of its device: draws on a GPU are right as long as
-    their trial has the lease. Only a GPU can show that they are.
+    The state of the former holder is saved in its stand-in. If the trial is the holder already, this costs one
+    comparison. Call it at the beginning of a lease with the generators of the device: the trial's draws on a GPU are
+    right as long as it has the lease. Only a test on a GPU can check that.
     """
     state = state or _process
     for generator in generators:
@@ -99,17 +104,19 @@ def _holder(of: torch.Generator) -> RandomState:
 
 
 def _pass_on(holder: RandomState, to: RandomState) -> None:
+    """Let `to` hold all generators of GPUs that `holder` holds."""
     with _holding:
         hold([generator for generator in gpu_generators() if _holder(generator) is holder], to)
 
 
 def _of_thread(of: torch.Generator) -> torch.Generator:
-    """What the calling thread is to read or set in place of this default generator."""
+    """The generator that the calling thread reads or sets in place of this default generator."""
     return of if thread.trial_state is None else thread.trial_state.generator(of)
 
 
 class _DeviceStandIn:
-    """For a GPU's default generator, in PyTorch's functions that seed, read and set it: no operator takes one."""
+    """Stands in for a GPU's default generator, in PyTorch's functions that seed, read and set it. Operators do not take
+    it as an argument, so that it need not be a Generator."""
 
     def __init__(self, of: torch.Generator) -> None:
         self._of = of
@@ -120,12 +127,15 @@ class _DeviceStandIn:
 
 @contextmanager
 def drawing_from(state: RandomState) -> Iterator[None]:
-    """Around an objective: its thread draws from this state, on GPUs while it has their lease or nobody else holds
-    their generators. So a trial that runs alone draws from its own state throughout."""
+    """A context in which the calling thread, a trial's objective, draws from this state.
+
+    On GPUs it does so while the trial has the lease, or while no other trial holds their generators. So a trial that
+    runs alone always draws from its own state.
+    """
     global _real
     outer = thread.generator, thread.trial_state
     with _holding:
-        if torch.cuda.default_generators and not _real:  # GPUs may have come since the last objective
+        if torch.cuda.default_generators and not _real:  # PyTorch has initialised CUDA since the last objective
             _real = tuple(torch.cuda.default_generators)
             torch.cuda.default_generators = tuple(map(_DeviceStandIn, _real))  # type: ignore[assignment]
     thread.generator, thread.trial_state = state.stand_in(DEFAULT), state

@@ -219,7 +219,7 @@ def test_a_fork_that_is_interrupted_while_it_waits_for_a_pools_lock_leaves_none_
         def __exit__(self, *_):
             raise RuntimeError("cannot release un-acquired lock")
 
-    gate._guarded.insert(1, Interrupting())
+    gate._guarded_locks.insert(1, Interrupting())
     with pytest.raises(KeyboardInterrupt):
         gate.close()
     gate.open()

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-_LOOK_AGAIN_S = 0.0005
+_POLL_S = 0.0005
 LockT = TypeVar("LockT", threading.Lock, threading.RLock)
 
 
@@ -42,8 +42,8 @@ class ForkGate:
         self._open.set()
         self._inside: set[int] = set()
         self._lock = threading.RLock()  # held by the thread that forks
-        self._guarded: list[threading.RLock] = []
-        self._taken = ExitStack()  # holds the guarded locks during a fork
+        self._guarded_locks: list[threading.RLock] = []
+        self._held_during_fork = ExitStack()  # holds the guarded locks during a fork
         # Held while a loader starts its workers. Some libraries (filelock) refuse to fork while another waits here.
         self.one_at_a_time = new_in_child(threading.RLock())
 
@@ -76,18 +76,18 @@ class ForkGate:
     def guard(self, lock: threading.RLock) -> None:
         """Let no fork happen while another thread holds this lock. A thread that holds it must not call `enter`."""
         with self._lock:
-            self._guarded.append(lock)
+            self._guarded_locks.append(lock)
 
     def close(self) -> None:
         self._lock.acquire()
         self._open.clear()
         while self._inside - {threading.get_ident()}:
-            time.sleep(_LOOK_AGAIN_S)
-        for lock in self._guarded:
-            self._taken.enter_context(lock)
+            time.sleep(_POLL_S)
+        for lock in self._guarded_locks:
+            self._held_during_fork.enter_context(lock)
 
     def open(self) -> None:
-        self._taken.close()
+        self._held_during_fork.close()
         self._open.set()
         self._lock.release()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 
-_MOST_TRIES = 1_000
+_MAX_TRIES = 1_000
 _PAUSE_S = 1e-3
 
 
@@ -15,7 +15,7 @@ def collect() -> None:
     CPython's `gc.collect` returns at once, and has done nothing, while another thread collects. So this asks again
     until a collection has ended.
     """
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         before = gc.get_stats()[2]["collections"]  # full collections that have ended
         gc.collect()
         if gc.get_stats()[2]["collections"] > before:

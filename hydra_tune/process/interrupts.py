@@ -22,24 +22,24 @@ from typing import TypeVar
 
 from hydra_tune.errors import TrialStopped
 
-_LOOK_AROUND_S = 0.5
+_POLL_S = 0.5
 # Modules of trials/ in which Ctrl-C waits. In the others, `preparation` and `prepared_loader`, it is raised at once.
-_TRIALS = "backwards block_calls context forwards residency sent_gradients steps tasks trial visits"
-_DEVICES = "counting_mode meter"
-_OURS = frozenset(
+_TRIAL_MODULES = "backwards block_calls context forwards residency sent_gradients steps tasks trial visits"
+_DEVICE_MODULES = "counting_mode meter"
+_LIBRARY_MODULES = frozenset(
     f"hydra_tune.{folder}.{name}"
-    for folder, names in (("trials", _TRIALS), ("devices", _DEVICES), ("process", "fork"))
+    for folder, names in (("trials", _TRIAL_MODULES), ("devices", _DEVICE_MODULES), ("process", "fork"))
     for name in names.split()
 )
-_FOLDERS_OF_OURS = ("hydra_tune.blocks.", "hydra_tune.planning.", "hydra_tune.pool.", "hydra_tune.randomness.")
-_runs_users_code = set[CodeType]()
+_LIBRARY_FOLDERS = ("hydra_tune.blocks.", "hydra_tune.planning.", "hydra_tune.pool.", "hydra_tune.randomness.")
+_calls_user_code = set[CodeType]()
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
 def interruptible(function: FunctionT) -> FunctionT:
     """Mark a function of the library that does nothing but call the user's code: Ctrl-C within it raises at once."""
-    _runs_users_code.add(function.__code__)
+    _calls_user_code.add(function.__code__)
     return function
 
 
@@ -56,7 +56,7 @@ class Interrupts:
 
     def _handle(self, _: int, frame: FrameType | None) -> None:
         """Called in the main thread."""
-        self.pending = not self.pending and _is_ours(frame)
+        self.pending = not self.pending and _is_in_library(frame)
         if not self.pending:
             raise KeyboardInterrupt
 
@@ -67,13 +67,13 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-def _is_ours(frame: FrameType | None) -> bool:
+def _is_in_library(frame: FrameType | None) -> bool:
     """Whether the thread is in the library's own work: decided by the innermost frame that is the library's."""
     while frame is not None:
-        if frame.f_code in _runs_users_code:
+        if frame.f_code in _calls_user_code:
             return False
         name = frame.f_globals.get("__name__", "")
-        if name in _OURS or name.startswith(_FOLDERS_OF_OURS):
+        if name in _LIBRARY_MODULES or name.startswith(_LIBRARY_FOLDERS):
             return True
         frame = frame.f_back
     return False
@@ -118,6 +118,6 @@ class Stop:
         """Call the functions of `asked`, wait while the trial is paused, then `check`."""
         while self.asked:
             self.asked.pop(0)()
-        while self.is_paused and not self.goes_on.wait(_LOOK_AROUND_S):
+        while self.is_paused and not self.goes_on.wait(_POLL_S):
             interrupts.check()
         self.check()

@@ -80,13 +80,13 @@ class drawing_again:
         if record.generators:
             self._device_states = generator_states(record.generators)
             set_generator_states(record.generators, record.device_states)
-        again, left = torch.Generator(), iter(record.states)
+        generator, states = torch.Generator(), iter(record.states)
 
         def set_next(generator: torch.Generator) -> None:
-            if (state := next(left, None)) is not None:
+            if (state := next(states, None)) is not None:
                 generator.set_state(state)
 
-        thread.generator, thread.notes = again, (set_next,)
+        thread.generator, thread.notes = generator, (set_next,)
 
     def __exit__(self, *error: object) -> None:
         thread.generator, thread.notes = self._outer

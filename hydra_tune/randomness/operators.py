@@ -81,7 +81,7 @@ def _drawing(operator: Any) -> Callable[..., Any]:
     def drawing(keys: Any, *args: Any, **kwargs: Any) -> Any:
         keys = keys - _BACKEND_SELECT
         given = args[place] if len(args) > place else kwargs.get("generator")
-        is_default = given is None or given._cdata in _DEFAULTS
+        is_default = given is None or given._cdata in _DEFAULT_IDS
         # a generator of the caller's, one of a GPU, or a call that draws nothing, as on meta tensors
         if not (is_default and keys.has(DispatchKey.CPU)):
             return call(keys, *args, **kwargs)
@@ -103,7 +103,7 @@ class _GeneratorStandIn(torch.Generator):
     """Stands in for the default generator. Operators may be given this object as well: it counts as the default."""
 
 
-def _of_thread(name: str) -> Callable[..., Any]:
+def _method_for_thread(name: str) -> Callable[..., Any]:
     """The method of this name, called on the calling thread's generator."""
 
     def method(self: torch.Generator, *args: Any) -> Any:
@@ -117,10 +117,10 @@ def _of_thread(name: str) -> Callable[..., Any]:
 
 
 for _method in ("get_state", "set_state", "manual_seed", "seed", "initial_seed", "clone_state", "__reduce__"):
-    setattr(_GeneratorStandIn, _method, _of_thread(_method))
+    setattr(_GeneratorStandIn, _method, _method_for_thread(_method))
 _stand_in = _GeneratorStandIn()
 # A kernel gets a new Python object for the generator it was given; the generator inside, `_cdata`, is the same.
-_DEFAULTS = frozenset(each._cdata for each in (DEFAULT, _stand_in))  # type: ignore[attr-defined]
+_DEFAULT_IDS = frozenset(each._cdata for each in (DEFAULT, _stand_in))  # type: ignore[attr-defined]
 torch.random.default_generator = _stand_in  # type: ignore[attr-defined]
 _library = torch.library.Library("aten", "IMPL")  # kept for good: its kernels would end with it
 for _name, _operator in drawing_operators().items():

@@ -34,14 +34,14 @@ class RandomState:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._of: dict[int, torch.Generator] = {}  # by the id of the default generator that each stands in for
+        self._stand_ins: dict[int, torch.Generator] = {}  # by the id of the default generator that each stands in for
         self.users: list[torch.Generator] = []
 
     def stand_in(self, of: torch.Generator) -> torch.Generator:
         """The trial's own generator for this default generator."""
-        if id(of) not in self._of:
-            self._of[id(of)] = torch.Generator(device=of.device).manual_seed(self._seed)
-        return self._of[id(of)]
+        if id(of) not in self._stand_ins:
+            self._stand_ins[id(of)] = torch.Generator(device=of.device).manual_seed(self._seed)
+        return self._stand_ins[id(of)]
 
     def generator(self, of: torch.Generator) -> torch.Generator:
         """The generator that has the trial's state now: the default one while the trial holds it, else the stand-in."""
@@ -62,25 +62,25 @@ class RandomState:
 
 def generator_states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     """The states that the calling thread's trial has for these default generators of GPUs."""
-    return [_of_thread(generator).get_state() for generator in generators]
+    return [_for_this_thread(generator).get_state() for generator in generators]
 
 
 def set_generator_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
-        _of_thread(generator).set_state(state)
+        _for_this_thread(generator).set_state(state)
 
 
 # ---- generators of GPUs, which one trial at a time holds -----------------------------------------------
 
-_process = RandomState(0)  # holds what no trial holds; while a trial does, it has the process's own state
-_holding = new_in_child(threading.RLock())
+_process_state = RandomState(0)  # holds what no trial holds; while a trial does, it has the process's own state
+_holders_lock = new_in_child(threading.RLock())
 _holders: dict[int, RandomState] = {}  # by the id of the default generator
-_real: tuple[torch.Generator, ...] = ()  # PyTorch's own generators, once stand-ins have taken their place
+_gpu_generators: tuple[torch.Generator, ...] = ()  # PyTorch's own generators, once stand-ins have taken their place
 
 
 def gpu_generators() -> tuple[torch.Generator, ...]:
     """PyTorch's own default generators of GPUs; none before CUDA is initialised."""
-    return _real or (torch.cuda.default_generators if torch.cuda.is_initialized() else ())
+    return _gpu_generators or (torch.cuda.default_generators if torch.cuda.is_initialized() else ())
 
 
 def hold(generators: Iterable[torch.Generator], state: RandomState | None) -> None:
@@ -90,26 +90,26 @@ def hold(generators: Iterable[torch.Generator], state: RandomState | None) -> No
     comparison. Call it at the beginning of a lease with the generators of the device: the trial's draws on a GPU are
     right as long as it has the lease. Only a test on a GPU can check that.
     """
-    state = state or _process
+    state = state or _process_state
     for generator in generators:
         if _holder(generator) is not state:
-            with _holding:
+            with _holders_lock:
                 _holder(generator).stand_in(generator).set_state(generator.get_state())
                 generator.set_state(state.stand_in(generator).get_state())
                 _holders[id(generator)] = state
 
 
 def _holder(of: torch.Generator) -> RandomState:
-    return _holders.get(id(of), _process)
+    return _holders.get(id(of), _process_state)
 
 
-def _pass_on(holder: RandomState, to: RandomState) -> None:
+def _hand_over(holder: RandomState, to: RandomState) -> None:
     """Let `to` hold all generators of GPUs that `holder` holds."""
-    with _holding:
+    with _holders_lock:
         hold([generator for generator in gpu_generators() if _holder(generator) is holder], to)
 
 
-def _of_thread(of: torch.Generator) -> torch.Generator:
+def _for_this_thread(of: torch.Generator) -> torch.Generator:
     """The generator that the calling thread reads or sets in place of this default generator."""
     return of if thread.trial_state is None else thread.trial_state.generator(of)
 
@@ -119,10 +119,10 @@ class _DeviceStandIn:
     it as an argument, so that it need not be a Generator."""
 
     def __init__(self, of: torch.Generator) -> None:
-        self._of = of
+        self._default = of
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_of_thread(self._of), name)
+        return getattr(_for_this_thread(self._default), name)
 
 
 @contextmanager
@@ -132,16 +132,18 @@ def drawing_from(state: RandomState) -> Iterator[None]:
     On GPUs it does so while the trial has the lease, or while no other trial holds their generators. So a trial that
     runs alone always draws from its own state.
     """
-    global _real
+    global _gpu_generators
     outer = thread.generator, thread.trial_state
-    with _holding:
-        if torch.cuda.default_generators and not _real:  # PyTorch has initialised CUDA since the last objective
-            _real = tuple(torch.cuda.default_generators)
-            torch.cuda.default_generators = tuple(map(_DeviceStandIn, _real))  # type: ignore[assignment]
+    with _holders_lock:
+        if (
+            torch.cuda.default_generators and not _gpu_generators
+        ):  # PyTorch has initialised CUDA since the last objective
+            _gpu_generators = tuple(torch.cuda.default_generators)
+            torch.cuda.default_generators = tuple(map(_DeviceStandIn, _gpu_generators))  # type: ignore[assignment]
     thread.generator, thread.trial_state = state.stand_in(DEFAULT), state
-    _pass_on(_process, state)
+    _hand_over(_process_state, state)
     try:
         yield
     finally:
-        _pass_on(state, _process)
+        _hand_over(state, _process_state)
         thread.generator, thread.trial_state = outer

@@ -87,10 +87,10 @@ def devices(monkeypatch):
     """Two that operators draw from, whoever calls them."""
     own = torch.Generator().manual_seed(11), torch.Generator().manual_seed(22)
     monkeypatch.setattr(trial_state, "_holders", {})
-    monkeypatch.setattr(trial_state, "_process", RandomState(0))
-    monkeypatch.setattr(trial_state, "_real", own)
+    monkeypatch.setattr(trial_state, "_process_state", RandomState(0))
+    monkeypatch.setattr(trial_state, "_gpu_generators", own)
     yield own
-    assert set(trial_state._holders.values()) <= {trial_state._process}
+    assert set(trial_state._holders.values()) <= {trial_state._process_state}
 
 
 def numbers(generator):
@@ -134,7 +134,7 @@ def test_states_are_those_of_the_calling_trial_whoever_holds_the_generator(devic
 
 
 def test_pytorchs_functions_seed_and_read_what_the_calling_trial_draws_from(devices, monkeypatch):
-    monkeypatch.setattr(trial_state, "_real", ())
+    monkeypatch.setattr(trial_state, "_gpu_generators", ())
     monkeypatch.setattr(torch.cuda, "default_generators", devices)
     other = RandomState(2)
     with drawing_from(other):

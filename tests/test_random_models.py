@@ -157,7 +157,7 @@ def check(recipe, share, autocast, accumulate, forwards, grows_by):
                 break
             except (hydra_tune.PrepareError, hydra_tune.BudgetError, torch.OutOfMemoryError) as error:
                 changes_inputs = any(kind in repr(recipe.layers) for kind in ("doubling", "in place"))
-                refusals = "has changed what it is given", "has one use in an autocast context"
+                refusals = "has changed what it is given", "in one autocast context all calls use"
                 if changes_inputs and any(words in str(error) for words in refusals):
                     reject()  # a block that changes its input, and is to be run otherwise, says docs/limits.md
                 if isinstance(error, hydra_tune.PrepareError) and "epeat the forward" not in str(error):

@@ -598,8 +598,8 @@ class ChangesItsInput(nn.Module):
         (1, 1, False, ""),
         (1, 1, True, ""),
         (2, 1, False, "casts a weight for several uses, but the forward of 1"),
-        (1, 2, False, "a weight has one use in an autocast context.*one was used without it before"),
-        (1, 2, True, "a weight has one use in an autocast context.*two calls were without it"),
+        (1, 2, False, "in one autocast context all calls use.*one was used without it before"),
+        (1, 2, True, "in one autocast context all calls use.*two calls were without it"),
     ],
 )
 def test_a_block_that_changes_its_input_casts_a_weight_for_one_use_alone(budget, uses, forwards, starts_without, words):

@@ -1,4 +1,4 @@
-"""A block's weights on a device for as long as its operators need them, in PyTorch's own graph.
+"""Blocks of a model: their weights are on a device while their operators need them, in PyTorch's own autograd graph.
 
-May import devices, randomness, config and errors; nothing of trials, plans or the pool.
+May import devices, randomness, config and errors; nothing of trials, planning or the pool.
 """

@@ -1,10 +1,13 @@
-"""What a block's forward sees beside its inputs and weights, so that its repetition sees the same: what its modules are
-set to, and the process.
+"""Settings that a block's forward depends on beside inputs and weights; its repetition must find the same ones.
 
 Between a forward and its backward a script may leave `torch.autocast`, call `eval()` or switch an adapter off. Plain
-PyTorch computes once and does not care; a forward that is repeated has to. Autocast and the default device are of a
-thread. The choice of kernels is of all threads: a repetition can't have another one than its neighbours, so it stays
-as it is from a forward to its backward.
+PyTorch runs the forward once, so that this changes nothing. But a repeated forward would compute something else. So
+these settings are noted in the forward, and restored around the repetition:
+
+    attributes of the modules           of the block
+    autocast, the default device        of a thread
+    which kernels PyTorch chooses       of the process: checked only. Other trials compute meanwhile, so that the
+                                        repetition cannot change it; it must stay the same until the backward
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from torch import nn
 from hydra_tune.devices.tensor_bytes import version_of
 
 _CPU = torch.device("cpu")
-_KINDS = ("cpu", "cuda")  # of devices, that autocast is on or off for
-_CHOICES = (  # of kernels, as PyTorch itself asks for them
+_KINDS = ("cpu", "cuda")  # of devices; autocast is set for each
+_CHOICES = (  # which kernels PyTorch chooses: `torch._C` has a function `_get_...` for each
     "mkldnn_enabled", "math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled",
     "sdp_priority_order", "deterministic_algorithms", "cudnn_enabled", "cudnn_deterministic",
 )  # fmt: skip
 _PRECISIONS = ("mkldnn", "conv"), ("mkldnn", "matmul"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")
 
-STRUCTURE = frozenset((  # not what a module is set to
+STRUCTURE = frozenset((  # attributes of a module that are not settings
     "_parameters", "_buffers", "_modules", "_apply", "_flat_weights", "_flat_weight_refs",
 ))  # fmt: skip
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -38,8 +41,11 @@ _CHILDREN = itemgetter("_modules")
 
 @cache
 def _choices() -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
-    """Their names and what reads them, without a wrapper: several times a task. Those of GPUs where there is one:
-    Hugging Face's CTC losses switch cuDNN off and on, wherever they run."""
+    """The names of the kernel choices, and a function to read each; called several times a task, so without wrappers.
+
+    Choices for GPUs are left out where there is no GPU: Hugging Face's CTC losses switch cuDNN off and on, also on a
+    CPU.
+    """
     getter = torch._C._get_fp32_precision_getter
     reads = {name: getattr(torch._C, f"_get_{name}") for name in _CHOICES}
     reads |= {f"fp32_precision of {' '.join(of)}": partial(getter, *of) for of in _PRECISIONS}
@@ -48,7 +54,12 @@ def _choices() -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
 
 
 class TorchSettings(NamedTuple):
-    """`autocast` is a pair for each kind of device; nothing where it is off for all."""
+    """What PyTorch is set to in this thread and process.
+
+    autocast    (whether on, dtype) for each kind of device; empty if off for all of them
+    device      the default device of the thread
+    choices     the values that `_choices` reads
+    """
 
     autocast: tuple[tuple[bool, torch.dtype], ...]
     device: torch.device
@@ -62,11 +73,13 @@ class TorchSettings(NamedTuple):
 
     @contextmanager
     def entered(self, now: TorchSettings, block: str) -> Iterator[None]:
-        """For the block's repetition: as it was then; afterwards as now. Not by `torch.autocast`: who leaves the
-        outermost one of a thread clears the casts of all threads, as the block would that enters one itself.
+        """A context for the block's repetition: within, these settings; afterwards those of `now`.
+
+        It does not use `torch.autocast`: leaving a thread's outermost autocast context clears the casts of all threads.
+        A block that enters an autocast context itself would do that, too, so that the nesting is raised by one.
 
         Raises:
-            RuntimeError: a choice of kernels is another one now.
+            RuntimeError: PyTorch's choice of kernels has changed.
         """
         for name, value, other in zip(_choices()[0], self.choices, now.choices, strict=True):
             if value != other:
@@ -87,27 +100,32 @@ class TorchSettings(NamedTuple):
 
 
 class ModuleState(NamedTuple):
-    """What modules are set to: training mode, flags, numbers, objects, tensors that are no buffers. `found` is by
-    identity and order: an equal number in a new object is put back for nothing."""
+    """The attributes of a block's modules: training mode, flags, numbers, objects, tensors that are no buffers.
+
+    found       identities and order of the values, to compare two states fast. An equal number in a new object
+                counts as a change, which costs a needless restore
+    attributes  of each module, by name
+    is_rebuilt  whether modules have other children or classes than when the block was made
+    """
 
     found: tuple[list[int], list[int], list[type]] | None
-    attributes: list[dict[str, Any]]  # of each module by name
-    is_rebuilt: bool  # has other children, or classes, than at first
+    attributes: list[dict[str, Any]]
+    is_rebuilt: bool
 
 
 class ModuleStates:
-    """Of the modules of a block."""
+    """Reads, compares and restores the attributes of a block's modules."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._first = self._build()
-        self.shared: AmbientSettings | None = None  # the latest, if they keep nothing large alive
+        self.shared: AmbientSettings | None = None  # the latest settings, unless they would keep large objects alive
 
     def _build(self) -> list[tuple[type, list[tuple[str, nn.Module | None]]]]:
         return [(type(module), [*module._modules.items()]) for module in self._modules]
 
     def _found(self) -> tuple[list[int], list[int], list[type]]:
-        """In PyTorch's and Python's own functions: it is asked several times a visit."""
+        """Called several times a visit, so that the loops are in C."""
         own = list(map(vars, self._modules))
         every = [*own, *map(_CHILDREN, own)]
         values = chain.from_iterable(map(dict.values, every))
@@ -120,7 +138,7 @@ class ModuleStates:
         return self._found() == state.found
 
     def set(self, state: ModuleState) -> None:
-        stays = STRUCTURE | {"forward"}  # the first one is the block, which may be cut otherwise since
+        stays = STRUCTURE | {"forward"}  # the first module is the block: its forward may have another stand-in by now
         for module, values in zip(self._modules, state.attributes, strict=True):
             own = vars(module)
             for name in [k for k, v in own.items() if not (k in values or k in stays or is_activation(v))]:
@@ -130,17 +148,22 @@ class ModuleStates:
 
 
 def _keeps(value: Any) -> bool:
-    """Memory, which shall not live longer for it."""
+    """Whether a value may hold much memory, which must not live longer because of a noted state."""
     return any(map(_keeps, value)) if isinstance(value, tuple) else isinstance(value, (torch.Tensor, list, dict, set))
 
 
 def is_activation(value: Any) -> bool:
+    """Whether it is a tensor with a graph."""
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 class AmbientSettings(NamedTuple):
-    """Autocast, the default device, the choice of kernels, and the modules of a block; `versions` are those of tensors
-    among the attributes of these."""
+    """All settings that a call of a block depends on.
+
+    process     autocast, the default device, the choice of kernels
+    state       attributes of the block's modules
+    versions    (name, tensor, version) of each tensor among these attributes
+    """
 
     process: TorchSettings
     state: ModuleState
@@ -148,8 +171,8 @@ class AmbientSettings(NamedTuple):
 
     @classmethod
     def now(cls, modules: ModuleStates) -> AmbientSettings:
-        """As they are now. Calls that find the same share them: most attributes never change, and what each call keeps
-        until its backward is work for the garbage collector."""
+        """The settings now. Calls that find equal settings share one object: most attributes never change, and all
+        that each call keeps until its backward is work for the garbage collector."""
         process, latest = TorchSettings.now(), modules.shared
         if latest is not None and latest.process == process and modules.are(latest.state):
             return latest
@@ -160,7 +183,7 @@ class AmbientSettings(NamedTuple):
             for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
                 if value.grad_fn is None:
                     versions.append((name, value, version_of(value)))
-                else:  # an activation, which would keep its graph
+                else:  # an activation is left out: it would keep its graph alive
                     del own[name]
                     state = state._replace(found=None)
         latest = cls(process, state, versions)
@@ -169,11 +192,11 @@ class AmbientSettings(NamedTuple):
 
     @contextmanager
     def restored(self, modules: ModuleStates, block: str) -> Iterator[None]:
-        """Within, all is as it was; afterwards as it is now. Of the modules of this block.
+        """A context for the repetition of this block: within, these settings; afterwards those of now.
 
         Raises:
-            RuntimeError: a tensor among the attributes of this block has other values now, a module of it other
-                children or another class, or the process another choice of kernels.
+            RuntimeError: since the forward, a tensor among the attributes was changed in place, a module has got other
+                children or another class, or PyTorch's choice of kernels has changed.
         """
         for name, tensor, version in self.versions:
             if version_of(tensor) != version:
@@ -204,9 +227,9 @@ def changed_in_between(
 
 @contextmanager
 def thread_settings_kept() -> Iterator[None]:
-    """Afterwards this thread has set what it has now: whether gradients are on, autocast, the default device."""
+    """A context that restores the thread's settings at its end: grad mode, autocast, the default device."""
     autocast, caches = _autocast(), torch.is_autocast_cache_enabled()
-    nesting, own = _nesting(), torch._GLOBAL_DEVICE_CONTEXT  # a thread's
+    nesting, own = _nesting(), torch._GLOBAL_DEVICE_CONTEXT  # in spite of its name, this is a thread-local
     device = getattr(own, "device_context", None)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -216,7 +239,7 @@ def thread_settings_kept() -> Iterator[None]:
         _set_autocast(autocast)
         while _nesting() > nesting:
             torch.autocast_decrement_nesting()
-            torch.clear_autocast_cache()  # as who leaves a context does
+            torch.clear_autocast_cache()  # as `torch.autocast` does on exit
         if getattr(own, "device_context", None) is not device:
             torch.set_default_device(None if device is None else device.device)
 
@@ -228,27 +251,28 @@ def _set_autocast(states: tuple[tuple[bool, torch.dtype], ...]) -> None:
 
 
 def remembers_casts() -> bool:
-    """Whether this thread is in an autocast context, be it one that is switched off, at whose end PyTorch forgets the
-    casts of weights that were made since."""
+    """Whether PyTorch remembers casts of weights here. It does in any autocast context, also in one that is switched
+    off, and forgets them when the outermost context ends."""
     return _nesting() > 0 and torch.is_autocast_cache_enabled()
 
 
 def _nesting() -> int:
-    """How many autocast contexts this thread is in."""
+    """How many autocast contexts the thread is in."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
 
 def casts_to() -> torch.dtype | None:
-    """What autocast makes of weights here, if it is on."""
+    """The dtype that autocast casts weights to here; None if it is off."""
     return next((dtype for on, dtype in _autocast() if on), None)
 
 
 def autocast_mode() -> tuple[Any, ...]:
-    """What decides how weights are cast here: the dtype for each kind of device, and whether casts are remembered."""
+    """What decides how weights are cast here: for each kind of device the dtype, or None; whether casts are remembered.
+    Two equal values mean equal casts."""
     return (*(dtype if on else None for on, dtype in _autocast()), remembers_casts())
 
 
 def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
-    """Whether it is on, and what it casts to, for each kind of device."""
+    """(whether on, dtype) for each kind of device."""
     return tuple([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS])

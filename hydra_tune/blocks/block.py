@@ -1,4 +1,4 @@
-"""One block: the smallest module that is promoted as a whole, and every place that names one of its weights."""
+"""One block: the smallest module that is promoted as a whole, and every attribute in it that refers to its weights."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def are_trained(parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Which of them require a gradient."""
+    """For each parameter, whether it requires a gradient."""
     return list(map(_REQUIRES_GRAD, parameters))
 
 
 @dataclass(eq=False)
 class Block:
-    """A module under its name in the model.
+    """A module and its name in the model.
 
-    held    its parameters that live on the device for the trial's life, as all buffers do
-    keeps   why its activations are kept from forward to backward; empty where the forward is repeated
-    clones  its inputs are changed in place, by itself or by what comes after it
+    held            its parameters that are on the device for the trial's life, as all buffers are
+    keeps           the reason why its activations are kept until the backward; empty if its forward is repeated
+    clones          repeat from clones of its inputs: it changes them in place, or a later operator does
+    writes_buffers  whether its forward may write to buffers; False once a pilot has seen that it does not
+    casts           (place in `slot_parameters`, dtype) of weights that it uses only as autocast's copies
+    saved_counts    how many tensors a call saves for its backward, in the calls that were measured
+    is_checked      whether a repetition was compared with its forward, and made the same
+    is_current      whether the model is still cut into this block and not another way
     """
 
     name: str
@@ -43,11 +48,11 @@ class Block:
     held: Sequence[nn.Parameter] = ()
     keeps: str = ""
     clones: bool = False
-    writes_buffers: bool = True  # its forward does, for all that is known
-    casts: frozenset[tuple[int, torch.dtype]] = frozenset()  # `slot_parameters` that it uses only as autocast's
-    saved_counts: frozenset[int] = frozenset()  # tensors that calls save for the backward, as far as measured
-    is_checked: bool = False  # a repetition has made what the forward made
-    is_current: bool = True  # of the cut that the model has
+    writes_buffers: bool = True
+    casts: frozenset[tuple[int, torch.dtype]] = frozenset()
+    saved_counts: frozenset[int] = frozenset()
+    is_checked: bool = False
+    is_current: bool = True
 
     def __post_init__(self) -> None:
         self.modules = list(self.module.modules())
@@ -55,32 +60,33 @@ class Block:
         held = set(map(id, self.held))
         self.slot_parameters = [p for p in self.parameters if id(p) not in held]  # those that are promoted
         numbers = {id(p): i for i, p in enumerate(self.slot_parameters)}
-        self.sites = [  # where modules have them, by their number
+        self.sites = [  # (module, attribute, place in `slot_parameters`): a shared weight has several sites
             (m, name, numbers[id(p)])
             for m in self.modules
             for name, p in m._parameters.items()
             if p is not None and id(p) in numbers
         ]
         self.buffers = [(m._buffers, name) for m in self.modules for name in m._buffers]
-        self._has_norms = any(isinstance(m, _NormBase) for m in self.modules)  # which write unseen
+        # batch norms write to their buffers without raising the version
+        self._has_norms = any(isinstance(m, _NormBase) for m in self.modules)
         self._recurrent = [m for m in self.modules if isinstance(m, nn.RNNBase)]
         self.module_states = ModuleStates(self.modules)
         self.own_forward = own_forward_of(self.module)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its slot: the promoted parameters, each once."""
+        """Bytes that its weights take in a slot: those of the promoted parameters, each once."""
         return sum(map(storage_bytes, self.slot_parameters))
 
     @interruptible
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The module's own forward, whatever stands in its place; one set on the instance goes before its class's."""
+        """Call the module's own forward and not the stand-in: the one set on the instance, else its class's."""
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def lend(self, weights: Sequence[torch.Tensor]) -> None:
-        """Its modules have these in the places of their parameters, until `take_back`."""
+        """Put these tensors in the modules' `_parameters`, in place of `slot_parameters`, until `take_back`."""
         own = self.slot_parameters
         for module, name, i in self.sites:
             parameters = module._parameters
@@ -96,7 +102,7 @@ class Block:
             self._refresh_flat_weights()
 
     def take_back(self, weights: Sequence[torch.Tensor]) -> None:
-        """What the forward itself has set stays."""
+        """Put the parameters back, except where the forward itself has set another one."""
         own = self.slot_parameters
         for module, name, i in self.sites:
             parameters = module._parameters
@@ -106,13 +112,14 @@ class Block:
             self._refresh_flat_weights()
 
     def _refresh_flat_weights(self) -> None:
-        for rnn in self._recurrent:  # these keep a list of their own beside `_parameters`
+        for rnn in self._recurrent:  # recurrent layers have another list of their weights, beside `_parameters`
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
-    # ---- buffers, which a repetition must find as the first run did, and leave as they are now ----
+    # ---- buffers: a repetition must find those of the first run, and leave those of now ----
 
     def buffers_now(self) -> list[torch.Tensor | None]:
-        """What a forward finds: copies, where it may write them, by operators that raise no version too."""
+        """The buffers' values before a forward: clones, if the forward may write to them, else the buffers themselves.
+        A name may have None."""
         now = [d.get(name) for d, name in self.buffers]
         if not (now and (self.writes_buffers or self._has_norms)):
             return now
@@ -123,16 +130,17 @@ class Block:
         return [b for d, name in self.buffers if (b := d.get(name)) is not None]
 
     def put_back_buffers(self, then: Sequence[torch.Tensor | None]) -> None:
-        """The forward has not run after all."""
-        for (d, name), value in zip(self.buffers, then, strict=False):  # none, where it had no room for their copies
+        """Undo a forward: set the buffers to `then`, which `buffers_now` has returned before it."""
+        for (d, name), value in zip(self.buffers, then, strict=False):  # `then` is empty if the clones had no room
             now = d.get(name)
             if now is None or value is None or (now.shape, now.dtype) != (value.shape, value.dtype):
                 d[name] = value
             elif now is not value and not same_bits(now, value):
-                now.data.copy_(value)  # as if nothing had been written, so no version says so
+                now.data.copy_(value)  # by `.data`, which does not raise the version: nothing was written after all
 
     def lend_buffers(self, then: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Its modules have what `buffers_now` has told, or copies of it; those of before, for `take_back_buffers`."""
+        """Put `then`, or clones of it, in the modules for a repetition. Returns the buffers that were there, for
+        `take_back_buffers`."""
         now = [d.get(name) for d, name in self.buffers]
         copies = self.writes_buffers or self._has_norms
         for (d, name), value in zip(self.buffers, then, strict=True):

@@ -1,13 +1,13 @@
-"""One call of a block with gradients, whose weights are on the device for as long as its operators need them.
+"""One call of a block with gradients. The block's weights are on the device only while its operators need them.
 
     host weight --Promote--> device copy --> the block's operators, as in plain PyTorch --> output
 
-    repeat   everything saved is dropped; the backward runs the forward once more (`repeated_call.py`)
+    repeat   all that operators save is dropped; the backward runs the forward once more (`repeated_call.py`)
     keep     activations stay on the device; only weights are dropped, and promoted again
 
-Either way the operators are nodes of the user's own graph, and a saved weight is noted as a place in its parameter:
-the memory that it was in is another shard's by then. What sums gradients, in which order and with which hooks, is
-PyTorch's engine.
+Both ways, the operators are nodes of the user's own graph. PyTorch's engine sums gradients and calls hooks, in its own
+order. A weight that an operator saves is packed as a view of its parameter: at the time of the backward, the memory
+where it was may belong to another shard.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Promote(torch.autograd.Function):
-    """The one node of ours in a user's graph. Inputs are the weights in host memory that require a gradient; `copies`
-    hold the same values on the device. Its backward is called once, when every gradient of the call is there."""
+    """The only autograd node that we add to a user's graph, one for each call.
+
+    Its inputs are the weights in host memory that require a gradient; its outputs are `copies`, the same values on the
+    device. The engine calls its backward once, when all gradients of the call's weights are there.
+    """
 
     @staticmethod
     def forward(
@@ -70,32 +73,32 @@ class Promote(torch.autograd.Function):
             )
         sent = call.trial.gradients.send(call, gradients)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.call = call.used_up()  # a kept loss shall not keep the call's inputs
+            ctx.call = call.used_up()  # a loss that the script keeps must not keep the call's inputs alive
         if interrupts.pending:
             interrupts.check()
         return (None, None, *sent)
 
 
-# As `Promote.apply` where no transform of torch.func is around, which would be refused; in less time.
+# `Promote.apply`, without its checks for transforms of torch.func, which take time. Transforms are refused earlier.
 _promote: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, Promote).apply
 
 
 class WeightView(NamedTuple):
-    """A saved tensor that is a weight, or a view of one; of its cast, if that has another dtype."""
+    """A saved tensor that is a weight, or a view of one; with `is_cast`, of the weight's copy in another dtype."""
 
     parameter: nn.Parameter
-    offset: int  # in elements of `dtype`, from where the weight begins
+    offset: int  # in elements of `dtype`, from the weight's first one
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_cast: bool
 
 
-_new_view: Callable[[tuple[Any, ...]], WeightView] = partial(tuple.__new__, WeightView)  # in a fifth of the time
+_new_view: Callable[[tuple[Any, ...]], WeightView] = partial(tuple.__new__, WeightView)  # takes a fifth of the time
 
 
 class Versioned(NamedTuple):
-    """A saved tensor that stays, and how often it had been written: autograd does not look where there are hooks."""
+    """A saved tensor and its version. Autograd itself does not check versions of what hooks have packed."""
 
     tensor: torch.Tensor
     version: int
@@ -111,24 +114,30 @@ class Versioned(NamedTuple):
 
 
 class KeptTensor(Versioned):
-    """One that a repetition would make, kept until it is known that it may."""
+    """A tensor that a repetition would make again, kept until it is known whether the block may be repeated."""
 
 
 class Call:
-    """The part that repeating and keeping share. Lives as long as the graph of the call."""
+    """What repeated and kept calls share. A call lives as long as its graph.
 
-    _pack: Callable[[torch.Tensor], Any]  # what autograd saves, and back again
+    measurement   in a pilot: measures the forward
+    num_saved     how many tensors its operators have saved for the backward
+    promoted      the parameters that are inputs of its `Promote`
+    casts         by place in `slot_parameters`: the dtype of a cast that all calls of the autocast context share
+    """
+
+    _pack: Callable[[torch.Tensor], Any]  # saved-tensor hooks
     _unpack: Callable[[Any], torch.Tensor]
-    # Where a call has no other, they are all calls': a graph keeps all of its calls, and what each of these has is work
-    # for the garbage collector.
-    measurement: Measurement | None = None  # that looks at its forward
+    # Defaults are on the class: a graph keeps all of its calls, and each object of a call is work for the garbage
+    # collector.
+    measurement: Measurement | None = None
     num_saved = 0
     promoted: Sequence[nn.Parameter] = ()
-    _versions: Sequence[int] = ()  # of the weights in host memory
-    _attributes: Mapping[int, dict[str, Any]] = MappingProxyType({})  # of weights, as they were
-    casts: Mapping[int, torch.dtype] = MappingProxyType({})  # of weights, which all calls of an autocast context share
-    _cast_places: Sequence[tuple[int, int, nn.Parameter]] = ()
-    _shares_casts = False  # with an earlier call
+    _versions: Sequence[int] = ()  # of the weights in host memory, at the forward
+    _attributes: Mapping[int, dict[str, Any]] = MappingProxyType({})  # attributes that weights had at the forward
+    casts: Mapping[int, torch.dtype] = MappingProxyType({})
+    _cast_places: Sequence[tuple[int, int, nn.Parameter]] = ()  # first address, end, parameter of each cast
+    _shares_casts = False  # whether an earlier call of the autocast context has made some of its casts
 
     def __init__(self, block: Block, trial: Trial, forward_pass: ForwardPass) -> None:
         self.block = block
@@ -141,7 +150,7 @@ class Call:
     # ---- forward ----
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The block's forward in the user's graph, in a visit."""
+        """Run the block's forward in a visit, as a part of the user's graph."""
         block, trial = self.block, self.trial
         copy = trial.visits.begin(block, Direction.FORWARD)
         try:
@@ -183,11 +192,12 @@ class Call:
         self._weight_at = copy.weight_starting_at
 
     def _promoted(self, copy: DeviceCopy) -> list[torch.Tensor]:
-        """The block's weights as its operators are to see them: outputs of `Promote`, where they are trained."""
+        """The weights on the device for the block's operators. Those that require a gradient are outputs of
+        `Promote`."""
         parameters, casts = self.block.slot_parameters, self.trial.casts
         weights = copy.aliases(parameters)
         trained = are_trained(parameters)
-        for i, dtype in self.casts.items():  # seldom any
+        for i, dtype in self.casts.items():  # mostly empty
             known = casts.get(parameters[i], weights[i], dtype) if trained[i] else None
             self._shares_casts |= known is not None
             weights[i] = weights[i].to(dtype) if known is None else known
@@ -203,17 +213,17 @@ class Call:
             for i in [i for i in self.casts if trained[i]]:
                 casts.put(parameters[i], seen_as(parameters[i].dtype, weights[i]))
             self._cast_places = [(*memory_of(weights[i]), parameters[i]) for i in self.casts]
-            # no activation may come to lie there, where a forward sets the weight's `data`
+            # a forward may set the weight's `data`; then no activation may get the memory of the cast
             self._cast_memory = [weights[i].untyped_storage() for i in self.casts]
         self._trained = are_trained(weights)
         for i, (weight, p) in enumerate(zip(weights, parameters, strict=True)):
-            weight.__dict__ = own = p.__dict__  # what the forward notes on it, it notes on the parameter
+            weight.__dict__ = own = p.__dict__  # an attribute that the forward sets on the weight is the parameter's
             if own:
                 self._attributes = {**self._attributes, i: dict(own)}
         return weights
 
     def _weight_view(self, tensor: torch.Tensor, place: int) -> WeightView | None:
-        """None of what is no weight."""
+        """How to find a saved tensor again that lies at the address `place`; None if it is no weight."""
         for start, end, parameter in self._cast_places:
             if start <= place < end:
                 offset = (place - start) // tensor.element_size()
@@ -229,7 +239,7 @@ class Call:
     # ---- backward ----
 
     def weight(self, view: WeightView) -> torch.Tensor:
-        """Where it is now; of its own where a graph of gradients may save it once more."""
+        """A saved weight, on the device now. A clone where gradients of gradients may save it again."""
         if self._versions != versions_of(self.block.slot_parameters):
             raise self._changed_weight()
         weight = self.trial.backwards.visit(self).weight(view.parameter)
@@ -247,7 +257,8 @@ class Call:
         )
 
     def used_up(self) -> Call | None:
-        """What is left of it where its graph was used up: others of its autocast context have its casts in theirs."""
+        """What must stay of the call after its graph was used up: nothing, unless it has casts. Graphs of other calls
+        in the autocast context go through those, and so through this call's `Promote`."""
         if not self.casts:
             return None
         left = Call(self.block, self.trial, self.forward_pass)
@@ -255,12 +266,15 @@ class Call:
         return left
 
     def forget(self) -> None:
-        """What a repetition has made and nobody has asked for; another backward repeats it."""
+        """Drop tensors that a repetition has made and the backward has not asked for. Another backward repeats them."""
 
 
 class KeptCall(Call):
-    """Within a checkpoint of the user's, which drops what is saved, and calls the block again, only weights are not the
-    checkpoint's business: all else goes to its `hooks`."""
+    """A call whose activations are kept.
+
+    Within the user's own `torch.utils.checkpoint` only weights are packed here. All other tensors go to the
+    checkpoint's `hooks`: it drops them, and calls the block again in the backward.
+    """
 
     def __init__(
         self, block: Block, trial: Trial, forward_pass: ForwardPass, hooks: tuple[Callable[..., Any], ...] | None
@@ -276,29 +290,33 @@ class KeptCall(Call):
         return self._weight_view(tensor, place_of(tensor)) or self._pack_other(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        """A weight that an operator has asked for is gone where what it asks for next is recomputed: other blocks have
-        been visited by then."""
+        """Within a checkpoint a weight is returned as a clone. The operator may ask for another tensor next, which the
+        checkpoint recomputes by visits to other blocks, and then the slot of this weight is gone."""
         if type(packed) is not WeightView:
             return self._unpack_other(packed)
         return self.weight(packed).clone() if self._clones else self.weight(packed)
 
 
 def hooks_of_checkpoint() -> tuple[Callable[..., Any], ...] | None:
-    """Of the user's checkpoint around, whose forward or repetition this is; None, if there is none."""
+    """The saved-tensor hooks of the user's `torch.utils.checkpoint` around this call; None if there is no checkpoint.
+
+    Raises:
+        PrepareError: there are saved-tensor hooks of another kind.
+    """
     hooks: tuple[Callable[..., Any], ...] | None = _top_hooks(False)
     if hooks is None:
         return None
     origin = getattr(hooks[0], "__module__", None)
     if origin not in (_CHECKPOINT, "torch.autograd.graph"):  # save_on_cpu changes no value
         raise PrepareError(
-            "what blocks save for the backward is the pool's business, but saved_tensors_hooks are around the model's "
-            "forward, which would see none of it. Leave them out, or call hydra_tune.release(model) first."
+            "the pool keeps what a prepared model saves for its backward, but the model was called within "
+            "saved_tensors_hooks, which would not see it. Leave them out, or call hydra_tune.release(model) first."
         )
     return hooks if origin == _CHECKPOINT else None
 
 
 def refuse_hooks(block: Block, weights: Sequence[torch.Tensor]) -> None:
-    """That a forward has put on its weights, for they are others in the next visit."""
+    """Raise if a forward has put hooks on its weights: in the next visit the weights are new tensors, without hooks."""
     if any(map(has_hooks, weights)):
         for weight in weights:
             weight._backward_hooks = weight._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -313,8 +331,8 @@ def _touched(block: Block, does: str) -> PrepareError:
 
 
 def is_watched() -> bool:
-    """Whether a mode that is not ours sees the operators here, or parametrized weights are cached: a repetition would
-    be without either."""
+    """Whether a mode of the user's is active, or a cache of parametrized weights. A repetition would run without them,
+    so the call must keep its activations."""
     if torch._C._len_torch_function_stack() and any(
         not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
     ):
@@ -327,7 +345,7 @@ def is_watched() -> bool:
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """0 of what has no memory of its own, or none at all."""
+    """The address of the tensor's first element; 0 if it has no memory."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -335,6 +353,7 @@ def place_of(tensor: torch.Tensor) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address of the tensor's storage, and the one after the last; (0, 0) for sparse tensors."""
     if tensor.layout is not torch.strided:
         return 0, 0
     storage = tensor.untyped_storage()

@@ -1,8 +1,8 @@
-"""The weights of some blocks in one slot on the device.
+"""The weights of some blocks, a shard or one block of a pilot, in one slot on the device.
 
 host buffer   | block 0 | block 1 | block 2 | ...       parameters, in the order in which blocks run
                         \\_________/
-slot                    | block 1 | tied |              one copy for the run, one for each of the rest
+slot                    | block 1 | tied |              one copy for neighbours in the buffer, one for each other
 """
 
 from __future__ import annotations
@@ -21,31 +21,39 @@ from hydra_tune.devices.tensor_bytes import storage_bytes, tensor_bytes, version
 
 
 class DeviceCopy:
-    """`fill` copies the values that the host has then. One of no blocks is where all weights live on the device."""
+    """Copies of weights in a slot. `fill` copies the values that the host has at that time.
+
+    A resident trial has no slots. It gets a copy of no blocks, whose weights are the parameters themselves.
+
+    counted    whether the device's meter counts the slot
+    is_new     filled in the trial's own thread, and not visited since
+    used       the mark of the last computation that needs the slot (`Device.mark`); None if it was not used
+    """
 
     def __init__(self, device: Device, slot: torch.Tensor, blocks: Sequence[Block], host: HostWeights | None) -> None:
         self.device = device
         self.slot = slot
         self.start = slot.data_ptr()
         self.num_bytes = 0
-        self.counted = False  # by the device's meter
-        self.is_new = False  # filled in the trial's thread, and not visited since
-        self.used: Any = None  # the last moment of computing that needs the slot, as `Device.mark` tells it
+        self.counted = False
+        self.is_new = False
+        self.used: Any = None
         self._parameters = list({id(p): p for block in blocks for p in block.slot_parameters}.values())
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
-        # of each block's weights, by the id of its list of them; where some are not here, nothing
+        # the numbers of each block's weights, by the id of its `slot_parameters`
         self._numbers_of = {id(b.slot_parameters): [self._numbers[id(p)] for p in b.slot_parameters] for b in blocks}
-        self._data = [p.data for p in self._parameters]  # asked once: a forward may lend modules others meanwhile
+        self._data = [p.data for p in self._parameters]  # read once, so that all of the loop sees the same tensors
         self._views: list[torch.Tensor] = []
         self._starts: list[int] = []  # addresses of the weights in the slot
         self._leaves: dict[int, nn.Parameter] = {}
         self._versions: list[int] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
-        runs: list[tuple[int, int, int]] = []  # place in the host buffer, place in the slot, bytes
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (device, host)
+        runs: list[tuple[int, int, int]] = []  # neighbours: offset in the host buffer, offset in the slot, bytes
         for p, data in zip(self._parameters, self._data, strict=True):
             place = host.offset(p, data) if host is not None and host.has(p) else None
             first = self.num_bytes // data.element_size()
-            view = slot.view(data.dtype).as_strided(data.size(), data.stride(), first).data  # with a version of its own
+            # `.data` gives the view a version counter of its own
+            view = slot.view(data.dtype).as_strided(data.size(), data.stride(), first).data
             if place is None:
                 self._copies.append((view, data))
             elif runs and runs[-1][0] + runs[-1][2] == place and runs[-1][1] + runs[-1][2] == self.num_bytes:
@@ -58,22 +66,24 @@ class DeviceCopy:
         if host is not None:
             self._copies += [(slot[to : to + size], host.bytes[place : place + size]) for place, to, size in runs]
         self._where = _where(self._data)
-        self._places = self._where[0]  # where `_copies` copies from
+        self._places = self._where[0]  # the host addresses that `_copies` copies from
         self.weight_starting_at = dict(zip(self._starts, self._parameters, strict=True))
         self.copied_bytes = sum(tensor_bytes(to) for to, _ in self._copies)
 
     # ---- host to device ----
 
     def fill(self) -> None:
-        """What is written on the host meanwhile will prove stale."""
+        """Copy the weights to the slot. A weight that is written on the host meanwhile will be `stale`."""
+        # versions are read before the copy, so that a write during the copy raises them
         self._versions = versions_of(self._parameters)
         self.device.promote(self._copies)
 
     def stale(self, parameters: Sequence[nn.Parameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(device, host) of those of these that were written on the host since, and are to be copied anew."""
+        """(device, host) tensors of those parameters that were written on the host since the copy. The caller copies
+        them anew."""
         numbers = self._numbers_of.get(id(parameters))
         if numbers is None:
-            parameters = [p for p in parameters if id(p) in self._numbers]  # others live on the device
+            parameters = [p for p in parameters if id(p) in self._numbers]  # the others are held on the device
             numbers = [self._numbers[id(p)] for p in parameters]
         versions, places = versions_of(parameters), list(map(torch.Tensor.data_ptr, parameters))
         if versions == [self._versions[i] for i in numbers] and places == [self._places[i] for i in numbers]:
@@ -82,23 +92,24 @@ class DeviceCopy:
         for i, p, version, place in zip(numbers, parameters, versions, places, strict=True):
             if (version, place) != (self._versions[i], self._places[i]):
                 pairs.append((self._views[i], p.data))
-                self._versions[i] = version if place == self._places[i] else -1  # stale again, should it be put back
+                # at another address: stale once more, if the parameter gets its old memory back
+                self._versions[i] = version if place == self._places[i] else -1
         return pairs
 
     @property
     def fits(self) -> bool:
-        """Whether it may be filled again: the weights are where and what they were."""
+        """Whether `fill` may be called again: the weights have the same addresses and layouts as before."""
         return _where(self._parameters) == self._where
 
     # ---- for a visit ----
 
     def weight(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Its values here; where it lives on the device for its trial's life, it itself."""
+        """The parameter's values in the slot; of a parameter that is held on the device, its own data."""
         i = self._numbers.get(id(parameter))
         return parameter.data if i is None else self._views[i]
 
     def aliases(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Fresh tensors over the weights' values, without a history."""
+        """New tensors that share memory with the weights here, without a graph."""
         numbers = self._numbers_of.get(id(parameters))
         if numbers is None:
             return [self.weight(p).data for p in parameters]
@@ -106,8 +117,10 @@ class DeviceCopy:
         return [views[i].data for i in numbers]
 
     def leaves(self, parameters: Sequence[nn.Parameter], trained: Sequence[bool] = ()) -> list[nn.Parameter]:
-        """Parameters over the weights' values, for a forward whose graph is nobody's; `trained` as they are now, if
-        nothing else is said."""
+        """Parameters that share memory with the weights here, for a forward whose graph is dropped.
+
+        `trained` says which of them require a gradient; by default those that do now.
+        """
         found = []
         for p, flag in zip(parameters, trained or are_trained(parameters), strict=True):
             leaf = self._leaves.get(id(p))
@@ -116,22 +129,22 @@ class DeviceCopy:
                     leaf = self._leaves[id(p)] = nn.Parameter(self.weight(p).data, flag)
             if leaf.requires_grad != flag:
                 leaf.requires_grad_(flag)
-            leaf.__dict__ = p.__dict__  # what is noted on it, is noted on the parameter
+            leaf.__dict__ = p.__dict__  # an attribute that is set on the leaf is the parameter's
             found.append(leaf)
         return found
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in the slot, which will be another shard's."""
+        """Whether the tensor lies in the slot, and must be cloned to outlive the visit."""
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return False
         return self.start <= tensor.data_ptr() < self.start + self.num_bytes
 
     def parameter_at(self, place: int) -> tuple[nn.Parameter, int]:
-        """Whose values are at an address in the slot, and where these begin."""
+        """The parameter whose values are at an address in the slot, and the address where they begin."""
         i = bisect_right(self._starts, place) - 1
         return self._parameters[i], self._starts[i]
 
 
 def _where(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Their places and layouts. Whole lists at once, in PyTorch's own functions, for it is asked at each promotion."""
+    """Addresses, sizes and strides of the tensors. Called at each promotion, so that the loops are in C."""
     return [list(map(ask, tensors)) for ask in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)]

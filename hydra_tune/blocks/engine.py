@@ -1,7 +1,8 @@
-"""Tells trials when a backward begins and ends: the object through which all of PyTorch asks its engine for one.
+"""Tells trials when a backward begins and ends. It replaces the object through which PyTorch calls its engine.
 
-A visit in a backward notes in `here.backward` that its trial takes part. A resident model has no visits: its trial is
-asked first, if it awaits a backward in this thread; a hook on its output would cost more than many of its operators.
+A visit in a backward notes in `here.backward` that its trial takes part. A resident model has no visits. So before each
+backward its trial is asked whether it awaits one in this thread. A hook on the model's output would tell the same, but
+costs more time than many of the model's operators.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ _PyTorchs = type(Variable._execution_engine)
 
 @dataclass(eq=False)
 class ForwardPass:
-    """Lives as long as the graph of one forward of the root module; done once that graph was used up.
+    """One forward of the prepared model. Lives as long as its graph.
 
-    `ended_by` is what a block raised to end it: a model may catch all exceptions, and would go on without the block.
-    `calls` counts the calls of each block, by its name. A forward `has_trained` that has run a backward itself.
+    trains       it runs with gradients on
+    has_trained  it has run a backward within itself
+    done         its graph was used up by a backward, or there is none
+    ended_by     the error that a block raised to end it. A model may catch all exceptions; it must not go on
+                 without the block
+    calls        the number of calls of each block, by the block's name
     """
 
     trains: bool = False
@@ -41,14 +46,14 @@ class ForwardPass:
 
 @dataclass(eq=False, slots=True)
 class Backward:
-    """One that is under way; `passes` are the forwards that it has come through so far, of each trial."""
+    """A backward that is under way. `passes` are, for each trial, the forwards whose graphs it has reached so far."""
 
     keeps_graph: bool
     passes: dict[Trial, set[ForwardPass]] = field(default_factory=dict)
 
 
 class _EngineThread(threading.local):
-    """`trial` is a weak reference to the one that has run a forward in this thread last."""
+    """State of the calling thread. `trial` is a weak reference to the trial that last ran a forward in it."""
 
     backward: Backward | None = None  # the innermost
     trial: Callable[[], Trial | None] | None = None
@@ -59,6 +64,8 @@ os.register_at_fork(after_in_child=lambda: here.__dict__.clear())
 
 
 class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
+    """PyTorch's engine, with a `Backward` for each call."""
+
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         keeps_graph = args[2] if len(args) > 2 else kwargs.get("keep_graph", False)
         outer, backward, failed = here.backward, Backward(keeps_graph), True
@@ -81,7 +88,8 @@ class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
 
 @interruptible
 def _run(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All of it in this thread: else each GPU has one of its own, which knows of no trial."""
+    """Run the backward, all of it in this thread. Otherwise the engine uses one thread for each GPU, and those threads
+    work for no trial."""
     elsewhere = here.trial is not None and torch._C._is_multithreading_enabled()
     if elsewhere:
         torch._C._set_multithreading_enabled(False)
@@ -92,4 +100,4 @@ def _run(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             torch._C._set_multithreading_enabled(True)
 
 
-Variable._execution_engine = Engine()  # for good
+Variable._execution_engine = Engine()  # never put back

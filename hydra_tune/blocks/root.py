@@ -1,4 +1,4 @@
-"""The prepared model as a whole: what stands in its `forward`, and what it must be like."""
+"""The prepared model as a whole: the stand-ins for its `forward` and its `_apply`, and how both are put back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SeveralModels(nn.Module):
-    """Those of one trial, as one: never called."""
+    """The models of one trial as children of one module, which is never called."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class SeveralModels(nn.Module):
 
 
 class RootForward(StandIn):
-    """Stands in the prepared model's `forward`."""
+    """Stands in for the prepared model's `forward`: leads each call to the trial."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -38,7 +38,7 @@ class RootForward(StandIn):
         if args and args[0] is self.module:  # bound to the model, as `Accelerator.unwrap_model` leaves it
             args = args[1:]
         trial = self.trial
-        if trial.is_plain:  # what somebody has put around this one leads here still
+        if trial.is_plain:  # the trial has ended, but a wrapper of the user's still calls this
             return self.original(*args, **kwargs)
         trial.hold()
         try:
@@ -50,8 +50,10 @@ class RootForward(StandIn):
 
 
 class RootApply(StandIn):
-    """Stands in the prepared model's `_apply`, through which `.to`, `.half` and their kin go; `configs` are its own, in
-    which `use_cache` is off."""
+    """Stands in for the prepared model's `_apply`, which `.to`, `.half` and others call: refuses to move or convert.
+
+    `configs` are the model's copies of its Hugging Face configs, with `use_cache` switched off.
+    """
 
     attribute = "_apply"
 
@@ -70,23 +72,24 @@ class RootApply(StandIn):
             converts = wanted.dtype != tensor.dtype and self.trial.planner.plan is not None
             if converts or wanted.device != tensor.device:
                 raise PrepareError(
-                    f"a prepared model stays as it is after its first batch, and where its weights are is the pool's "
-                    f"business, but {name} was to go from {tensor.dtype} on {tensor.device} to {wanted.dtype} on "
-                    f"{wanted.device}. Convert the model before prepare, or call hydra_tune.release(model) first."
+                    f"the pool decides on which device a prepared model's weights are, and their dtypes stay as they "
+                    f"are after the first batch, but {name} was to go from {tensor.dtype} on {tensor.device} to "
+                    f"{wanted.dtype} on {wanted.device}. Convert the model before prepare, or call "
+                    "hydra_tune.release(model) first."
                 )
         return self.original(function, recurse)  # type: ignore[no-any-return]
 
 
 def trial_of(model: nn.Module) -> Trial | None:
-    """The one that has prepared it and has not let go of it since, if there is one: also where somebody has put a
-    forward around ours."""
+    """The trial that the model is prepared for; None if there is none. Looks at `_apply`, as users may have wrapped the
+    stand-in in `forward`."""
     stand_in = vars(model).get("_apply")
     return stand_in.trial if isinstance(stand_in, RootApply) and not stand_in.trial.is_plain else None
 
 
 def give_back(model: nn.Module, trial: Trial) -> None:
-    """What the model had on itself before this trial has prepared it. Who has put something around a stand-in since
-    keeps that; it leads there still."""
+    """Put back the model's own attributes in place of this trial's stand-ins. If a user has wrapped a stand-in since,
+    the wrapper stays, and calls the model's own attribute through it."""
     for attribute in ("forward", "_apply"):
         present: Any = vars(model).get(attribute)
         stand_in = getattr(present, "__func__", present)
@@ -95,11 +98,13 @@ def give_back(model: nn.Module, trial: Trial) -> None:
 
 
 def use_no_cache(model: nn.Module) -> list[Any]:
-    """Switch off `use_cache` in the Hugging Face configs that say it: a cache that grows in each layer would grow twice
-    where a forward is repeated. Several models may share a config, so that this one gets copies of its own, which are
-    returned."""
+    """Switch off `use_cache` in the model's Hugging Face configs.
+
+    Each layer appends to the cache, and would append twice where its forward is repeated. Several models may share a
+    config. So this model gets copies of its own, which are returned.
+    """
     owners = [m for m in model.modules() if getattr(vars(m).get("config"), "use_cache", False) is True]
-    copies: dict[int, Any] = {}  # by id: a config within another one stays the one that a module has
+    copies: dict[int, Any] = {}  # the memo of deepcopy: a config within another one is copied once, for both
     for module in owners:
         module.config = config = deepcopy(vars(module)["config"], copies)
         config.use_cache = False

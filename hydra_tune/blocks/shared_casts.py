@@ -1,9 +1,12 @@
-"""Autocast's copies of weights, one for all calls of an autocast context, as plain PyTorch has them.
+"""Autocast's copies of weights: one for all calls in an autocast context, as in plain PyTorch.
 
-PyTorch casts a weight once a context, and adds the gradients of all its uses in the lower precision. But it remembers
-the casts of leaves only, and a weight in a visit is none. So a weight that a block uses through its cast alone comes
-to the block in the lower precision, the same tensor in each call of the context; between calls it has no memory. Its
-`dtype` says what the weight's does: adapters of peft convert their inputs to that.
+Plain PyTorch casts a weight once in an autocast context, and sums the gradients of all its uses in the lower precision.
+But it remembers casts of leaf tensors only, and in a visit a weight is the output of a node. It would be cast in each
+call, and its gradients would be summed in the higher precision: other numbers.
+
+So if a block uses a weight only through its cast, the block is given the cast, the same tensor in each call of the
+context. Between calls that tensor has no memory. Its `dtype` is that of the weight, for adapters of peft convert their
+inputs to a weight's dtype.
 """
 
 from __future__ import annotations
@@ -19,17 +22,17 @@ from hydra_tune.errors import PrepareError
 
 
 class OtherBranchError(PrepareError):
-    """A call may use a weight otherwise than as autocast's copy, as which it was given."""
+    """A call was given a weight's cast, but may use the weight in another way as well."""
 
     def __init__(self, found: str) -> None:
         super().__init__(
-            f"a weight has one use in an autocast context, as its cast, but a call took another branch than was "
-            f"measured: {found}. Enter torch.autocast for each forward, or raise the pool's memory= until the model "
-            "is resident."
+            f"in one autocast context all calls use a weight through the same cast, but a call took another branch "
+            f"than was measured: {found}. Enter torch.autocast for each forward, or raise the pool's memory= until the "
+            "model is resident."
         )
 
 
-dtype_of = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # in truth
+dtype_of = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # the real dtype, also of what `seen_as` returns
 
 
 @cache
@@ -39,20 +42,20 @@ def _seen_as(dtype: torch.dtype) -> type[torch.Tensor]:
 
 
 def seen_as(dtype: torch.dtype, cast: torch.Tensor) -> torch.Tensor:
-    """The same tensor, to whoever asks for its dtype."""
+    """The tensor `cast` itself, changed so that its attribute `dtype` is this dtype."""
     cast.__class__ = _seen_as(dtype)
     return cast
 
 
 class SharedCasts:
-    """Of one trial, by the id of the weight. Empty again when the thread leaves its autocast context."""
+    """One trial's casts in the autocast context of its thread. Emptied when the thread leaves the context."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[torch.Tensor, int]] = {}  # with the weight's version
-        self._barred = set[int]()  # weights that were used without this context's cast
+        self._of: dict[int, tuple[torch.Tensor, int]] = {}  # by the id of the weight: its cast, its version then
+        self._barred = set[int]()  # ids of weights that a call has used without the shared cast
 
     def get(self, weight: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """With these `values` of the weight, cast; None where this context has none yet."""
+        """The weight's cast, filled with `values`; None if this context has none of this dtype yet."""
         if id(weight) in self._barred:
             raise OtherBranchError("one was used without it before")
         cast, version = self._of.get(id(weight), (None, -1))
@@ -62,7 +65,7 @@ class SharedCasts:
         return cast
 
     def bar(self, weights: Iterable[torch.Tensor]) -> None:
-        """They are used without it from here on, by one call alone."""
+        """One call uses these weights without their casts. From here on no other call of the context may use them."""
         numbers = set(map(id, weights))
         if not self._barred.isdisjoint(numbers):
             raise OtherBranchError("two calls were without it")
@@ -70,11 +73,12 @@ class SharedCasts:
         _here.casts[id(self)] = weakref.ref(self)
 
     def put(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
+        """Let later calls of the context use this cast."""
         _here.casts[id(self)] = weakref.ref(self)
         self._of[id(weight)] = cast, weight._version
 
     def free(self, weight: torch.Tensor) -> None:
-        """Its memory, until the next call."""
+        """Free the memory of the weight's cast until the next call."""
         if (found := self._of.get(id(weight))) is not None:
             found[0].data = found[0].data.new_empty(0)
 
@@ -82,7 +86,7 @@ class SharedCasts:
         return id(weight) in self._of
 
     def forget(self, weights: Iterable[torch.Tensor]) -> None:
-        """What a forward has cast that is to run anew."""
+        """Drop the casts that a forward has made, before the forward runs once more."""
         for weight in weights:
             self._of.pop(id(weight), None)
 
@@ -92,7 +96,7 @@ class SharedCasts:
 
 
 class _CastsOfThread(threading.local):
-    """What is to be cleared with the thread's autocast context."""
+    """Which trials' casts must be cleared at the end of the thread's autocast context."""
 
     def __init__(self) -> None:
         self.casts: dict[int, weakref.ref[SharedCasts]] = {}  # by id

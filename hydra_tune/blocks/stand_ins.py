@@ -1,8 +1,8 @@
-"""What stands in an attribute of a module, `forward` above all, while the module is prepared; in a block's, it leads
-each call to the trial.
+"""Stand-ins: while a module is prepared, one takes the place of its `forward`, and leads each call to the trial.
 
-accelerate and trl set a forward on a module itself, before its class's, as does who patches a model by hand:
-``model.forward = types.MethodType(wrapped, model)``.
+A module may have a forward of its own that goes before its class's: accelerate and trl set one on the instance, and so
+do users who patch a model by hand, ``model.forward = types.MethodType(wrapped, model)``. A stand-in calls that one, and
+puts it back in the end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 
 class StandIn:
-    """In this attribute of a prepared module. A copy of the module gets what is `own` there, if anything is, else its
-    class's."""
+    """Takes the place of an attribute of a prepared module.
+
+    `own` is what the instance had there before; None if it was its class's. A copy of the module, by `copy` or
+    `pickle`, gets `own` or the class's method, and no stand-in.
+    """
 
     attribute = "forward"
 
@@ -31,11 +34,11 @@ class StandIn:
         self.module = module
         self.trial = trial
         self.own = own_forward_of(module, self.attribute)
-        update_wrapper(self, self.original, updated=())  # type: ignore[arg-type]  # those below are callable
+        update_wrapper(self, self.original, updated=())  # type: ignore[arg-type]  # subclasses are callable
 
     @property
     def original(self) -> Callable[..., Any]:
-        """What the module would run in plain PyTorch."""
+        """The method that the module would run in plain PyTorch."""
         of_class: Callable[..., Any] = getattr(type(self.module), self.attribute).__get__(self.module)
         return of_class if self.own is None else self.own
 
@@ -47,14 +50,16 @@ class StandIn:
         return (getattr, (self.module, self.attribute)) if self.own is None else (itemgetter(0), ((self.own,),))
 
     def give_back(self) -> None:
-        """Where this one is in the module's attribute, what was its own is again, if anything was."""
+        """Put back what the instance had before. Call it only if this stand-in is in the attribute."""
         if self.own is not None:
-            vars(self.module)[self.attribute] = self.own  # in its place among the attributes
+            vars(self.module)[self.attribute] = self.own  # assigned, so that the order of attributes stays
         else:
             del vars(self.module)[self.attribute]
 
 
 class BlockForward(StandIn):
+    """Stands in for the forward of a block's module."""
+
     def __init__(self, block: Block, trial: Trial) -> None:
         super().__init__(block.module, trial)
         self.block = block
@@ -62,9 +67,10 @@ class BlockForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block, trial = self.block, self.trial
         calls = trial.block_calls
-        if calls.are_within_another or not block.is_current:  # the latter: a user's wrapper of one that was cut anew
+        # not current: the model was cut anew, but a wrapper of the user's still calls this stand-in
+        if calls.are_within_another or not block.is_current:
             return block.forward(args, kwargs)
-        if not (calls.are_expected or trial.models):  # within its forward a model is alive
+        if not (calls.are_expected or trial.models):  # the trial's models are garbage; this part lives on as plain
             trial.end()
             return block.forward(args, kwargs)
         outputs = calls.run(block, args, kwargs)
@@ -73,7 +79,8 @@ class BlockForward(StandIn):
 
 
 def end_orphans(model: nn.Module) -> bool:
-    """End the trials whose own model was collected, while this part of it lives on; whether there were any."""
+    """End the trials whose models were garbage collected, while this part of one lives on. Returns whether there were
+    any."""
     forwards = [vars(module).get("forward") for module in model.modules()]
     trials = [f.trial for f in forwards if isinstance(f, BlockForward) and not f.trial.models]
     for trial in trials:
@@ -82,11 +89,11 @@ def end_orphans(model: nn.Module) -> bool:
 
 
 def own_forward_of(module: nn.Module, attribute: str = StandIn.attribute) -> Callable[..., Any] | None:
-    """One set on the module itself; None, if it runs its class's."""
+    """The method that is set on the instance, also if a stand-in has taken its place; None if it is the class's."""
     own: Any = vars(module).get(attribute)
     if isinstance(own, StandIn):
         return own.own
     of_class = getattr(type(module), attribute)
     if getattr(own, "__func__", None) is of_class and getattr(own, "__self__", None) is module:
-        return None  # the copy of a prepared module has that
+        return None  # a copy of a prepared module has its class's method on the instance (`StandIn.__reduce__`)
     return own  # type: ignore[no-any-return]

@@ -416,7 +416,7 @@ def test_a_copy_that_is_made_while_a_weight_is_lent_is_not_taken_for_one_of_its_
     with monkeypatch.context() as patch:
         patch.setattr(HostWeights, "offset", offset_while_given_back)
         copy = DeviceCopy(device, device.slot(0, block.weight_bytes), [block], host)
-    assert not copy.fits
+    assert not copy.can_refill
     copy.fill()
     device.promote(copy.stale(block.slot_parameters), in_use=True)
     assert torch.equal(copy.leaves(block.slot_parameters)[0], own)

@@ -26,7 +26,7 @@ from hydra_tune.devices.tensor_bytes import version_of
 
 _CPU = torch.device("cpu")
 _KINDS = ("cpu", "cuda")  # of devices; autocast is set for each
-_CHOICES = (  # which kernels PyTorch chooses: `torch._C` has a function `_get_...` for each
+_KERNEL_CHOICES = (  # which kernels PyTorch chooses: `torch._C` has a function `_get_...` for each
     "mkldnn_enabled", "math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled",
     "sdp_priority_order", "deterministic_algorithms", "cudnn_enabled", "cudnn_deterministic",
 )  # fmt: skip
@@ -40,14 +40,14 @@ _CHILDREN = itemgetter("_modules")
 
 
 @cache
-def _choices() -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
+def _read_kernel_choices() -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
     """The names of the kernel choices, and a function to read each; called several times a task, so without wrappers.
 
     Choices for GPUs are left out where there is no GPU: Hugging Face's CTC losses switch cuDNN off and on, also on a
     CPU.
     """
     getter = torch._C._get_fp32_precision_getter
-    reads = {name: getattr(torch._C, f"_get_{name}") for name in _CHOICES}
+    reads = {name: getattr(torch._C, f"_get_{name}") for name in _KERNEL_CHOICES}
     reads |= {f"fp32_precision of {' '.join(of)}": partial(getter, *of) for of in _PRECISIONS}
     names = tuple(name for name in reads if torch.accelerator.is_available() or "cud" not in name)
     return names, tuple(reads[name] for name in names)
@@ -58,7 +58,7 @@ class TorchSettings(NamedTuple):
 
     autocast    (whether on, dtype) for each kind of device; empty if off for all of them
     device      the default device of the thread
-    choices     the values that `_choices` reads
+    choices     the values that `_read_kernel_choices` reads
     """
 
     autocast: tuple[tuple[bool, torch.dtype], ...]
@@ -69,7 +69,7 @@ class TorchSettings(NamedTuple):
     def now(cls) -> TorchSettings:
         device = torch.empty(0).device if torch._C._len_torch_function_stack() else _CPU  # a mode may have set one
         autocast = _autocast() if torch._C._is_any_autocast_enabled() else ()
-        return cls(autocast, device, tuple([read() for read in _choices()[1]]))
+        return cls(autocast, device, tuple([read() for read in _read_kernel_choices()[1]]))
 
     @contextmanager
     def entered(self, now: TorchSettings, block: str) -> Iterator[None]:
@@ -81,7 +81,7 @@ class TorchSettings(NamedTuple):
         Raises:
             RuntimeError: PyTorch's choice of kernels has changed.
         """
-        for name, value, other in zip(_choices()[0], self.choices, now.choices, strict=True):
+        for name, value, other in zip(_read_kernel_choices()[0], self.choices, now.choices, strict=True):
             if value != other:
                 raise RuntimeError(
                     f"PyTorch's choice of kernels stays as it is from a forward to its backward, which repeats the "
@@ -102,13 +102,13 @@ class TorchSettings(NamedTuple):
 class ModuleState(NamedTuple):
     """The attributes of a block's modules: training mode, flags, numbers, objects, tensors that are no buffers.
 
-    found       identities and order of the values, to compare two states fast. An equal number in a new object
-                counts as a change, which costs a needless restore
+    identities  of the values, in order, to compare two states fast. An equal number in a new object counts as a
+                change, which costs a needless restore; None where two states must not be taken for equal
     attributes  of each module, by name
     is_rebuilt  whether modules have other children or classes than when the block was made
     """
 
-    found: tuple[list[int], list[int], list[type]] | None
+    identities: tuple[list[int], list[int], list[type]] | None
     attributes: list[dict[str, Any]]
     is_rebuilt: bool
 
@@ -118,13 +118,13 @@ class ModuleStates:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._first = self._build()
+        self._first_structure = self._structure_now()
         self.shared: AmbientSettings | None = None  # the latest settings, unless they would keep large objects alive
 
-    def _build(self) -> list[tuple[type, list[tuple[str, nn.Module | None]]]]:
+    def _structure_now(self) -> list[tuple[type, list[tuple[str, nn.Module | None]]]]:
         return [(type(module), [*module._modules.items()]) for module in self._modules]
 
-    def _found(self) -> tuple[list[int], list[int], list[type]]:
+    def _identities(self) -> tuple[list[int], list[int], list[type]]:
         """Called several times a visit, so that the loops are in C."""
         own = list(map(vars, self._modules))
         every = [*own, *map(_CHILDREN, own)]
@@ -132,12 +132,16 @@ class ModuleStates:
         return list(map(id, values)), list(map(len, every)), list(map(type, self._modules))
 
     def now(self) -> ModuleState:
-        return ModuleState(self._found(), list(map(dict, map(vars, self._modules))), self._build() != self._first)
+        return ModuleState(
+            self._identities(),
+            list(map(dict, map(vars, self._modules))),
+            self._structure_now() != self._first_structure,
+        )
 
-    def are(self, state: ModuleState) -> bool:
-        return self._found() == state.found
+    def match(self, state: ModuleState) -> bool:
+        return self._identities() == state.identities
 
-    def set(self, state: ModuleState) -> None:
+    def restore(self, state: ModuleState) -> None:
         stays = STRUCTURE | {"forward"}  # the first module is the block: its forward may have another stand-in by now
         for module, values in zip(self._modules, state.attributes, strict=True):
             own = vars(module)
@@ -147,9 +151,13 @@ class ModuleStates:
             stays = STRUCTURE
 
 
-def _keeps(value: Any) -> bool:
+def _may_hold_memory(value: Any) -> bool:
     """Whether a value may hold much memory, which must not live longer because of a noted state."""
-    return any(map(_keeps, value)) if isinstance(value, tuple) else isinstance(value, (torch.Tensor, list, dict, set))
+    return (
+        any(map(_may_hold_memory, value))
+        if isinstance(value, tuple)
+        else isinstance(value, (torch.Tensor, list, dict, set))
+    )
 
 
 def is_activation(value: Any) -> bool:
@@ -174,18 +182,20 @@ class AmbientSettings(NamedTuple):
         """The settings now. Calls that find equal settings share one object: most attributes never change, and all
         that each call keeps until its backward is work for the garbage collector."""
         process, latest = TorchSettings.now(), modules.shared
-        if latest is not None and latest.process == process and modules.are(latest.state):
+        if latest is not None and latest.process == process and modules.match(latest.state):
             return latest
         state = modules.now()
         versions: list[tuple[str, torch.Tensor, int]] = []
-        keeps = any(_keeps(v) for own in state.attributes for k, v in own.items() if k not in _OF_EVERY_MODULE)
+        keeps = any(
+            _may_hold_memory(v) for own in state.attributes for k, v in own.items() if k not in _OF_EVERY_MODULE
+        )
         for own in state.attributes:
             for name, value in [item for item in own.items() if type(item[1]) is torch.Tensor]:
                 if value.grad_fn is None:
                     versions.append((name, value, version_of(value)))
                 else:  # an activation is left out: it would keep its graph alive
                     del own[name]
-                    state = state._replace(found=None)
+                    state = state._replace(identities=None)
         latest = cls(process, state, versions)
         modules.shared = None if keeps else latest
         return latest
@@ -202,18 +212,18 @@ class AmbientSettings(NamedTuple):
             if version_of(tensor) != version:
                 raise changed_in_between("attributes", repr(name), block)
         present, process, now = self.state, self.process, TorchSettings.now()
-        if not modules.are(present):
+        if not modules.match(present):
             present = modules.now()
             if present.is_rebuilt:
                 which = "a child, or the class of a module,"
                 raise changed_in_between("modules", which, block, "Change it after backward.")
-            modules.set(self.state)
+            modules.restore(self.state)
         try:
             with nullcontext() if process == now else process.entered(now, block):
                 yield
         finally:
-            if not modules.are(present):
-                modules.set(present)
+            if not modules.match(present):
+                modules.restore(present)
 
 
 def changed_in_between(

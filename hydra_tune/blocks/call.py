@@ -73,7 +73,7 @@ class Promote(torch.autograd.Function):
             )
         sent = call.trial.gradients.send(call, gradients)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.call = call.used_up()  # a loss that the script keeps must not keep the call's inputs alive
+            ctx.call = call.without_inputs()  # a loss that the script keeps must not keep the call's inputs alive
         if interrupts.pending:
             interrupts.check()
         return (None, None, *sent)
@@ -178,7 +178,7 @@ class Call:
                     f"{sorted(block.saved_counts)} were measured, and an earlier call has this context's cast"
                 )
             if are_trained(weights) != self._trained:
-                raise _touched(block, "changes requires_grad of")
+                raise _changed_in_forward(block, "changes requires_grad of")
             if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):  # the slot will be another shard's
                 outputs = map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
             return outputs
@@ -256,7 +256,7 @@ class Call:
             "before optimizer.step(), or repeat the forward."
         )
 
-    def used_up(self) -> Call | None:
+    def without_inputs(self) -> Call | None:
         """What must stay of the call after its graph was used up: nothing, unless it has casts. Graphs of other calls
         in the autocast context go through those, and so through this call's `Promote`."""
         if not self.casts:
@@ -320,10 +320,10 @@ def refuse_hooks(block: Block, weights: Sequence[torch.Tensor]) -> None:
     if any(map(has_hooks, weights)):
         for weight in weights:
             weight._backward_hooks = weight._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        raise _touched(block, "puts a hook on")
+        raise _changed_in_forward(block, "puts a hook on")
 
 
-def _touched(block: Block, does: str) -> PrepareError:
+def _changed_in_forward(block: Block, does: str) -> PrepareError:
     return PrepareError(
         f"weights get hooks and requires_grad between forwards, but {block.name} {does} a weight in its forward. Set "
         "it on the Parameter, before the step."

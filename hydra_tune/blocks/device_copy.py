@@ -65,8 +65,8 @@ class DeviceCopy:
             self.num_bytes += storage_bytes(data)
         if host is not None:
             self._copies += [(slot[to : to + size], host.bytes[place : place + size]) for place, to, size in runs]
-        self._where = _where(self._data)
-        self._places = self._where[0]  # the host addresses that `_copies` copies from
+        self._layout = _layout(self._data)
+        self._host_addresses = self._layout[0]  # the host addresses that `_copies` copies from
         self.weight_starting_at = dict(zip(self._starts, self._parameters, strict=True))
         self.copied_bytes = sum(tensor_bytes(to) for to, _ in self._copies)
 
@@ -86,20 +86,20 @@ class DeviceCopy:
             parameters = [p for p in parameters if id(p) in self._numbers]  # the others are held on the device
             numbers = [self._numbers[id(p)] for p in parameters]
         versions, places = versions_of(parameters), list(map(torch.Tensor.data_ptr, parameters))
-        if versions == [self._versions[i] for i in numbers] and places == [self._places[i] for i in numbers]:
+        if versions == [self._versions[i] for i in numbers] and places == [self._host_addresses[i] for i in numbers]:
             return []
         pairs = []
         for i, p, version, place in zip(numbers, parameters, versions, places, strict=True):
-            if (version, place) != (self._versions[i], self._places[i]):
+            if (version, place) != (self._versions[i], self._host_addresses[i]):
                 pairs.append((self._views[i], p.data))
                 # at another address: stale once more, if the parameter gets its old memory back
-                self._versions[i] = version if place == self._places[i] else -1
+                self._versions[i] = version if place == self._host_addresses[i] else -1
         return pairs
 
     @property
-    def fits(self) -> bool:
+    def can_refill(self) -> bool:
         """Whether `fill` may be called again: the weights have the same addresses and layouts as before."""
-        return _where(self._parameters) == self._where
+        return _layout(self._parameters) == self._layout
 
     # ---- for a visit ----
 
@@ -145,6 +145,6 @@ class DeviceCopy:
         return self._parameters[i], self._starts[i]
 
 
-def _where(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+def _layout(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     """Addresses, sizes and strides of the tensors. Called at each promotion, so that the loops are in C."""
     return [list(map(ask, tensors)) for ask in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)]

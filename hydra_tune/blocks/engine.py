@@ -22,7 +22,7 @@ from hydra_tune.process.interrupts import interruptible, interrupts
 if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial
 
-_PyTorchs = type(Variable._execution_engine)
+_TorchEngine = type(Variable._execution_engine)
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ here = _EngineThread()
 os.register_at_fork(after_in_child=lambda: here.__dict__.clear())
 
 
-class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
+class Engine(_TorchEngine):  # type: ignore[misc, valid-type]
     """PyTorch's engine, with a `Backward` for each call."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,13 +90,13 @@ class Engine(_PyTorchs):  # type: ignore[misc, valid-type]
 def _run(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the backward, all of it in this thread. Otherwise the engine uses one thread for each GPU, and those threads
     work for no trial."""
-    elsewhere = here.trial is not None and torch._C._is_multithreading_enabled()
-    if elsewhere:
+    turns_threads_off = here.trial is not None and torch._C._is_multithreading_enabled()
+    if turns_threads_off:
         torch._C._set_multithreading_enabled(False)
     try:
-        return _PyTorchs.run_backward(engine, *args, **kwargs)
+        return _TorchEngine.run_backward(engine, *args, **kwargs)
     finally:
-        if elsewhere:
+        if turns_threads_off:
             torch._C._set_multithreading_enabled(True)
 
 

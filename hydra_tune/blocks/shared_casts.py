@@ -51,14 +51,14 @@ class SharedCasts:
     """One trial's casts in the autocast context of its thread. Emptied when the thread leaves the context."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[torch.Tensor, int]] = {}  # by the id of the weight: its cast, its version then
+        self._casts: dict[int, tuple[torch.Tensor, int]] = {}  # by the id of the weight: its cast, its version then
         self._barred = set[int]()  # ids of weights that a call has used without the shared cast
 
     def get(self, weight: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """The weight's cast, filled with `values`; None if this context has none of this dtype yet."""
         if id(weight) in self._barred:
             raise OtherBranchError("one was used without it before")
-        cast, version = self._of.get(id(weight), (None, -1))
+        cast, version = self._casts.get(id(weight), (None, -1))
         if cast is None or version != weight._version or dtype_of(cast) is not dtype:
             return None
         cast.data = values.to(dtype)
@@ -70,28 +70,28 @@ class SharedCasts:
         if not self._barred.isdisjoint(numbers):
             raise OtherBranchError("two calls were without it")
         self._barred |= numbers
-        _here.casts[id(self)] = weakref.ref(self)
+        _thread_casts.casts[id(self)] = weakref.ref(self)
 
     def put(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         """Let later calls of the context use this cast."""
-        _here.casts[id(self)] = weakref.ref(self)
-        self._of[id(weight)] = cast, weight._version
+        _thread_casts.casts[id(self)] = weakref.ref(self)
+        self._casts[id(weight)] = cast, weight._version
 
     def free(self, weight: torch.Tensor) -> None:
         """Free the memory of the weight's cast until the next call."""
-        if (found := self._of.get(id(weight))) is not None:
+        if (found := self._casts.get(id(weight))) is not None:
             found[0].data = found[0].data.new_empty(0)
 
     def has(self, weight: torch.Tensor) -> bool:
-        return id(weight) in self._of
+        return id(weight) in self._casts
 
     def forget(self, weights: Iterable[torch.Tensor]) -> None:
         """Drop the casts that a forward has made, before the forward runs once more."""
         for weight in weights:
-            self._of.pop(id(weight), None)
+            self._casts.pop(id(weight), None)
 
     def clear(self) -> None:
-        self._of.clear()
+        self._casts.clear()
         self._barred.clear()
 
 
@@ -102,14 +102,14 @@ class _CastsOfThread(threading.local):
         self.casts: dict[int, weakref.ref[SharedCasts]] = {}  # by id
 
 
-_here = _CastsOfThread()
+_thread_casts = _CastsOfThread()
 _clear = torch.clear_autocast_cache
 
 
 @wraps(_clear)
 def _clear_all() -> None:
-    while _here.casts:
-        _, reference = _here.casts.popitem()
+    while _thread_casts.casts:
+        _, reference = _thread_casts.casts.popitem()
         if (casts := reference()) is not None:
             casts.clear()
     _clear()

@@ -72,7 +72,7 @@ class Residency:
         counting = self.meter.always if ahead else self.meter.counting
         with CountingPaused():
             copy = self._former.get(place)
-            if copy is None or not copy.fits:
+            if copy is None or not copy.can_refill:
                 copy = DeviceCopy(device, device.slot(offset, num_bytes), self.shards[shard], self._weights)
                 if device.is_virtual:
                     if len(self._former) >= MOST_FORMER:

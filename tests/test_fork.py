@@ -263,7 +263,7 @@ def test_a_forked_child_may_copy_a_spilled_model_and_let_go_of_it_but_not_call_i
     with hydra_tune.ShardPool(["cpu"], scripts.BUDGETS["few blocks"]) as pool:
         scripts.step(model, pool).sum().backward()
         model(x).sum().backward()
-        assert "was called in a forked one" in answer_of_a_child(lambda: model(x))
+        assert "was called in a forked process" in answer_of_a_child(lambda: model(x))
         assert answer_of_a_child(copies) == answer_of_a_child(lets_go) == "went"
         assert torch.equal(model(x), expected)
         hydra_tune.release(model)

@@ -99,7 +99,7 @@ def test_a_use_that_is_added_in_a_later_step_is_refused_once():
         for _ in range(2):
             net.zero_grad()
             loss_on(net, *batch()).backward()
-        with pytest.raises(hydra_tune.PrepareError, match="has another use in this backward, as a penalty"):
+        with pytest.raises(hydra_tune.PrepareError, match="has another use in this backward, such as a penalty"):
             backward(1.0)
         backward(1.0)
         assert all(p.grad.isfinite().all() for p in net.parameters())

@@ -477,7 +477,7 @@ NO_LOADERS = {
     "a schedule": (lambda o: torch.optim.lr_scheduler.StepLR(o, 1), r"argument 4 is a StepLR.*extra_state="),
     "a plateau": (lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o), r"a ReduceLROnPlateau.*extra_state="),
     "a scaler": (lambda _: torch.amp.GradScaler("cpu"), r"a GradScaler.*extra_state="),
-    "a model": (lambda _: nn.Sequential(nn.Linear(4, 4)), r"argument 4 is a Sequential.*one model a call"),
+    "a model": (lambda _: nn.Sequential(nn.Linear(4, 4)), r"argument 4 is a Sequential.*takes one model"),
     "a loss": (lambda _: nn.MSELoss(), r"argument 4 is a MSELoss.*use it as it is"),
     "a function": (lambda _: lambda: torch.ones(2, 4), r"argument 4 is a function.*Leave it out"),
     "nothing": (lambda _: None, r"argument 4 is a NoneType.*Leave it out"),
@@ -507,7 +507,7 @@ def test_a_weight_is_in_one_prepared_model(shared, budget):
     for called in (False, True):
         if called:
             inner(torch.ones(2, 64)).sum().backward()
-        with pytest.raises(hydra_tune.PrepareError, match=r"is in a Sequential that is prepared already.*release"):
+        with pytest.raises(hydra_tune.PrepareError, match=r"is also in a Sequential that is prepared already.*release"):
             hydra_tune.prepare(outer, pool=hydra_tune.ShardPool(["cpu"], "1MiB"))
     assert pool.report()["trials"][0]["resident"] == (budget == "1MiB")
     hydra_tune.release(inner)

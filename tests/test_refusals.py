@@ -443,7 +443,7 @@ def test_what_a_forward_has_left_that_its_own_exception_has_ended(pool):
     train(model, optimizer)
     with pytest.raises(StopIteration):
         model(batch()[0], early=True)
-    with pytest.raises(hydra_tune.PrepareError, match="a backward comes after a later forward has failed"):
+    with pytest.raises(hydra_tune.PrepareError, match="a later forward, in a first step, has failed"):
         model.kept.square().mean().backward()
     train(model, optimizer)
     hydra_tune.release(model)
@@ -724,7 +724,7 @@ class Generating(Net):
 
 def test_a_forward_that_computes_after_it_has_returned_is_refused(pool):
     model = hydra_tune.prepare(Generating(), pool=pool)
-    with pytest.raises(hydra_tune.PrepareError, match="called outside of its forward"):
+    with pytest.raises(hydra_tune.PrepareError, match="called outside of the model's forward"):
         next(model(torch.randint(0, 8, (4, 3))))
 
 
@@ -740,7 +740,7 @@ def test_another_method_than_forward_is_refused_with_gradients_and_evaluates_wit
     hydra_tune.prepare(model, pool=pool)
     for _ in range(2):
         model(x).sum().backward()
-    with pytest.raises(hydra_tune.PrepareError, match=r"block \S+ was called outside of its forward"):
+    with pytest.raises(hydra_tune.PrepareError, match=r"block \S+ was called outside of the model's forward"):
         model.encode(x)
     with torch.no_grad():
         assert torch.equal(model.encode(x), expected)

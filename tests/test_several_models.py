@@ -204,7 +204,7 @@ def test_the_second_models_weights_may_not_be_the_firsts():
     other = nn.Sequential(model[0], nn.Linear(16, 2))
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool:
         hydra_tune.prepare(model, pool=pool)
-        with pytest.raises(hydra_tune.PrepareError, match="a weight is in one prepared model"):
+        with pytest.raises(hydra_tune.PrepareError, match="a weight may be in one prepared model only"):
             hydra_tune.prepare(other, pool=pool)
         assert "forward" not in vars(other)
         model(torch.randn(2, 8)).sum().backward()

@@ -1,11 +1,11 @@
-"""The backwards that come to a trial: PyTorch's engine runs them, and blocks tell when theirs begins.
+"""The backwards that reach a trial. PyTorch's engine runs them; a trial hears of one from the first of its blocks.
 
     loss.backward() --> engine.run_backward                     blocks/engine.py: a Backward is under way in this thread
        Promote, or a saved weight, of the first block --> enter    the trial takes part; a step is under way
-       ...of each block --> visit, then SentGradients.send         its weights are on the device; its gradients go home
-    engine.run_backward ends --> end                            gradients have arrived; perhaps the step is over
+       ...of each block --> visit, then SentGradients.send         weights on the device; gradients go to the host
+    engine.run_backward ends --> end                            gradients have arrived; the step may be over
 
-A backward may come within a forward, or within another backward, as `create_graph` and checkpoints have it.
+A backward may run within a forward, or within another backward: checkpoints do that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Backwards:
-    """`under_way` are those that have come to this trial, the innermost last."""
+    """The backwards of one trial. `under_way` are those that have reached it, the innermost last."""
 
     def __init__(
         self, trial: Trial, *, planner: Planner, steps: Steps, visits: Visits, gradients: SentGradients
@@ -40,18 +40,18 @@ class Backwards:
         self._visits = visits
         self._gradients = gradients
         self.under_way: list[Backward] = []
-        self.choices = TorchSettings.now().choices  # of kernels, in the last one; at first, in `prepare`
-        self._touched: list[weakref.ref[Call]] = []  # in the one under way
+        self.choices = TorchSettings.now().choices  # of kernels, at the begin of the last backward, or in `prepare`
+        self._touched: list[weakref.ref[Call]] = []  # calls that the backward under way has visited
 
     @property
     def trial(self) -> Trial:
-        """Whoever comes here, a call or the engine, keeps it."""
+        """Alive for as long as one of these methods runs: a call or the engine refers to it."""
         trial = self._trial()
         assert trial is not None
         return trial
 
     def visit(self, call: Call) -> DeviceCopy:
-        """Be in the backward of this call's block: its weights on the device."""
+        """Begin the backward of this call's block, unless it is under way. Returns the block's copy on the device."""
         trial = call.trial
         open_backward = trial.tasks.backward
         copy = open_backward.copy_of(call)
@@ -64,13 +64,13 @@ class Backwards:
         return copy
 
     def enter(self, forward_pass: ForwardPass) -> None:
-        """Called by each visit in a backward; at its end the lease and the step are left."""
+        """Let the trial take part in the calling thread's backward, until `end`. Called by each visit in a backward."""
         trial, backward = self.trial, here.backward
         if backward is None:
             raise PrepareError(
-                f"a prepared model's backward runs in the thread that asks for it, by torch.autograd, but that of "
-                f"{trial.name} came in another, or by other means. Call loss.backward() in the thread that has called "
-                "the model."
+                f"a prepared model's backward runs in the thread that calls torch.autograd, but that of {trial.name} "
+                "runs in another thread, or was not called through torch.autograd. Call loss.backward() in the thread "
+                "that has called the model."
             )
         passes = backward.passes.get(trial)
         if passes is not None:
@@ -86,17 +86,19 @@ class Backwards:
                 self._planner.settle_last()
             if self._planner.plan is None:
                 raise PrepareError(
-                    "a backward comes after a later forward has failed or was interrupted in its first step, and the "
-                    "model has no plan now. Call backward before the next forward, or repeat the forward."
+                    "a backward needs the model's plan, but there is none now: a later forward, in a first step, has "
+                    "failed or was interrupted. Call backward before the next forward, or repeat the forward."
                 )
             self._steps.open()
 
     def refuse_late(self) -> None:
+        """Raise if the trial has ended before the backward."""
         if self.trial.ended:
             raise PrepareError(f"{self.trial.name} has ended; backward came too late. Call it before release(model).")
 
     def end(self, backward: Backward, *, failed: bool) -> None:
-        """Of one within a forward, or within another backward, what is around it goes on."""
+        """Called once the engine has ended a backward that the trial took part in. Gives up the lease, and ends the
+        step if no backward may follow; but not within a forward or another backward, which goes on."""
         trial, steps, planner = self.trial, self._steps, self._planner
         self.under_way.remove(backward)
         trial.busy.release()
@@ -122,7 +124,7 @@ class Backwards:
             return
         self._gradients.check_taken()
         if trial.meter.counting and (trial.residency.spilled or planner.pilot is not None):
-            # in host memory, though a virtual device's operator may have added to it
+            # these are in host memory; the meter counts one all the same if an operator of a virtual device made it
             for gradient in [p.grad for block in planner.cut.blocks for p in block.slot_parameters]:
                 if gradient is not None:
                     trial.meter.disown(gradient)

@@ -1,8 +1,8 @@
-"""Calls of blocks, wherever they come from: the model's forward, a checkpoint's repetition, the user's own code.
+"""Calls of blocks: from the model's forward, from a checkpoint that repeats it, or from the user's own code.
 
-with gradients      repeated, or its activations are kept: a `Call` of blocks/, whose backward comes later
-without             evaluated: nothing of it stays on the device
-in a pilot          the pilot measures it, then makes one of the others of it
+with gradients      a `Call` of blocks/, which repeats the forward in the backward, or keeps its activations
+without gradients   evaluated: nothing of it stays on the device
+in a pilot          measured first, then one of the two above
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 
 class BlockCalls:
+    """Runs the calls of one trial's blocks."""
+
     def __init__(self, trial: Trial, *, planner: Planner, steps: Steps, visits: Visits, backwards: Backwards) -> None:
         self._trial = weakref.ref(trial)
         self._planner = planner
@@ -47,27 +49,31 @@ class BlockCalls:
 
     @property
     def trial(self) -> Trial:
-        """A call keeps it, as the graph keeps the call."""
+        """Alive for as long as a block is called: the block's stand-in refers to it."""
         trial = self._trial()
         assert trial is not None, "a block that is called leads to its trial"
         return trial
 
     @property
     def are_expected(self) -> bool:
-        """In a forward, and in no block."""
+        """Whether the model's forward is under way, outside of all blocks."""
         return self._steps.forward is not None and not self._visits.under_way
 
     @property
     def are_within_another(self) -> bool:
-        """In the calling thread; what another calls in a forward is refused."""
+        """Whether the calling thread is within another block, which runs the inner one as a part of itself.
+
+        If another thread calls a block during a forward, this is False, and `run` refuses the call.
+        """
         return self._visits.under_way and (self._steps.forward is None or self.trial.is_here)
 
     def run(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a call of a block, and return what the block's forward returns."""
         steps = self._steps
         try:
             if steps.forward is None and not self._backwards.under_way:
                 forward_pass = steps.latest_forward if torch._C._current_graph_task_id() != -1 else None
-                if forward_pass is not None and torch.is_grad_enabled():  # a checkpoint repeats it
+                if forward_pass is not None and torch.is_grad_enabled():  # within a backward: a checkpoint repeats it
                     self._backwards.enter(forward_pass)
                     return self._run(block, args, kwargs)
                 trial = self.trial
@@ -83,15 +89,15 @@ class BlockCalls:
             raise
 
     def _run_alone(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """One that is called outside of its root's forward, as `generate` calls an encoder."""
+        """Run a block that is called outside of its model's forward, as `generate` calls an encoder."""
         planner, steps = self._planner, self._steps
         if planner.plan is None and planner.pilot is None:
             return block.forward(args, kwargs)
         if torch.is_grad_enabled():
             raise PrepareError(
-                f"a prepared model is called as a whole, but block {block.name} was called outside of its forward, "
-                "perhaps by another of its methods. Call the model itself (its forward may call these), prepare the "
-                "part that you call, or call it under torch.no_grad()."
+                f"a prepared model is called as a whole, but block {block.name} was called outside of the model's "
+                "forward, perhaps by another method of the model. Call the model itself (its forward may call such "
+                "methods), prepare the part that you call, or call it under torch.no_grad()."
             )
         if planner.pilot is None:
             steps.open()
@@ -107,7 +113,7 @@ class BlockCalls:
         if forward is not None and not trial.is_here:
             raise PrepareError(
                 f"a prepared model's layers run in the thread that called the model, but block {block.name} was called "
-                "in another, perhaps that of an executor. Call them one after another, without threads."
+                "in another thread, perhaps one of an executor. Call them one after another, without threads."
             )
         refuse_transforms(lambda: [*tensors_in((args, kwargs)), *block.parameters])
         pilot, with_gradients = self._planner.pilot, torch.is_grad_enabled()
@@ -122,7 +128,8 @@ class BlockCalls:
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not (with_gradients and (any(are_trained(given)) or any(are_trained(block.parameters)))):
             return self._evaluate_or_open(block, args, kwargs, given)
-        # a reentrant checkpoint calls a block with gradients in the backward only
+        # A pilot measures blocks in the forward. Under a reentrant checkpoint gradients are off there, and a block is
+        # called with gradients only in the backward: then it is measured in the backward.
         if pilot is not None and (not backwards.under_way or block.name not in pilot.trained):
             return pilot.run(block, args, kwargs, forward_pass)
         return self.run_trained(block, args, kwargs, forward_pass, leaves, structure)
@@ -130,8 +137,8 @@ class BlockCalls:
     # ---- with gradients ----
 
     def keeps(self, settings: AmbientSettings) -> bool:
-        """Whether a call now is not to be repeated, whatever its block is like."""
-        at_once = self._steps.forward is None  # a checkpoint's repetition, whose own backward follows
+        """Whether a call must keep its activations because of what is set now, though its block could be repeated."""
+        at_once = self._steps.forward is None  # a checkpoint repeats the forward, and its backward follows at once
         is_rebuilt, choices = settings.state.is_rebuilt, settings.process.choices
         return at_once or is_rebuilt or choices != self._backwards.choices or is_watched()
 
@@ -144,6 +151,7 @@ class BlockCalls:
         leaves: Sequence[Any],
         structure: Structure,
     ) -> Any:
+        """Run a call with gradients: keep its activations if something demands it, else repeat it in the backward."""
         hooks, with_room = hooks_of_checkpoint(), self._visits.with_room
         if hooks is not None or block.keeps or self.keeps(settings := AmbientSettings.now(block.module_states)):
             kept = KeptCall(block, self.trial, forward_pass, hooks)
@@ -158,11 +166,13 @@ class BlockCalls:
                 raise
         return with_room(block, lambda: call.run(args, kwargs), call.rewind)
 
-    # ---- without ----
+    # ---- without gradients ----
 
     def _evaluate_or_open(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
     ) -> Any:
+        """Evaluate. In a pilot, a block that has no room is opened: its children become blocks. A weight that a block
+        returns is held on the device."""
         versions = versions_of(given)
         try:
             return self._evaluate(block, args, kwargs, given)
@@ -181,7 +191,7 @@ class BlockCalls:
     def _evaluate(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor]
     ) -> Any:
-        """No backward follows, so it may change what it is given."""
+        """Run the block's forward in a visit, without clones of its inputs: no backward follows that needs them."""
         versions, draws, buffers = versions_of(given), DrawRecord(), block.buffers_now()
 
         def run() -> Any:
@@ -190,9 +200,9 @@ class BlockCalls:
             try:
                 weights = copy.leaves(block.slot_parameters)
                 for leaf in weights:
-                    leaf.grad = None  # of a run that had no room
+                    leaf.grad = None  # left by a run that ran out of memory
                 block.lend(weights)
-                torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit; slots do not
+                torch.set_autocast_cache_enabled(False)  # cached casts would outlive the visit, but their slots do not
                 try:
                     with draws, nullcontext() if pilot is None else pilot.measuring(block):
                         outputs = block.forward(args, kwargs)
@@ -217,7 +227,8 @@ class BlockCalls:
 
 
 def _take_gradients(block: Block, weights: Sequence[torch.Tensor]) -> None:
-    """Of a backward that the block has run itself, for all that no gradients were asked for around it."""
+    """Add gradients to the parameters if the block has run a backward within itself, though gradients were off around
+    it."""
     for weight, p in zip(weights, block.slot_parameters, strict=True):
         if weight.grad is not None:
             gradient, weight.grad = weight.grad.to(p.device, copy=True), None

@@ -1,4 +1,4 @@
-"""Which trial the calling thread works for: set by a runner around an objective, else one a thread."""
+"""Which trial the calling thread works for: in an objective, the runner's; in a plain script, one for each thread."""
 
 from __future__ import annotations
 
@@ -24,19 +24,26 @@ _local = threading.local()
 
 @dataclass(slots=True)
 class Context:
-    """`random_state` is the runner's, from which the objective draws, and so is `resumption`, if it keeps checkpoints;
-    None in a plain script."""
+    """What an objective, or a thread of a plain script, works with.
+
+    pool, random_state   the runner's; None in a plain script
+    resumption           the runner's, if it writes checkpoints
+    trials               those of an objective, which the runner ends; a plain script's trial ends with its model
+    notes_memory         whether the sampler is given the trial's memory as a constraint
+    alone                whether the trial gets a device for itself: it has run out of memory beside others
+    begun                set once the objective has prepared a model, or has ended
+    """
 
     pool: ShardPool | None = None
     name: str | None = None
     random_state: RandomState | None = None
-    trials: list[Trial] = field(default_factory=list)  # a runner ends them; a plain script's end with their model
+    trials: list[Trial] = field(default_factory=list)
     stop: Stop = field(default_factory=Stop)
     resumption: Resumption | None = None
-    notes_memory: bool = False  # as a constraint, for the sampler
-    alone: bool = False  # it has run out of memory beside others
-    begun: threading.Event = field(default_factory=threading.Event)  # it has prepared a model, or ended
-    _last: Callable[[], Trial | None] = lambda: None
+    notes_memory: bool = False
+    alone: bool = False
+    begun: threading.Event = field(default_factory=threading.Event)
+    _last: Callable[[], Trial | None] = lambda: None  # a weak reference to the trial that was registered last
 
     def register(self, trial: Trial) -> None:
         self._last = weakref.ref(trial)
@@ -47,20 +54,25 @@ class Context:
             self.trials.append(trial)
 
     def live_trial(self, pool: ShardPool) -> Trial | None:
-        """The one of this thread in this pool, beside whose models another one is prepared: they reserve jointly, for
-        two trials of one thread could wait for each other for ever."""
-        its_pool = getattr(self._last(), "pool", pool)  # may be garbage with its trial
+        """This thread's trial in this pool, if it is alive. A second model is prepared in the same trial.
+
+        Models of one trial reserve memory together. With two trials in one thread, each could wait for ever for memory
+        that the other has.
+        """
+        its_pool = getattr(self._last(), "pool", pool)  # both may have been garbage collected
         if (live := self._last()) is not None and not live.ended and live.models:
             del live
             collect()
-        its_pool.events.end_abandoned()  # what it has counted lives on: a table that a library keeps for all models
+        # the trial's memory may live on and must count no more, such as a table that a library keeps for all models
+        its_pool.events.end_abandoned()
         live = self._last()
         if live is not None and not live.ended and not live.models:
-            live.end()  # its owner has dropped it; a loss or an optimizer that nobody has rebound yet keeps the trial
+            live.end()  # the script has dropped the model; an old loss or optimizer of its still refers to the trial
         return None if live is None or live.ended or live.pool is not pool else live
 
 
 def current_context() -> Context:
+    """The calling thread's context."""
     context: Context | None = getattr(_local, "context", None)
     if context is None:
         context = _local.context = Context()
@@ -71,8 +83,12 @@ def current_context() -> Context:
 def trial_context(
     pool: ShardPool, number: int, seed_number: int | None = None, *, name: str | None = None, alone: bool = False
 ) -> Iterator[Context]:
-    """The surroundings of one objective: its random state, that of trial `seed_number` where it continues one, its
-    thread's settings, which the next one finds as this one did, and the trial's end."""
+    """A context for one objective.
+
+    The thread draws from the trial's own random state; if the trial continues another one, from that of `seed_number`.
+    At the end the objective's trials end, and the thread's settings (grad mode, autocast, default device) are restored
+    for the next objective.
+    """
     state = pool.random_state(number if seed_number is None else seed_number)
     context = Context(pool, name or f"trial {number}", state, alone=alone)
     outer, _local.context = getattr(_local, "context", None), context
@@ -93,7 +109,8 @@ def trial_context(
     finally:
         context.begun.set()
         _local.context = outer
-        if context.trials:  # after an exception in a backward PyTorch may keep the rest of its graph until the next one
+        # if a backward has raised, PyTorch may keep the rest of its graph until the next backward: run a small one
+        if context.trials:
             with torch.enable_grad():
                 torch.ones((), requires_grad=True).backward()
         for trial in context.trials:

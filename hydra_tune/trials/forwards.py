@@ -1,10 +1,12 @@
-"""Forwards of the prepared model, as its script calls them: each belongs to a step, and a step has room on the device.
+"""Forwards of the prepared model. Each belongs to a step, and a step has room on the device before it begins.
 
-    run --> known, in a step like those before   one lease lasts for many steps: a few comparisons, then the model's own
-        --> known                                the step waits until it has room for what was measured
-        --> of a kind that nobody has measured   a pilot: the device to itself, blocks measured one by one
+    run --> like the steps before it    a simple step: one lease lasts for many of them; a few comparisons, then the
+                                        model's own forward
+        --> measured before             the step waits until it has room for the bytes that were measured
+        --> of a new kind               a pilot: it has the device to itself, and blocks are measured one by one
 
-A resident model has no visits that could say that a backward begins: the engine asks, or the outputs have a hook.
+A spilled model hears that a backward begins from its first visit. A resident model has no visits: the engine asks it
+before each backward, or its outputs have a hook.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial
 
 ResultT = TypeVar("ResultT")
-_MOST_PILOT_BACKWARDS = 3  # of a pilot, which lasts because the script keeps a loss, as of a failed backward
+# A pilot lasts while its graph lives, and the script may keep a loss, such as that of a failed backward. It ends after
+# this many backwards in any case.
+_MOST_PILOT_BACKWARDS = 3
 _COMPARED_BY_VALUE = frozenset((bool, int, float, str, type(None)))
 
 
 class Forwards:
+    """Runs the forwards of one trial's models."""
+
     def __init__(self, trial: Trial) -> None:
         self._reference = weakref.ref(trial)
         self._trial: Trial = weakref.proxy(trial)
@@ -49,9 +55,10 @@ class Forwards:
         self._stop = trial.stop
         self._backwards = trial.backwards
         self._visits = trial.visits
-        self.awaits_backward = False  # of the one forward of a simple step
+        self.awaits_backward = False  # a simple step has had its forward; its thread's next backward is the step's
 
     def run(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward in the step it belongs to, and return its outputs."""
         planner, steps = self._planner, self._steps
         call = _call_key(root, args, kwargs) if steps.forward is None else None
         if call in planner.covered and self._begin_simple():
@@ -65,8 +72,9 @@ class Forwards:
         trial.events.check_open(trial)
         if torch._C._current_graph_task_id() != -1 and (planner.plan is None or not planner.plan.resident):
             raise PrepareError(
-                f"{trial.name}: a spilled model keeps what its own backward needs, but its forward was called again in "
-                "a backward, as by a checkpoint around the model. Take the checkpoint away; the pool has the memory."
+                f"{trial.name}: the pool repeats or keeps what a spilled model's backward needs, but the model's "
+                "forward was called again in a backward, as by a checkpoint around the model. Remove the checkpoint: "
+                "the pool saves this memory anyway."
             )
         self._leave_last_step()
         if call in planner.covered:
@@ -77,15 +85,15 @@ class Forwards:
         self._enter(root, args, kwargs)
         if call is not None and planner.plan is not None and planner.plan.resident:
             planner.covered.add(call)
-            if trial.resumption is None:  # nothing goes stale
+            if trial.resumption is None:  # a resident trial has no device copies that the hooks would invalidate
                 trial.unhook_optimizers()
         return self._run_step(root, args, kwargs)
 
-    # ---- a resident model's step, like those before ----
+    # ---- simple steps: a resident model, one forward, one backward, like the steps before ----
 
     def _begin_simple(self) -> bool:
-        """One forward, one backward. What is ours is a good part of what a small model costs, so that each thing is
-        looked at before something is called for it."""
+        """Begin a simple step; False if this step is not simple. Fields are compared before functions are called, for
+        the time that this takes is a good part of a small model's step."""
         steps, lease = self._steps, self._lease
         if (
             not steps.are_simple
@@ -96,7 +104,7 @@ class Forwards:
             or self.awaits_backward
             or not (torch.is_grad_enabled() and self._stop.is_quiet)
             or len(lease.ran) >= TELL_AFTER
-            or self._trial.resumption is not None  # that hears of each backward
+            or self._trial.resumption is not None  # it must be told of each backward
             or not lease.begin(steps.number + 1, Direction.FORWARD)
         ):
             return False
@@ -125,18 +133,19 @@ class Forwards:
         return outputs
 
     def run_backward(self, run: Callable[..., ResultT], given: tuple[Any, ...], *, keeps_graph: bool) -> ResultT:
-        """That of a simple step, for all that is known: a hook on the outputs would tell, and costs more."""
+        """Return `run(*given)`, a backward in the trial's thread, taken for that of the simple step. It may be one of
+        something else; only a hook on the outputs could tell, and that costs more."""
         steps, lease, tasks = self._steps, self._lease, self._tasks
-        self.awaits_backward = trained = False  # one within it is a part of it
+        self.awaits_backward = trained = False  # a backward within this one is a part of it
         lasts = lease.begin(steps.number, Direction.BACKWARD)
         if lasts:
             tasks.current = lease.task
-        else:  # the lease was ended meanwhile
+        else:  # the lease has ended meanwhile
             self._backwards.refuse_late()
             steps.begin()
             tasks.go_to(0, Direction.BACKWARD)
         try:
-            result = run(*given)  # no closure, which the frames of an exception would keep
+            result = run(*given)  # arguments and no closure: frames of an exception would keep a closure alive
             trained = True
         finally:
             if lasts and tasks.current and not keeps_graph and lease.leave_step(trained=trained):
@@ -155,8 +164,9 @@ class Forwards:
     # ---- the step that a forward belongs to ----
 
     def _leave_last_step(self) -> None:
+        """End the step before, if no backward of it may come, and write a checkpoint that is due."""
         trial, steps = self._trial, self._steps
-        if self._lease.in_step and not steps.under_way:  # a simple one, had its backward come
+        if self._lease.in_step and not steps.under_way:  # begun as a simple step, but its backward did not come
             steps.begin()
         if self.awaits_backward:
             self.awaits_backward = steps.are_simple = False
@@ -168,7 +178,7 @@ class Forwards:
                 trial.resumption.publish()
 
     def _enter(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Be in a step that has room for this forward."""
+        """Be in a step that has room for this forward: the step under way, a new one, or a pilot."""
         trial, planner, steps = self._trial, self._planner, self._steps
         trial.hook_optimizers()
         if planner.plan is None or not planner.plan.resident:
@@ -178,14 +188,14 @@ class Forwards:
             steps.leave()
             planner.end_pilot()
         kind = planner.kind_of(trial.models.index(root.module), args, kwargs)
-        if planner.pilot is not None:  # of a step with several forwards
+        if planner.pilot is not None:  # its step has several forwards
             planner.pilot.add(kind)
             return
         if steps.under_way:
             if planner.known.covers(kind):
                 steps.open()
             else:
-                planner.learn(kind)  # the next step counts with it
+                planner.learn(kind)  # the next step reserves room for it, too
             return
         self._stop.check_between_steps()
         if not (planner.known.covers(kind) or planner.learn(kind)) and self._begins_pilot(kind, args, kwargs):
@@ -194,7 +204,7 @@ class Forwards:
         steps.open()
 
     def _begins_pilot(self, kind: StepKind, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """False if another trial has measured it while this one waited for room."""
+        """Wait for room, and begin a pilot. False if another trial has measured this kind of step meanwhile."""
         trial, meter = self._trial, self._meter
         refuse_global_hooks()
         meter.counting = True
@@ -202,7 +212,7 @@ class Forwards:
         try:
             if not self._planner.begin(kind):
                 return False
-            hold(trial.device.generators, trial.random_state)  # as a lease does: it has the device to itself
+            hold(trial.device.generators, trial.random_state)  # as with a lease: a pilot has the device to itself
             self._steps.begin()
             meter.adopt(tensors_in((args, kwargs)), are_a_batch=True)
         except torch.OutOfMemoryError as error:
@@ -217,6 +227,7 @@ class Forwards:
         return True
 
     def _run_step(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward in the step that has begun. After an error the step's lease and room are given up."""
         trial, planner, steps, meter = self._trial, self._planner, self._steps, self._meter
         pilot, plan = planner.pilot, planner.plan
         self._summary["steps"] = steps.number = steps.number + 1
@@ -265,8 +276,8 @@ class Forwards:
         return outputs
 
     def _announce_backward(self, outputs: Any, forward_pass: ForwardPass) -> None:
-        """Where no block may be the first to do so."""
-        trial = self._reference()  # which the graph keeps
+        """Hook the outputs, so that the trial enters their backward. Needed if no visit may be the first to do that."""
+        trial = self._reference()  # a strong reference, so that the graph keeps the trial
         assert trial is not None
 
         def enter(_: Any) -> None:
@@ -280,7 +291,8 @@ class Forwards:
 
 
 def _call_key(root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What of a call decides how much room it needs; None of one whose arguments have others in them."""
+    """The part of a call that decides how much room it needs. None if an argument is no tensor and no plain value: such
+    a call is looked at in full each time."""
     casts = autocast_mode() if torch._C._is_any_autocast_enabled() else None
     key: list[Any] = [id(root), torch.is_grad_enabled(), casts]
     for value in (*args, *kwargs.values()) if kwargs else args:

@@ -1,4 +1,4 @@
-"""`prepare`, `release` and `resume_step`: a model, its optimizer and loaders under the pool, and back."""
+"""`prepare` puts a model, its optimizer and its loaders under a pool, `release` undoes that; and `resume_step`."""
 
 from __future__ import annotations
 
@@ -41,37 +41,38 @@ def prepare(
     epochs: int | None = None,
     extra_state: Any = None,
 ) -> Any:
-    """Train `model` within the pool's budget from here on, with the numbers plain PyTorch gives.
+    """Train `model` within the pool's budget from here on. The numbers are those of plain PyTorch.
 
-    Call it on a model in host memory, after the optimizer was made from its parameters. The first batch
-    is measured, then the model is cut. Model and optimizer come back as the same objects; loaders come
-    back wrapped, their batches on the trial's device, all else as it was. In the calling thread
-    autograd's device threads are turned off: a backward runs in the thread that called it.
+    Call it on a model in host memory, after the optimizer was made from its parameters. The first batch is measured,
+    then the model is cut. Model and optimizer come back as the same objects. Loaders come back wrapped: their batches
+    are on the trial's device, and all else is as before. In the calling thread autograd's device threads are turned
+    off, so that a backward runs in the thread that calls it.
 
     Args:
         model: any module whose layers are reached by calling them.
-        optimizer: the one that steps `model`'s parameters, or one of several; none, where those that are stepped are
-            not the model's.
+        optimizer: the one that steps `model`'s parameters, or one of several; None if the parameters that are stepped
+            are not the model's.
         loaders: any iterables of batches.
-        pool: the runner's pool inside an objective, else the default pool, if None.
-        name: how the trial is called in reports.
-        total_steps: how many mini-batches it will train, by which the scheduler knows what remains.
-        epochs: how often it will go through the first of the loaders; says the same, if that has a length and
-            `total_steps` does not say it.
-        extra_state: what else belongs to a checkpoint, with `state_dict` and `load_state_dict`: a learning rate
-            schedule, a GradScaler, an average of the model; one, or several in a list.
+        pool: by default the runner's pool inside an objective, else the default pool.
+        name: the trial's name in reports.
+        total_steps: how many mini-batches it will train. The scheduler computes from it what remains.
+        epochs: in place of `total_steps`: how often it will go through the first loader, if that has a length.
+        extra_state: other objects that belong into a checkpoint and have `state_dict` and `load_state_dict`: a
+            learning rate schedule, a GradScaler, an average of the model. One object, or several in a list.
 
-    In a trial that goes on from a checkpoint all of these are as they were then; the loop begins at `resume_step()`.
+    If the trial goes on from a checkpoint, all of these are set to their state in it. The loop begins at
+    `resume_step()`.
 
     Returns:
         `model` alone if nothing else was given, else a tuple in the order of the arguments.
 
     Raises:
-        PrepareError: the model or the optimizer cannot be prepared, or a loader is none; says which part and why.
+        PrepareError: the model or the optimizer cannot be prepared, or an argument is no loader. The message says
+            which part and why.
         PoolClosedError: the pool is closed.
-        BudgetError: the pool's host memory does not hold the model, its gradients and optimizer state.
-        ConfigError: `total_steps` or `epochs` is no positive whole number, `extra_state` has no state, or `pool` is
-            another than the runner's, or another process's.
+        BudgetError: the model, its gradients and its optimizer state do not fit the pool's host memory.
+        ConfigError: `total_steps` or `epochs` is no positive whole number, an object of `extra_state` has no state,
+            or `pool` is not the runner's, or was made in another process.
     """
     context = current_context()
     if pool is not None and context.pool is not None and pool is not context.pool:
@@ -120,16 +121,17 @@ def prepare(
 
 
 def release(model: nn.Module) -> None:
-    """Make a prepared model plain again, or one that `model` wraps: on the host, with its current weights. Its bytes go
-    back to the pool.
+    """Make a prepared model plain again: in host memory, with its current weights. Its bytes go back to the pool.
+
+    `model` may also be a module that wraps prepared ones.
 
     Raises:
-        PrepareError: the model is not prepared, or is none.
+        PrepareError: the model is not prepared, or is no module.
     """
-    gate.leave()  # where an interruption has left it inside
+    gate.leave()  # a Ctrl-C may have ended a visit without this
     if not isinstance(model, nn.Module):
         raise PrepareError(
-            f"a model is released, a torch.nn.Module; got {type(model).__name__}. Pass it one at a time."
+            f"release takes a model, a torch.nn.Module; got {type(model).__name__}. Pass one model at a time."
         )
     found = end_orphans(model)
     for module in model.modules():
@@ -142,32 +144,35 @@ def release(model: nn.Module) -> None:
 
 
 def resume_step() -> int:
-    """The mini-batch at which the calling objective goes on: 0, unless it was interrupted and its runner has a
-    checkpoint of it, or Tune has paused it or has it exploit another trial.
-    ``for step in range(hydra_tune.resume_step(), STEPS)``, or with epochs over a prepared loader
-    ``for epoch in range(hydra_tune.resume_step() // len(loader), EPOCHS)``: the loader skips what was seen.
+    """The number of the mini-batch at which the calling objective goes on.
 
-    Call it once the model is prepared, right before the loop: from there on random numbers are those of the
-    uninterrupted run. A runner writes checkpoints of objectives that call it.
+    It is 0, unless the objective was interrupted and its runner has a checkpoint of it, or Ray Tune has paused it, or
+    lets it exploit another trial. Write ``for step in range(hydra_tune.resume_step(), STEPS)``, or with epochs over a
+    prepared loader ``for epoch in range(hydra_tune.resume_step() // len(loader), EPOCHS)``. The loader skips the
+    batches that were seen before.
+
+    Call it after `prepare`, right before the loop: from there on random numbers are those of the uninterrupted run. A
+    runner writes checkpoints only of objectives that call it.
     """
     resumption = current_context().resumption
     return 0 if resumption is None else resumption.resume_step()
 
 
 def _num_steps(total_steps: int | None, epochs: int | None, loaders: Sequence[Any]) -> int | None:
-    """None if nobody knows."""
+    """How many mini-batches the trial will train; None if that is not known."""
     for name, value in (("total_steps", total_steps), ("epochs", epochs)):
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} is a whole number of at least 1, or None if it is not known; got {value!r}.")
     if total_steps is None and epochs is not None:
         if not loaders:
             raise ConfigError("epochs are counted in a loader's lengths, but no loader was given. Write total_steps=.")
-        with suppress(TypeError):  # an iterable data set has no length
+        with suppress(TypeError):  # a loader over an iterable data set has no length
             return epochs * len(loaders[0])
     return total_steps
 
 
 def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise `PrepareError` if the model or the optimizer cannot be prepared."""
     if not isinstance(model, nn.Module):
         raise PrepareError(f"the first argument is the model, a torch.nn.Module; got {type(model).__name__}.")
     if trial_of(model) is not None:
@@ -181,7 +186,7 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
             "Write prepare(model, None, loader) for a loader without an optimizer."
         )
     try:
-        optimizer.state_dict()  # by which its state follows its weights
+        optimizer.state_dict()  # some wrappers of optimizers do not have what this reads
     except AttributeError as error:
         raise PrepareError(
             f"the state of an optimizer moves with its weights, but the state_dict of {type(optimizer).__name__} fails "
@@ -191,20 +196,23 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if stepped.isdisjoint(map(id, model.parameters())):
         raise PrepareError(
             "the optimizer steps the model's parameters, but this one holds none of them. Make it from "
-            "model.parameters(), before prepare and after any change of the model; or leave it out, and step it."
+            "model.parameters(), before prepare and after any change of the model. Or do not give it to prepare, and "
+            "step it as before."
         )
 
 
-_bound: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # in any pool, by id
-_binding = new_in_child(threading.Lock())
+_bound: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # prepared models of all pools
+_binding = new_in_child(threading.Lock())  # held from the look for shared weights until the model is bound
 
 
 def _refuse_shared(model: nn.Module) -> None:
+    """Raise `PrepareError` if the model shares a weight with another prepared model."""
     names = {id(p): name for name, p in model.named_parameters()}
     for other in [ref() for ref in _bound.valuerefs()]:
         shared = [] if other is None or trial_of(other) is None else [p for p in other.parameters() if id(p) in names]
         if shared:
             raise PrepareError(
-                f"a weight is in one prepared model, but {names[id(shared[0])]} is in a {type(other).__name__} that is "
-                "prepared already. Call hydra_tune.release on that model first, or give this one a copy."
+                f"a weight may be in one prepared model only, but {names[id(shared[0])]} is also in a "
+                f"{type(other).__name__} that is prepared already. Call hydra_tune.release on that model first, or "
+                "give this one a copy of the weight."
             )

@@ -1,4 +1,4 @@
-"""What `prepare` gives back for a loader: the same in everything, its batches on the trial's device."""
+"""The loader that `prepare` returns: it behaves as the plain one, but its batches are on the trial's device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from hydra_tune.trials.trial import Trial
 
 
 class PreparedLoader:
-    """Stands for the loader in everything; its batches arrive on the trial's device, while there is a trial, to which
-    `reference` is a weak reference. A copy is one of the plain loader. `progress` is that of a trial which writes
-    checkpoints."""
+    """A proxy of a loader. Its batches are on the trial's device, as long as the trial lives.
 
-    __slots__ = ("__weakref__", "_prepared")  # no other name of its own: all are the loader's
+    All attributes, its class too, are the loader's. A copy or pickle of it is one of the plain loader.
+
+    Args:
+        reference: a weak reference to the trial.
+        progress: notes how far the loader has come, if the trial writes checkpoints.
+    """
+
+    __slots__ = ("__weakref__", "_prepared")  # one name, so that all others are the loader's
     _prepared: tuple[Any, Callable[[], Trial | None], LoaderProgress | None]
 
     def __init__(self, loader: Any, reference: Callable[[], Trial | None], progress: LoaderProgress | None) -> None:
@@ -49,11 +54,11 @@ class PreparedLoader:
     def __iter__(self) -> PreparedLoader:
         (loader, reference, progress), trial = self._prepared, _living(self)
         if trial is not None:
-            if trial.is_here:  # a thread that fetches ahead comes at any time
+            if trial.is_here:  # a thread of the script's that fetches batches ahead may come within a step
                 trial.boundary()
             if progress is not None and trial.resumption is not None:
                 trial.resumption.before_iteration(progress)
-        with gate.one_at_a_time:  # now, not at the first batch: it may draw a seed
+        with gate.one_at_a_time:  # `iter` is called now and not at the first batch, for it may draw a seed
             batches = iter(loader) if progress is None else progress.iterate()
         iteration = _Iteration(batches, reference, progress)
         if progress is not None:
@@ -61,7 +66,8 @@ class PreparedLoader:
         return iteration
 
     def __next__(self) -> Any:
-        """Of an iterator. Once the batch is there, what came before it may be written."""
+        """The next batch, if the loader is an iterator. A checkpoint of all before this batch is written once the batch
+        is there."""
         (loader, _, progress), trial = self._prepared, _living(self)
         if trial is not None and trial.is_here:
             trial.boundary()
@@ -80,6 +86,8 @@ class PreparedLoader:
 
 
 class _Iteration(PreparedLoader):
+    """An iterator over a prepared loader."""
+
     __slots__ = ()
 
     def __iter__(self) -> PreparedLoader:
@@ -87,7 +95,7 @@ class _Iteration(PreparedLoader):
 
 
 def _living(loader: PreparedLoader) -> Trial | None:
-    """Its trial; where that has ended, the model is plain and on the host, and so are the batches."""
+    """The loader's trial; None once it has ended. Then the model is plain on the host, and batches stay there."""
     trial = loader._prepared[1]()
     return None if trial is None or trial.ended else trial
 
@@ -97,17 +105,18 @@ def _arrived(batch: Any, trial: Trial | None) -> Any:
 
 
 def plain_loader(loader: Any) -> Any:
-    """What was given to an earlier `prepare`, if it was."""
+    """The loader itself; of one that an earlier `prepare` has returned, the loader that was given to that."""
     return loader._prepared[0] if isinstance(loader, PreparedLoader) else loader
 
 
 def refuse_what_is_no_loader(loaders: Sequence[Any]) -> None:
-    """Accelerate's and DeepSpeed's `prepare` take a schedule, a second optimizer or model, a loss here."""
+    """Raise if an argument is no loader. The `prepare` of accelerate and of DeepSpeed takes other objects here, too: a
+    schedule, a second optimizer or model, a loss."""
     for place, given in enumerate(loaders, 3):
         gives_batches = any(hasattr(type(given), name) for name in ("__iter__", "__next__", "__getitem__"))
         if not gives_batches or isinstance(given, nn.Module):
             raise PrepareError(
                 f"what follows the optimizer are loaders, but argument {place} is a {type(given).__name__}. Leave it "
-                "out, and use it as it is: prepare takes one model a call, and one of its optimizers. Write "
-                "extra_state=[it] for checkpoints to hold a schedule or a scaler."
+                "out, and use it as it is: a call of prepare takes one model and one of its optimizers. For "
+                "checkpoints to hold a schedule or a scaler, write extra_state=[scheduler]."
             )

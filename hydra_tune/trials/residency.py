@@ -1,4 +1,9 @@
-"""Where one trial's tensors are: held on the device for life, in slots for a visit, or in host memory."""
+"""Where one trial's tensors are, and the copies that move them.
+
+held       on the device for the trial's life: buffers, weights outside of blocks; of a resident trial, all
+in a slot  a copy of a shard's weights, from a promotion until its room is needed or its values are stale
+spilled    weights in host memory, in one buffer (`HostWeights`)
+"""
 
 from __future__ import annotations
 
@@ -21,11 +26,11 @@ from hydra_tune.devices.tensor_bytes import tensor_bytes
 if TYPE_CHECKING:
     from hydra_tune.pool.shard_pool import ShardPool
 
-MOST_FORMER = 512  # device copies that are kept to be filled again, where slots stay in place
+MOST_FORMER = 512  # at most so many former device copies are kept to be filled again
 
 
 class Residency:
-    """Moves a trial's bytes and tells its pool."""
+    """Moves a trial's bytes, and tells its pool how many."""
 
     def __init__(self, device: Device, meter: TrialMeter, pool: ShardPool) -> None:
         self.device = device  # the trial's home
@@ -34,30 +39,33 @@ class Residency:
         self.copies: dict[int, DeviceCopy] = {}  # by shard
         self._former: dict[tuple[int, int, int], DeviceCopy] = {}  # by shard, offset and bytes
         self._weights: HostWeights | None = None
-        # weights and buffers; the module may be the model, which is garbage once its user has dropped it
+        # (module, attribute, parameter; None for a buffer) of what is held on the device. The module is weakly referred
+        # to: it may be the model, which is garbage once its user has dropped it
         self._held: list[tuple[ref[nn.Module], str, nn.Parameter | None]] = []
         self._report = pool.events.report
-        self._arrival: Arrival | None = None  # of gradients on their way to the host
+        self._arrival: Arrival | None = None  # gradients on their way to the host
 
     def move_home(self, to: Device) -> None:
-        """Between two steps. On virtual devices, bytes move by being counted elsewhere."""
+        """Change the home device, between two steps. Only for virtual devices: no bytes move, they are only counted on
+        the new home."""
         self.device = to
         self._former.clear()
         self.meter.move(to)
 
     def cut(self, shards: list[list[Block]]) -> None:
-        """What `promote_shard` promotes from here on."""
+        """Set the shards that `promote_shard` promotes."""
         self.shards = shards
         self._former.clear()
 
     @property
     def spilled(self) -> bool:
+        """Whether the blocks' weights are in host memory."""
         return self._weights is not None
 
     # ---- slots ----
 
     def promote(self, block: Block) -> DeviceCopy:
-        """For a pilot, in the trial's thread."""
+        """Promote one block, for a pilot, in the trial's thread."""
         counting = self.meter.counting
         with CountingPaused():
             copy = DeviceCopy(self.device, self.device.slot(None, block.weight_bytes), [block], self._weights)
@@ -66,8 +74,11 @@ class Residency:
         return copy
 
     def promote_shard(self, shard: int, offset: int, num_bytes: int, *, ahead: bool = False) -> int:
-        """Into `copies`, in the trial's thread; `ahead` of its task in one of the device's; bytes that were copied.
-        Where slots stay in place, the copy that was there before is filled again."""
+        """Promote a shard into the slot at `offset`, and note its copy in `copies`. Returns the bytes that were copied.
+
+        Called in the trial's thread; `ahead` of its task, in the device's copy thread. On a virtual device a slot at
+        the same offset is the same memory, so that the shard's former copy there is filled again.
+        """
         device, place = self.device, (shard, offset, num_bytes)
         counting = self.meter.always if ahead else self.meter.counting
         with CountingPaused():
@@ -90,19 +101,20 @@ class Residency:
         copy.fill()
 
     def drop_shard(self, shard: int) -> None:
-        """In any thread."""
+        """Drop the shard's copy, if there is one. May be called in any thread."""
         if (copy := self.copies.pop(shard, None)) is not None:
             self.drop(copy)
 
     def drop(self, copy: DeviceCopy) -> None:
-        """Whoever has it still, as an exception's frames: its slot counts no more, and its memory is another copy's."""
+        """Give up the copy's slot: it no longer counts, and its memory may be used again. Others, such as the frames of
+        an exception, may still refer to the copy."""
         copy.device.retire(copy.slot, copy.used)
         if copy.counted:
             copy.device.slot_meter.disown(copy.slot)
 
     def refresh(self, copy: DeviceCopy, block: Block) -> None:
-        """Copy anew what has changed on the host since it was copied; this thread has just done so, if it is new."""
-        if copy.is_new:
+        """Copy anew the block's weights that have changed on the host since the copy was filled."""
+        if copy.is_new:  # this thread has just filled it
             copy.is_new = False
             return
         if stale := copy.stale(block.slot_parameters):
@@ -112,15 +124,18 @@ class Residency:
     def spill_gradients(
         self, masters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], *, late: bool
     ) -> list[torch.Tensor | None]:
-        """Fresh host tensors, laid out as their master, so that autograd can take them for `.grad` as they are. With
-        `late` nobody reads them before `await_gradients`."""
-        self.await_gradients()  # a plan has room for those of one block beside the next one's
+        """Copy gradients to new host tensors.
+
+        Their strides are those of the parameters, `masters`, so that autograd takes them for `.grad` as they are. With
+        `late` they are still on their way when this returns: nobody may read them before `await_gradients`.
+        """
+        self.await_gradients()  # the plan has room for one block's gradients on their way, beside those of the next
         given = [g for g in gradients if g is not None]
         like = [p for g, p in zip(gradients, masters, strict=True) if g is not None]
         num_bytes, start_s = sum(map(tensor_bytes, given)), time.perf_counter()
         with CountingPaused():
             spilled, arrival = self.device.spill(given, like)
-            if late and not torch.is_anomaly_enabled():  # that reads what a node returns
+            if late and not torch.is_anomaly_enabled():  # anomaly detection reads what a node returns
                 self._arrival = arrival
             else:
                 arrival.wait()
@@ -130,7 +145,7 @@ class Residency:
         return [None if g is None else next(hosts) for g in gradients]
 
     def await_gradients(self) -> None:
-        """Those of the last backward that have not reached the host yet."""
+        """Wait until all gradients have reached the host."""
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
@@ -138,19 +153,20 @@ class Residency:
     # ---- for the trial's life ----
 
     def spill(self, blocks: Sequence[Block]) -> None:
-        """Lay the blocks' parameters into one host buffer, in this order, unless they are in one."""
+        """Move the blocks' parameters into one host buffer, in this order, unless they are in one already."""
         if self._weights is not None:
             if all(map(self._weights.has, (p for block in blocks for p in block.slot_parameters))):
                 return
             self._weights.close()
-            self._weights = None  # should the next line be interrupted
+            self._weights = None  # the next line may be interrupted
         with CountingPaused():
             self._weights = HostWeights((p for block in blocks for p in block.slot_parameters), self.device)
 
     def hold(
         self, model: nn.Module, except_blocks: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Move parameters and buffers outside these blocks to the device, unless they are there."""
+        """Move all parameters and buffers to the device, except those of `except_blocks`, and optimizer state with its
+        parameters. What is there already stays."""
         there = {(m, name) for b in except_blocks for m, name, _ in b.sites}
         there |= {(module(), name) for module, name, _ in self._held}  # type: ignore[misc]
         moved: dict[torch.Tensor, None] = {}  # each once, though it may have several sites
@@ -161,9 +177,10 @@ class Residency:
                     moved[tensor] = None
         with CountingPaused():
             for tensor in moved:
-                grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns of who asks one that was computed
+                grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns if one reads `.grad` of other tensors
                 _put(tensor, tensor.detach().to(self.device.torch_device, copy=True))
-                if grad is not None and grad.device != self.device.torch_device:  # a virtual one's may be a user's view
+                # on a virtual device a gradient stays the same tensor, as a user's tensor may view it
+                if grad is not None and grad.device != self.device.torch_device:
                     tensor.grad = grad.detach().to(self.device.torch_device)
                 if self.meter.counting:
                     self.meter.adopt([tensor] if grad is None else [tensor, grad])
@@ -176,7 +193,7 @@ class Residency:
         self._former.clear()
         found: dict[torch.Tensor, None] = {}
         for reference, name, parameter in self._held:
-            module = reference()  # which may have another one by now
+            module = reference()  # alive: it may have another tensor in this attribute by now
             tensor = parameter if module is None else {**module._buffers, **module._parameters}.get(name)
             if tensor is not None:
                 found[tensor] = None
@@ -197,7 +214,8 @@ class Residency:
         return host
 
     def _move_state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """To its parameters, as `load_state_dict` would; groups and tensors stay who they are."""
+        """Move the optimizers' state to the devices of its parameters, by the rule of `load_state_dict`: `step` stays
+        on the host unless the optimizer is capturable or fused. Groups and tensors stay the same objects."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 counts_there = group.get("capturable") or group.get("fused")
@@ -208,16 +226,19 @@ class Residency:
                             x.data = x.data.to(p.device)
 
     def close(self) -> None:
-        for shard, copy in list(self.copies.items()):  # another trial may drop an idle one
-            copy.device.retire(copy.slot, copy.device.mark())  # an interruption may have come before the visit's own
+        """Drop all copies, and give up the host buffer."""
+        for shard, copy in list(
+            self.copies.items()
+        ):  # a copy of the dict: other threads may drop idle shards meanwhile
+            copy.device.retire(copy.slot, copy.device.mark())  # Ctrl-C may have ended a visit before it set `used`
             self.drop_shard(shard)
         self._former.clear()
         if self._weights is not None:
             self._weights.close()
 
     def to_device(self, batch: Any) -> Any:
-        """A batch's tensors on the device, and what has a `to` of its own (a BatchEncoding); what else it holds as it
-        is. At once: a loader may write its next batch where this one was."""
+        """The batch with its tensors on the device, and with other objects that have a method `to`, such as a
+        BatchEncoding. The copies are complete on return: a loader may write its next batch to the same memory."""
         device = self.device.torch_device
         leaves, structure = flatten(batch)
         moved = [leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf for leaf in leaves]
@@ -225,6 +246,6 @@ class Residency:
 
 
 def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """It stays itself, so that who else has it goes on to see it."""
+    """Change a tensor's data in place: it stays the same object, so that all who refer to it see the new data."""
     with torch.inference_mode(tensor.is_inference()):
         tensor.data = data

@@ -1,9 +1,9 @@
-"""Gradients of a block's weights, on their way from the device to host memory, where the weights are.
+"""Sends the gradients of a block's weights from the device to host memory, where the weights are.
 
-Autograd adds a gradient to `.grad` as soon as it gets it: then it must have arrived. But where `.grad` is None and no
-hook looks, autograd takes the tensor without reading it. There the next block computes while the gradient is copied
-(*late*), and the end of the backward waits for all. Whether a weight's gradient is taken so is known from the last
-backward, and checked after each.
+Autograd adds a gradient to `.grad` as soon as it gets it, so that the copy must be complete by then, and the device
+would stand still meanwhile. But where `.grad` is None and no hook reads the gradient, autograd takes the tensor without
+reading it. There the next block computes while the gradient is copied (*late*), and the end of the backward waits for
+all copies. That autograd takes a weight's gradient so is known from the last backward, and is checked after each one.
 
     compute   | block 3 | block 2 | block 1 |
     to host             | of 3    | of 2    | of 1 |
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class _Sent(NamedTuple):
-    """A gradient in host memory, which only autograd holds."""
+    """A gradient in host memory that was given to autograd; `place` is its address, to find out whether it is `.grad`
+    in the end. The tensor itself is not kept here: autograd takes only tensors that nobody else refers to."""
 
     parameter: nn.Parameter
     place: int
@@ -42,16 +43,19 @@ class _Sent(NamedTuple):
 
 
 class SentGradients:
+    """Sends the gradients of one trial."""
+
     def __init__(self, trial: Trial, *, planner: Planner, steps: Steps, residency: Residency) -> None:
         self._trial: Trial = weakref.proxy(trial)
         self._planner = planner
         self._steps = steps
         self._residency = residency
         self._sent: list[_Sent] = []  # in the backward under way
-        self._taken = set[int]()  # weights, by id, whose gradients autograd has taken as they were sent, the last time
+        self._taken = set[int]()  # ids of weights whose last gradient autograd has taken without reading it
 
     def send(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Gradients of a call's weights, to host memory, unless these are on the device by now. The visit ends."""
+        """End the backward of a call: send the gradients of its weights to where the weights are, which is host memory
+        for a spilled trial. Returns the tensors to give to autograd; None where there is no gradient."""
         trial, residency = self._trial, self._residency
         trial.backwards.enter(call.forward_pass)
         parameters = call.promoted
@@ -61,9 +65,10 @@ class SentGradients:
                 "is_grads_batched=True. Call torch.autograd.grad once for each gradient of the output."
             )
         is_resident = not residency.spilled and self._planner.pilot is None
-        if torch.is_grad_enabled() or is_resident:  # gradients of gradients follow; or the weights are there by now
+        # gradients of gradients may follow, whose graph these operators are in; or the weights are on the device by now
+        if torch.is_grad_enabled() or is_resident:
             sent = [None if g is None else g.to(p.device, p.dtype) for g, p in zip(gradients, parameters, strict=True)]
-        elif call.casts:  # converted there: exactly, and the device has no room for both
+        elif call.casts:  # converted on the host, which is exact: the device has no room for both dtypes
             sent = residency.spill_gradients(parameters, gradients, late=False)
             with CountingPaused():
                 sent = [None if g is None else g.to(p.dtype) for g, p in zip(sent, parameters, strict=True)]
@@ -74,13 +79,14 @@ class SentGradients:
         return sent
 
     def _late_or_not(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Send gradients, late if autograd will not read them."""
         parameters = call.promoted
         alone = (
             self._residency.device.spills_behind
             and call.forward_pass.calls.get(call.block.name, 0) == 1
             and self._steps.has_one_forward
-            # nor does autograd, or a hook, read what it adds to `.grad`
-            and not any(self._planner.cut.uses[id(p)] > 1 or p.grad is not None or has_hooks(p) for p in parameters)
+            # autograd reads a gradient that it adds to another one, and so does a hook
+            and not any(self._planner.uses[id(p)] > 1 or p.grad is not None or has_hooks(p) for p in parameters)
         )
         late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
         sent = self._residency.spill_gradients(parameters, gradients, late=late)
@@ -93,11 +99,16 @@ class SentGradients:
         return sent
 
     def forget(self) -> None:
-        """The backward has failed."""
+        """Called after a backward that has failed: nothing can be learnt from it."""
         self._sent = []
 
     def check_taken(self) -> None:
-        """What was sent late must have been taken as it is: who adds something to it reads it before it is there."""
+        """After a backward: check that autograd has taken each late gradient as it was. If it was added to another one,
+        it was read before it was complete.
+
+        Raises:
+            PrepareError: a late gradient was read.
+        """
         if not self._sent:
             return
         summed, sent, self._sent = "", self._sent, []
@@ -110,14 +121,14 @@ class SentGradients:
                 summed = block if late else summed
         if summed:
             raise PrepareError(
-                f"a weight of block {summed} has another use in this backward, as a penalty has it, and had none "
-                "before, so that its gradient was on its way while it was added up. From here on it is awaited: "
-                "set the gradients to None, and repeat the forward."
+                f"a weight of block {summed} has another use in this backward, such as a penalty on weights, and had "
+                "none in earlier ones, so that its gradient was still being copied when it was added to the other one. "
+                "From here on the backward waits for it: set the gradients to None, and repeat the forward."
             )
 
 
 def _is_accumulated(parameter: torch.Tensor) -> bool:
-    """By the backward under way, and not what `torch.autograd.grad` returns."""
+    """Whether the backward under way adds to the parameter's `.grad`. `torch.autograd.grad` does not."""
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
     except RuntimeError:

@@ -1,7 +1,8 @@
-"""The steps of a trial, each reserved as a whole: from its first forward until no backward of it may come any more.
+"""The steps of a trial. A step lasts from its first forward until no backward of it can come any more, and its memory
+is reserved as a whole.
 
-forward | backward | optimizer, loader |  forward | backward | ...
-^ waits until all of the step fits                ^ the last step is over, where its graphs are gone
+    forward | backward | optimizer, loader |  forward | backward | ...
+    ^ waits until all of the step fits        ^ here the step before is over, if its graphs are gone
 """
 
 from __future__ import annotations
@@ -17,26 +18,28 @@ if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
-_MOST_BACKWARDS = 8  # in a step, whose forwards are all done with after them: those of two networks, of several losses
+# A step may have several backwards: of two networks, of several losses. After this many it is ended in any case.
+_MOST_BACKWARDS = 8
 
 
 class Steps:
-    """`under_way` is the step of that `number`; the first of a kind has what its `Pilot` has reserved."""
+    """The steps of one trial. A step whose bytes are reserved is `under_way`. In a pilot's step these are the bytes
+    that the `Pilot` has reserved."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial: Trial = weakref.proxy(trial)
         self.number = 0
         self.under_way = False
-        self.trains = False  # it has seen a backward
+        self.trains = False  # the step has had a backward
         self.num_forwards = self.num_backwards = 0
-        # of the last step; some may have gone since. Not a WeakSet, whose callbacks swallow interruptions
+        # forwards of the last step. Not in a WeakSet, whose callbacks swallow a KeyboardInterrupt
         self.forwards: list[weakref.ref[ForwardPass]] = []
-        self.forward: ForwardPass | None = None  # under way
-        self.are_simple: bool | None = None  # one forward, one backward; None as long as nobody has seen
-        self._keeps = False  # an activation, of which the script was told
+        self.forward: ForwardPass | None = None  # the one under way
+        self.are_simple: bool | None = None  # whether steps have one forward and one backward; None: not known yet
+        self._keeps = False  # the script keeps an activation, and was warned
 
     def open(self) -> None:
-        """Wait until the step fits. One that is under way goes on, but not for ever."""
+        """Wait until a step fits, and begin it. A step that is under way goes on, up to `_MOST_BACKWARDS`."""
         if self.under_way:
             if self.num_backwards >= _MOST_BACKWARDS:
                 self._leave_endless()
@@ -46,10 +49,11 @@ class Steps:
         self.begin()
 
     def begin(self) -> None:
-        """One that has room."""
+        """Begin a step that has room."""
         self.trains, self.num_forwards, self.num_backwards, self.under_way = False, 0, 0, True
 
     def leave(self) -> None:
+        """End the step, and give back what it has reserved, unless the lease lasts for the next step, too."""
         trial = self._trial
         self.under_way = False
         trial.residency.await_gradients()
@@ -60,7 +64,7 @@ class Steps:
             trial.resumption.has_trained()
 
     def leave_if_done(self) -> bool:
-        """Whether no backward may come: then no step is under way."""
+        """End the step if no backward may use a graph of its forwards any more. Returns whether that is so."""
         if self.forwards:
             self.forwards = [ref for ref in self.forwards if (forward := ref()) is not None and not forward.done]
             if self.forwards:
@@ -70,13 +74,17 @@ class Steps:
         return True
 
     def note_whether_simple(self) -> None:
-        """A step has had its backward."""
+        """Called after each backward: learn whether the trial's steps are simple."""
         if self.are_simple is None:
             self.are_simple = (self.num_forwards, self.num_backwards) == (1, 1) or None
 
     def _leave_endless(self) -> None:
-        """An activation that the script keeps, and may still call backward on, would make one step of all. Its bytes
-        stay reserved; but what is measured is known, for which others may wait."""
+        """End a step that has had too many backwards.
+
+        The script keeps an activation on which it may still call backward. So the step does not end by itself, and all
+        later ones would be a part of it. The activation's bytes stay reserved. The machine is told that a step was
+        done, for other trials may wait to learn what was measured.
+        """
         trial = self._trial
         if not self._keeps:
             self._keeps = True
@@ -87,15 +95,15 @@ class Steps:
                 trial.name,
             )
         trial.residency.await_gradients()
-        self.num_backwards -= 1  # the next one ends a step, too
+        self.num_backwards -= 1  # so that after the next backward this happens again
         trial.events.tell_between_tasks(trial, StepDone(trial.id, keeps_bytes=True))
 
     @property
     def latest_forward(self) -> ForwardPass | None:
-        """The last one whose graph may still be used."""
+        """The last forward whose graph still exists."""
         return next((found for ref in reversed(self.forwards) if (found := ref()) is not None), None)
 
     @property
     def has_one_forward(self) -> bool:
-        """Whether no other one's backward may be under way, or be still to come."""
+        """Whether just one forward has a graph that a backward uses or may still use."""
         return sum((forward := ref()) is not None and not forward.done for ref in self.forwards) == 1

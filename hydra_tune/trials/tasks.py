@@ -1,10 +1,10 @@
-"""The task that a trial runs now: it has a lease for it, and its shard is on the device.
+"""The task that a trial runs now. The trial has the device's lease for it, and the task's shard is on the device.
 
-    forward    | F0 | F1 | F2 |          going on to the next shard gives the lease of the one before back
+    forward    | F0 | F1 | F2 |                    to go on to the next shard gives the lease of the last one back
     backward                   | B2 | B1 | B0 |
                ^ go_to(0) ... ^ go_to(2)           ^ leave
 
-A resident trial has one shard. Where a lease lasts for many steps (`pool/lease.py`), the pool is not asked.
+A resident trial has one shard. Its lease may last for many steps (`pool/lease.py`); then the pool is not asked.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class OpenBackward:
-    """The call whose block's backward is under way, if one is, and its weights on the device."""
+    """The call whose backward is under way, and its block's copy on the device; at most one at a time."""
 
     def __init__(self, meter: TrialMeter) -> None:
         self._meter = meter
-        self._call: weakref.ref[Call] | None = None  # its graph has it
+        self._call: weakref.ref[Call] | None = None  # its graph keeps it alive
         self.copy: DeviceCopy | None = None
 
     def begin(self, call: Call, copy: DeviceCopy) -> weakref.ref[Call]:
@@ -41,11 +41,11 @@ class OpenBackward:
         return self._call
 
     def copy_of(self, call: Call) -> DeviceCopy | None:
-        """None if another one's is under way, or none."""
+        """The copy for this call; None if its backward is not under way."""
         return self.copy if self._call is not None and self._call() is call else None
 
     def end(self) -> None:
-        """It is over, or another one's begins."""
+        """The call's backward is over, or that of another call begins."""
         if self.copy is not None:
             self.copy.used = self.copy.device.mark()
             self._meter.outside_starts(later=True)
@@ -53,7 +53,8 @@ class OpenBackward:
 
 
 class Tasks:
-    """`current` is None between two tasks: the trial has no lease then, unless it has one for many steps."""
+    """Runs the tasks of one trial. `current` is None between two tasks; then the trial has no lease, unless that lasts
+    for many steps."""
 
     def __init__(
         self, trial: Trial, events: EventLoop, *, lease: Lease, steps: Steps, planner: Planner, residency: Residency
@@ -68,7 +69,8 @@ class Tasks:
         self.backward = OpenBackward(residency.meter)
 
     def go_to(self, shard: int, direction: Direction) -> DeviceCopy | None:
-        """Wait for the lease of this task, and have its shard on the device; the copy of it there."""
+        """Wait for the lease of a task, and have its shard on the device. Returns the shard's copy; None if the trial
+        is resident."""
         plan, residency = self._planner.plan, self._residency
         trial = self._trial()
         assert plan is not None and trial is not None
@@ -85,12 +87,13 @@ class Tasks:
             self.current = task
         copies = residency.copies
         if shard not in copies and not plan.resident:
-            place = residency.device.ledger.slots.get((trial.id, shard), (0, 0))  # it needs no slot, or that failed
+            # (offset, bytes) of the slot; (0, 0) if the shard needs none, or the machine could not give one
+            place = residency.device.ledger.slots.get((trial.id, shard), (0, 0))
             residency.promote_shard(shard, *place)
         return copies.get(shard)
 
     def leave(self) -> None:
-        """Release the lease, if the trial has it."""
+        """End the task, if one is under way, and give back its lease, unless that lasts for many steps."""
         if self.backward.copy is not None:
             self.backward.end()
         if self.current is not None:

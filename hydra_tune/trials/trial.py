@@ -1,24 +1,25 @@
-"""One trial's models in a pool: from `prepare` to the end, and what that is made of.
+"""One trial's models in a pool, from `prepare` to the trial's end. The work is divided among its parts:
 
     Forwards     the models' forwards: which step each belongs to             forwards.py
     Steps        room on the device for a whole step                          steps.py
     Tasks        the lease: which shard computes now                          tasks.py
     BlockCalls   a block's forward: repeated, kept or evaluated               block_calls.py
     Visits       a block's weights are on the device, with room to compute    visits.py
-    Backwards    the backwards that come to it                                backwards.py
+    Backwards    the backwards that reach the trial                           backwards.py
     SentGradients, Residency    gradients to the host; where tensors are      sent_gradients.py, residency.py
-    Planner      what is measured, and the plan made of it                    planning/planner.py
+    Planner      measures steps, and makes a plan from that                   planning/planner.py
 
 A trial is in one of three states:
 
-    resident   weights, gradients and optimizer state on the device; two tasks a step, the root module's
-               forward and its backward; nothing is repeated or copied; one lease may last for many steps
-    spilled    weights in host memory, blocks visited shard by shard; the optimizer steps the host masters
-    pilot      a kind of step that nobody has measured: blocks visited one by one, each measured before it runs
+    resident   weights, gradients and optimizer state on the device; two tasks a step, the model's forward
+               and its backward; nothing is repeated or copied; one lease may last for many steps
+    spilled    weights in host memory, where the optimizer steps them; blocks are visited shard by shard
+    pilot      the first step of a new kind: blocks are visited and measured one by one, and the trial has
+               the device to itself
 
-A device copy of a shard lives from its promotion until its room is needed, the trial's next forward, or
-its optimizer step, whichever comes first: host memory is the truth, and may have changed in between.
-Its parts refer to the trial weakly: one that nobody uses is gone at once, and its bytes with it.
+Host memory owns the current weights of a spilled trial, and a script may change them between steps. So a shard's device
+copy lives until its room is needed, until the trial's next forward, or until its optimizer step.
+The parts refer to the trial weakly. A trial that nobody uses any more is gone at once, and its bytes are free.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from hydra_tune.trials.visits import Visits
 
 @dataclass(eq=False)
 class _Root:
-    """One prepared model, with what stepping it has been hooked to."""
+    """One prepared model, its optimizer, and our hooks on the optimizer's steps."""
 
     model: weakref.ref[nn.Module]
     optimizer: torch.optim.Optimizer | None
@@ -72,7 +73,8 @@ class _Root:
 
 
 class Trial:
-    """Executes its prepared models. Used by one thread at a time; the pool's lock guards what is shared."""
+    """Runs its prepared models. Used by one thread at a time. What it shares with other trials is guarded by the pool's
+    lock."""
 
     def __init__(self, number: int, home: Device, *, pool: ShardPool, name: str, stop: Stop) -> None:
         self.id = number
@@ -82,18 +84,18 @@ class Trial:
         self.events = pool.events
         self.lease = lease = pool.events.table.leases[number]
         self.summary = {"name": name, "device": home.name, "steps": 0, "state": "live", **summary_of(TrialPlan())}
-        self.of_runner = False  # whose trials end with their objective
-        self.alone = False  # its device is its own, and it is spilled: it has run out of memory otherwise
-        self.resumption: Resumption | None = None  # the runner's, where there is one
-        self.random_state: RandomState | None = None  # likewise
-        self._roots: list[_Root] = []  # the models that it has prepared, as long as they live
+        self.of_runner = False  # a runner's trial ends with its objective
+        self.alone = False  # has a device for itself and is spilled there: it has run out of memory beside others
+        self.resumption: Resumption | None = None  # the runner's, if it writes checkpoints
+        self.random_state: RandomState | None = None  # the runner's
+        self._roots: list[_Root] = []  # its prepared models, as long as they live
         self.ended = False
-        self.is_plain = False  # it has let go of its models
-        self.busy = threading.RLock()  # held by the thread that is in a forward or a backward of it
-        self._thread = 0  # that has held it last
+        self.is_plain = False  # its models are plain again
+        self.busy = threading.RLock()  # held by the thread that is in a forward or a backward of the trial
+        self._thread = 0  # the thread that has held `busy` last
         self._process = gate.process
         self.meter = TrialMeter(home, number, always=checks_enabled())
-        self.counting = Counting(self.meter)  # from a pilot's begin to its end; under checks, to the trial's
+        self.counting = Counting(self.meter)  # active in pilots; with HYDRA_TUNE_CHECKS=1, until the trial ends
         self.casts = SharedCasts()
         self.planner = planner = Planner(self)
         self.residency = residency = Residency(home, self.meter, pool)
@@ -109,7 +111,7 @@ class Trial:
 
     @property
     def device(self) -> Device:
-        """Its home."""
+        """The trial's home."""
         return self.residency.device
 
     @property
@@ -119,12 +121,12 @@ class Trial:
 
     @property
     def models(self) -> list[nn.Module]:
-        """Those that it has prepared and nobody has dropped."""
+        """The prepared models that are alive, in the order in which they were prepared."""
         return [model for root in self._roots if (model := root.model()) is not None]
 
     @property
     def model(self) -> nn.Module:
-        """The one that it has prepared; of several, what has them as children."""
+        """The prepared model; if there are several, a module that has them as children."""
         models = self.models
         assert models, "a model outlives its trial's work"
         return models[0] if len(models) == 1 else SeveralModels(models)
@@ -135,14 +137,14 @@ class Trial:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The first of them."""
+        """The first of the optimizers, if there is one."""
         return next(iter(self.optimizers), None)
 
     # ---- the model's life in the pool ----
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Put the model's blocks under this trial, beside those of others that it has. Nothing is cut or moved before
-        the first forward."""
+        """Put a model under this trial, beside the models that it has already. Nothing is cut or moved before the first
+        forward."""
         self.boundary()
         self._roots = [root for root in self._roots if root.model() is not None]
         root = _Root(weakref.ref(model), optimizer)
@@ -157,13 +159,14 @@ class Trial:
         self.hook_optimizers()
 
     def forget_collected_models(self) -> None:
+        """Start over with a new plan if one of the models was garbage collected."""
         if len(self.models) < len(self._roots):
             self._roots = [root for root in self._roots if root.model() is not None]
             self.planner.leave_plan()
             self.planner.start()
 
     def release(self, model: nn.Module) -> None:
-        """Let go of this model; with the last one the trial ends."""
+        """Make this model plain again. If it is the last one, the trial ends."""
         if len(self.models) <= 1:
             self.end()
             return
@@ -176,7 +179,8 @@ class Trial:
         self.planner.start()
 
     def end(self) -> None:
-        """Give back every byte; the model is plain again, on the host, with its current weights."""
+        """End the trial and give back every byte. Its models are plain again, in host memory, with their current
+        weights."""
         if self.is_plain:
             return
         self.ended = True
@@ -190,16 +194,16 @@ class Trial:
             if self.planner.pilot is not None:
                 self.planner.pilot.end()
                 self.planner.pilot = None
-            self.planner.cut.unwrap()  # parts of a model may live longer
-            self.device.synchronize()  # it may have computed in a stream that is not the caller's
+            self.planner.cut.unwrap()  # also those parts that outlive their model
+            self.device.synchronize()  # the trial may have computed on another stream than the caller's
             self.residency.bring_home(self.optimizers)
             self.residency.close()
-        finally:  # last: from here on others may have its bytes
-            torch._C._set_grad_enabled(with_gradients)  # should that have failed
-            self.events.end_trial(self)
+        finally:
+            torch._C._set_grad_enabled(with_gradients)  # an error above may have left it off
+            self.events.end_trial(self)  # not earlier: from here on other trials may use its bytes
             for root in self._roots:
                 root.unhook()
-            for model in self.models:  # so far `release` may be called again, should it have failed
+            for model in self.models:  # last: if something before this fails, `release` may be called again
                 give_back(model, self)
             self.is_plain = True
         self.planner.close()
@@ -209,29 +213,30 @@ class Trial:
     # ---- one thread at a time ----
 
     def hold(self) -> None:
-        """The model is the calling thread's from here on, until that releases `busy`.
+        """Acquire `busy` for the calling thread. The caller releases it.
 
         Raises:
-            PrepareError: another thread is in its forward or backward; or this is another process.
+            PrepareError: another thread is in a forward or backward of the trial, or this is another process.
         """
-        if gate.process != self._process:  # nobody here goes on with other trials' tasks, or copies ahead
+        if gate.process != self._process:  # a forked process has no threads of the pool, nor the other trials' threads
             raise PrepareError(
                 f"a prepared model is called in the process that has prepared it, but that of {self.name} was called "
-                "in a forked one, perhaps a loader's worker. Give that one a copy.deepcopy(model), a plain model."
+                "in a forked process, perhaps a loader's worker. Give that process a copy.deepcopy(model), which is a "
+                "plain model."
             )
         if not self.busy.acquire(blocking=False):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise PrepareError(
                 f"one thread at a time calls a prepared model, but {threading.current_thread().name} called that of "
-                f"{self.name} while {names.get(self._thread)} was in its forward or backward. Let a lock be held "
-                "around each step and each evaluation, or evaluate a copy.deepcopy(model), which is a plain model."
+                f"{self.name} while {names.get(self._thread)} was in its forward or backward. Hold a lock around each "
+                "step and each evaluation, or evaluate a copy.deepcopy(model), which is a plain model."
             )
         self._thread = threading.get_ident()
 
     # ---- steps ----
 
     def boundary(self) -> None:
-        """A place where no task of this trial can be under way: end what lingers."""
+        """Called where no task of the trial can be under way: end the task and the step that could not end before."""
         self.hold()
         try:
             self.leave_step_if_done()
@@ -239,27 +244,33 @@ class Trial:
             self.busy.release()
 
     def leave_step_if_done(self) -> None:
+        """End the task, and the step and its pilot if no backward of them may come."""
         self.tasks.leave()
         if self.steps.leave_if_done() and self.planner.pilot is not None:
             self.planner.end_pilot()
 
     def leave_after_error(self) -> None:
-        """An exception keeps what its task had on the device. A runner lets go of that, then of the lease."""
+        """Give up the task and the pilot after an exception.
+
+        The frames of the exception keep what the task has on the device. So a runner's trial keeps its lease: the
+        runner frees the frames first, and then ends the trial.
+        """
         self.visits.under_way = False
         if self.planner.pilot is not None:
             self.planner.pilot.failed = True
         if not self.of_runner:
             self.tasks.leave()
             if self.planner.pilot is not None:
-                self.steps.under_way = False  # it has not begun
+                self.steps.under_way = False  # the step of a pilot that has failed does not count as one
                 self.planner.give_up_pilot()
-            self.stop_counting()  # under checks, too: the next forward counts again
+            self.stop_counting()  # with HYDRA_TUNE_CHECKS=1 the next forward starts it again
 
     def stop_counting(self) -> None:
         self.counting.stop(for_good=not self.backwards.under_way)
 
     def checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
-        """Write one, from the host, with the trial's loaders in these states; the devices go on with others."""
+        """Write a checkpoint from host memory, with the trial's loaders in these states. Devices work for other trials
+        meanwhile."""
         if self.resumption is not None and not self.steps.under_way:
             with CountingPaused():
                 self.resumption.stage(self.model, self.optimizer, states)
@@ -267,7 +278,8 @@ class Trial:
     # ---- the optimizers' steps ----
 
     def hook_optimizers(self) -> None:
-        """Hooks only let go early: an optimizer that wraps another, and has no hooks, does without."""
+        """Hook the optimizers' steps, to give up leases early. An optimizer without hooks, such as one that wraps
+        another, does without: then leases are given up at the next forward."""
         for root in self._roots:
             optimizer = root.optimizer
             if not root.hooks and optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -279,10 +291,11 @@ class Trial:
             root.unhook()
 
     def before_optimizer_step(self, *_: Any) -> None:
-        """A pilot that has ended has made a plan, by which a trial that fits is on the device from here on."""
+        """End the step whose backward was the last. If that was a pilot's, the planner makes a plan, and a trial that
+        fits is moved to the device, so that the optimizer steps there."""
         plan = self.planner.plan
         if plan is not None and plan.resident:
-            within_forward = self.steps.forward is not None  # which goes on, and keeps its lease
+            within_forward = self.steps.forward is not None  # the forward goes on, and keeps its lease
             if within_forward or (self.tasks.current is None and not self.steps.under_way):
                 return
         self.boundary()
@@ -297,8 +310,8 @@ class Trial:
         interrupts.check()
 
     def invalidate_copies(self) -> None:
-        """Device copies of shards are stale; none of a trial that is resident."""
+        """Tell the pool that the trial's device copies of shards are stale. A resident trial has none."""
         if (plan := self.planner.plan) is None or not plan.resident:
-            if self.tasks.current is not None:  # of a closure that the optimizer has called, within a forward
+            if self.tasks.current is not None:  # the optimizer was called with a closure, within a forward
                 self.boundary()
             self.events.tell_between_tasks(self, Invalidated(self.id))

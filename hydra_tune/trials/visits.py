@@ -1,7 +1,7 @@
-"""Visits to blocks: a block's weights are on the device for its forward, or for the repetition of that.
+"""Visits to blocks: a block's weights are on the device for its forward, or for the repetition of its forward.
 
-What a visit computes may pass what was reserved for it. If all is still as it was before the visit, everything that can
-go from the device goes, and the visit is made again: at most once.
+A visit may need more memory than was reserved for it, and run out of it. If it has changed nothing, all that can be
+dropped from the device is dropped, and the visit is made once more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Visits:
-    """One at a time. `under_way` is true within a block's forward, or its repetition."""
+    """The visits of one trial, one at a time. `under_way` is true within a block's forward or its repetition."""
 
     def __init__(self, trial: Trial, tasks: Tasks, *, planner: Planner, residency: Residency) -> None:
         self._trial: Trial = weakref.proxy(trial)
@@ -42,10 +42,10 @@ class Visits:
         self._residency = residency
         self._meter: TrialMeter = residency.meter
         self.under_way = False
-        self.is_measuring = False  # in a pilot, a block's first run: what it keeps may be dropped yet
+        self.is_measuring = False  # in a pilot, a block's first run: activations that it keeps may still be dropped
 
     def begin(self, block: Block, direction: Direction) -> DeviceCopy:
-        """The block's weights are on the device from here on, until `end`."""
+        """Begin a visit: the block's weights are on the device from here on, until `end`."""
         copy = self.be_at(block, direction)
         gate.enter()
         self.under_way = True
@@ -63,12 +63,13 @@ class Visits:
         gate.leave()
 
     def be_at(self, block: Block, direction: Direction) -> DeviceCopy:
-        """Be where the block's shard is; its copy there."""
+        """Have the block's shard on the device, in the task of this direction. Returns the copy of its weights."""
         planner, residency = self._planner, self._residency
         copy: DeviceCopy | None
         if planner.pilot is not None:
             copy = planner.pilot.copy_of(block)
-            if copy is not self._tasks.backward.copy:  # which is gone: a checkpoint has called other blocks meanwhile
+            # a checkpoint has called other blocks since, which has dropped the copy of the backward under way
+            if copy is not self._tasks.backward.copy:
                 self._tasks.backward.end()
         elif planner.plan is not None and planner.plan.resident:
             copy = DeviceCopy(residency.device, residency.device.slot(None, 0), [], None)
@@ -81,8 +82,9 @@ class Visits:
     # ---- room ----
 
     def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
-        """Run a visit to the block. Where that runs out of memory, and all is as if it had not run, drop what can be
-        dropped and run it again.
+        """Return `run()`, a visit to the block. If it runs out of memory, drop what can be dropped and run it again.
+
+        `rewound` undoes what the visit has done, and returns whether that succeeded; if not, it is not run again.
 
         Raises:
             BudgetError: it has run out of memory again.
@@ -94,11 +96,11 @@ class Visits:
         try:
             return run()
         except torch.OutOfMemoryError as error:
-            clear_frames(error)  # which keep what it has computed
+            clear_frames(error)  # they keep what the visit has computed
             can_repeat = rewound()
             if is_pilot and self._trial.backwards.under_way:
                 raise self._meter.no_room(error) from None
-            if is_pilot:  # which has nothing to drop
+            if is_pilot:  # a pilot has nothing on the device that can be dropped
                 raise
             if not can_repeat:
                 self._trial.leave_after_error()
@@ -109,18 +111,19 @@ class Visits:
         except torch.OutOfMemoryError as error:
             self._trial.leave_after_error()
             raise BudgetError(
-                f"block {block.name} of {self._trial.name} ran out of memory, again when all that could go from "
-                f"{self._residency.device.name} had gone: {error} Its first batch needed less. Raise the pool's "
-                "memory=, or lower the batch size."
+                f"block {block.name} of {self._trial.name} ran out of memory, and again after all that could be "
+                f"dropped from {self._residency.device.name} was dropped: {error} Its first batch needed less. Raise "
+                "the pool's memory=, or lower the batch size."
             ) from None
 
     def _drop_others(self, block: Block) -> None:
+        """Drop everything from the device that can be promoted again."""
         trial, residency = self._trial, self._residency
         logger.warning("%s: block %s ran out of memory; all other shards are dropped", trial.name, block.name)
         self._tasks.backward.end()
         if self._tasks.current is not None:
             residency.drop_shard(self._tasks.current.shard)
         trial.events.tell(OutOfMemory(trial.id))
-        residency.await_gradients()  # which are on the device until then
+        residency.await_gradients()  # until they have arrived, they are on the device as well
         collect()
         residency.device.free_cache()

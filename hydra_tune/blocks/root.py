@@ -40,7 +40,7 @@ class RootForward(StandIn):
         trial = self.trial
         if trial.is_plain:  # the trial has ended, but a wrapper of the user's still calls this
             return self.original(*args, **kwargs)
-        trial.hold()
+        trial.acquire()
         try:
             outputs = trial.forwards.run(self, args, kwargs)
         finally:

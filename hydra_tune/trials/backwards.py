@@ -40,8 +40,8 @@ class Backwards:
         self._visits = visits
         self._gradients = gradients
         self.under_way: list[Backward] = []
-        self.choices = TorchSettings.now().choices  # of kernels, at the begin of the last backward, or in `prepare`
-        self._touched: list[weakref.ref[Call]] = []  # calls that the backward under way has visited
+        self.kernel_choices = TorchSettings.now().choices  # at the begin of the last backward, or in `prepare`
+        self._visited_calls: list[weakref.ref[Call]] = []  # calls that the backward under way has visited
 
     @property
     def trial(self) -> Trial:
@@ -59,8 +59,8 @@ class Backwards:
             self.enter(call.forward_pass)
             open_backward.end()
             trial.meter.outside_ends()
-            copy = self._visits.be_at(call.block, Direction.BACKWARD)
-            self._touched.append(open_backward.begin(call, copy))
+            copy = self._visits.promoted_copy(call.block, Direction.BACKWARD)
+            self._visited_calls.append(open_backward.begin(call, copy))
         return copy
 
     def enter(self, forward_pass: ForwardPass) -> None:
@@ -76,11 +76,11 @@ class Backwards:
         if passes is not None:
             passes.add(forward_pass)
             return
-        self.refuse_late()
-        trial.hold()
+        self.refuse_after_end()
+        trial.acquire()
         backward.passes[trial] = {forward_pass}
         self.under_way.append(backward)
-        self.choices = TorchSettings.now().choices
+        self.kernel_choices = TorchSettings.now().choices
         if not self._steps.under_way:
             if self._planner.plan is None:
                 self._planner.settle_last()
@@ -91,7 +91,7 @@ class Backwards:
                 )
             self._steps.open()
 
-    def refuse_late(self) -> None:
+    def refuse_after_end(self) -> None:
         """Raise if the trial has ended before the backward."""
         if self.trial.ended:
             raise PrepareError(f"{self.trial.name} has ended; backward came too late. Call it before release(model).")
@@ -110,10 +110,10 @@ class Backwards:
                 if forward_pass is not forward and not any(forward_pass in passes for passes in outer):
                     forward_pass.done = True
         trial.tasks.backward.end()
-        for reference in self._touched:
+        for reference in self._visited_calls:
             if (call := reference()) is not None:
                 call.forget()
-        self._touched = []
+        self._visited_calls = []
         trial.residency.await_gradients()
         if failed:
             self._gradients.forget()
@@ -137,7 +137,7 @@ class Backwards:
                 steps.num_backwards += 1
         if not (within_forward or within_backward):
             steps.num_backwards += 1
-            steps.note_whether_simple()
+            steps.learn_whether_simple()
             if not trial.ended:
                 trial.leave_step_if_done()
             if trial.resumption is not None:

@@ -77,7 +77,7 @@ class BlockCalls:
                     self._backwards.enter(forward_pass)
                     return self._run(block, args, kwargs)
                 trial = self.trial
-                trial.hold()
+                trial.acquire()
                 try:
                     return self._run_alone(block, args, kwargs)
                 finally:
@@ -138,9 +138,11 @@ class BlockCalls:
 
     def keeps(self, settings: AmbientSettings) -> bool:
         """Whether a call must keep its activations because of what is set now, though its block could be repeated."""
-        at_once = self._steps.forward is None  # a checkpoint repeats the forward, and its backward follows at once
+        backward_follows = (
+            self._steps.forward is None
+        )  # a checkpoint repeats the forward, and its backward follows at once
         is_rebuilt, choices = settings.state.is_rebuilt, settings.process.choices
-        return at_once or is_rebuilt or choices != self._backwards.choices or is_watched()
+        return backward_follows or is_rebuilt or choices != self._backwards.kernel_choices or is_watched()
 
     def run_trained(
         self,
@@ -218,12 +220,12 @@ class BlockCalls:
             finally:
                 self._visits.end(copy, Direction.FORWARD)
 
-        def rewound() -> bool:
+        def undo() -> bool:
             draws.rewind()
             block.put_back_buffers(buffers)
             return versions == versions_of(given)
 
-        return self._visits.with_room(block, run, rewound)
+        return self._visits.with_room(block, run, undo)
 
 
 def _take_gradients(block: Block, weights: Sequence[torch.Tensor]) -> None:

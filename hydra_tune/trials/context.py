@@ -43,10 +43,10 @@ class Context:
     notes_memory: bool = False
     alone: bool = False
     begun: threading.Event = field(default_factory=threading.Event)
-    _last: Callable[[], Trial | None] = lambda: None  # a weak reference to the trial that was registered last
+    _last_trial: Callable[[], Trial | None] = lambda: None  # a weak reference to the trial that was registered last
 
     def register(self, trial: Trial) -> None:
-        self._last = weakref.ref(trial)
+        self._last_trial = weakref.ref(trial)
         self.begun.set()
         trial.random_state = self.random_state
         trial.of_runner, trial.alone = self.random_state is not None, self.alone
@@ -59,13 +59,13 @@ class Context:
         Models of one trial reserve memory together. With two trials in one thread, each could wait for ever for memory
         that the other has.
         """
-        its_pool = getattr(self._last(), "pool", pool)  # both may have been garbage collected
-        if (live := self._last()) is not None and not live.ended and live.models:
+        its_pool = getattr(self._last_trial(), "pool", pool)  # both may have been garbage collected
+        if (live := self._last_trial()) is not None and not live.ended and live.models:
             del live
             collect()
         # the trial's memory may live on and must count no more, such as a table that a library keeps for all models
         its_pool.events.end_abandoned()
-        live = self._last()
+        live = self._last_trial()
         if live is not None and not live.ended and not live.models:
             live.end()  # the script has dropped the model; an old loss or optimizer of its still refers to the trial
         return None if live is None or live.ended or live.pool is not pool else live

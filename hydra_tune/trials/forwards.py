@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 # A pilot lasts while its graph lives, and the script may keep a loss, such as that of a failed backward. It ends after
 # this many backwards in any case.
-_MOST_PILOT_BACKWARDS = 3
+_MAX_PILOT_BACKWARDS = 3
 _COMPARED_BY_VALUE = frozenset((bool, int, float, str, type(None)))
 
 
@@ -82,7 +82,7 @@ class Forwards:
                 self._stop.check_between_steps()
             steps.open()
             return self._run_step(root, args, kwargs)
-        self._enter(root, args, kwargs)
+        self._enter_step(root, args, kwargs)
         if call is not None and planner.plan is not None and planner.plan.resident:
             planner.covered.add(call)
             if trial.resumption is None:  # a resident trial has no device copies that the hooks would invalidate
@@ -141,7 +141,7 @@ class Forwards:
         if lasts:
             tasks.current = lease.task
         else:  # the lease has ended meanwhile
-            self._backwards.refuse_late()
+            self._backwards.refuse_after_end()
             steps.begin()
             tasks.go_to(0, Direction.BACKWARD)
         try:
@@ -177,14 +177,14 @@ class Forwards:
                 trial.checkpoint(states)
                 trial.resumption.publish()
 
-    def _enter(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _enter_step(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Be in a step that has room for this forward: the step under way, a new one, or a pilot."""
         trial, planner, steps = self._trial, self._planner, self._steps
         trial.hook_optimizers()
         if planner.plan is None or not planner.plan.resident:
             refuse_global_hooks()
         trial.forget_collected_models()
-        if planner.pilot is not None and steps.num_backwards >= _MOST_PILOT_BACKWARDS:
+        if planner.pilot is not None and steps.num_backwards >= _MAX_PILOT_BACKWARDS:
             steps.leave()
             planner.end_pilot()
         kind = planner.kind_of(trial.models.index(root.module), args, kwargs)
@@ -198,12 +198,12 @@ class Forwards:
                 planner.learn(kind)  # the next step reserves room for it, too
             return
         self._stop.check_between_steps()
-        if not (planner.known.covers(kind) or planner.learn(kind)) and self._begins_pilot(kind, args, kwargs):
+        if not (planner.known.covers(kind) or planner.learn(kind)) and self._begin_pilot(kind, args, kwargs):
             return
         planner.settle(planner.plan_for(kind))
         steps.open()
 
-    def _begins_pilot(self, kind: StepKind, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _begin_pilot(self, kind: StepKind, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Wait for room, and begin a pilot. False if another trial has measured this kind of step meanwhile."""
         trial, meter = self._trial, self._meter
         refuse_global_hooks()

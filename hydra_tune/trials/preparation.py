@@ -90,13 +90,13 @@ def prepare(
     if chosen.devices[0].process != gate.process:
         raise ConfigError("a pool works in the process that has made it. Make a new ShardPool in a forked one.")
     chosen.events.check_usable()
-    beside, host_bytes = context.live_trial(chosen), training_bytes(model, optimizer)
-    if beside is None:
+    joined, host_bytes = context.live_trial(chosen), training_bytes(model, optimizer)
+    if joined is None:
         trial = add_trial(chosen, Trial, num_steps, host_bytes, name or context.name, context.stop)
     else:
-        trial = beside
+        trial = joined
         grow_trial(trial, host_bytes)
-    with _binding:
+    with _bind_lock:
         try:
             _refuse_shared(model)
             if any(p.device.type != "cpu" for p in model.parameters()):
@@ -106,17 +106,20 @@ def prepare(
             progress = [] if resumption is None else resumption.begin(model, optimizer, plain, extra)
             trial.bind(model, optimizer)
         except BaseException:
-            if beside is None:
+            if joined is None:
                 trial.end()
             else:
                 grow_trial(trial, -host_bytes)
             raise
-        _bound[id(model)] = model
+        _prepared_models[id(model)] = model
     trial.resumption = resumption
-    if beside is None:
+    if joined is None:
         context.register(trial)
     interrupts.install()
-    wrapped = [PreparedLoader(loader, weakref.ref(trial), of_it) for loader, of_it in zip_longest(plain, progress)]
+    wrapped = [
+        PreparedLoader(loader, weakref.ref(trial), its_progress)
+        for loader, its_progress in zip_longest(plain, progress)
+    ]
     return (model, optimizer, *wrapped) if optimizer is not None or loaders else model
 
 
@@ -201,14 +204,14 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         )
 
 
-_bound: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # prepared models of all pools
-_binding = new_in_child(threading.Lock())  # held from the look for shared weights until the model is bound
+_prepared_models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # of all pools, by id
+_bind_lock = new_in_child(threading.Lock())  # held from the look for shared weights until the model is bound
 
 
 def _refuse_shared(model: nn.Module) -> None:
     """Raise `PrepareError` if the model shares a weight with another prepared model."""
     names = {id(p): name for name, p in model.named_parameters()}
-    for other in [ref() for ref in _bound.valuerefs()]:
+    for other in [ref() for ref in _prepared_models.valuerefs()]:
         shared = [] if other is None or trial_of(other) is None else [p for p in other.parameters() if id(p) in names]
         if shared:
             raise PrepareError(

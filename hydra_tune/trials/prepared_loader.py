@@ -49,10 +49,10 @@ class PreparedLoader:
         return bool(self._prepared[0])
 
     def __getitem__(self, key: Any) -> Any:
-        return _arrived(self._prepared[0][key], _living(self))
+        return _to_device(self._prepared[0][key], _live_trial(self))
 
     def __iter__(self) -> PreparedLoader:
-        (loader, reference, progress), trial = self._prepared, _living(self)
+        (loader, reference, progress), trial = self._prepared, _live_trial(self)
         if trial is not None:
             if trial.is_here:  # a thread of the script's that fetches batches ahead may come within a step
                 trial.boundary()
@@ -68,11 +68,11 @@ class PreparedLoader:
     def __next__(self) -> Any:
         """The next batch, if the loader is an iterator. A checkpoint of all before this batch is written once the batch
         is there."""
-        (loader, _, progress), trial = self._prepared, _living(self)
+        (loader, _, progress), trial = self._prepared, _live_trial(self)
         if trial is not None and trial.is_here:
             trial.boundary()
         if trial is None or trial.resumption is None or progress is None:
-            return _arrived(next(loader), trial)
+            return _to_device(next(loader), trial)
         states = trial.resumption.before_batch(progress)
         try:
             batch = next(loader)
@@ -82,7 +82,7 @@ class PreparedLoader:
         if states is not None:
             trial.checkpoint(states)
         progress.has_given()
-        return _arrived(batch, trial)
+        return _to_device(batch, trial)
 
 
 class _Iteration(PreparedLoader):
@@ -94,13 +94,13 @@ class _Iteration(PreparedLoader):
         return self
 
 
-def _living(loader: PreparedLoader) -> Trial | None:
+def _live_trial(loader: PreparedLoader) -> Trial | None:
     """The loader's trial; None once it has ended. Then the model is plain on the host, and batches stay there."""
     trial = loader._prepared[1]()
     return None if trial is None or trial.ended else trial
 
 
-def _arrived(batch: Any, trial: Trial | None) -> Any:
+def _to_device(batch: Any, trial: Trial | None) -> Any:
     return batch if trial is None else trial.residency.to_device(batch)
 
 

@@ -26,7 +26,7 @@ from hydra_tune.devices.tensor_bytes import tensor_bytes
 if TYPE_CHECKING:
     from hydra_tune.pool.shard_pool import ShardPool
 
-MOST_FORMER = 512  # at most so many former device copies are kept to be filled again
+MAX_FORMER_COPIES = 512  # at most so many former device copies are kept to be filled again
 
 
 class Residency:
@@ -37,7 +37,7 @@ class Residency:
         self.meter = meter
         self.shards: list[list[Block]] = []  # of the plan
         self.copies: dict[int, DeviceCopy] = {}  # by shard
-        self._former: dict[tuple[int, int, int], DeviceCopy] = {}  # by shard, offset and bytes
+        self._former_copies: dict[tuple[int, int, int], DeviceCopy] = {}  # by shard, offset and bytes
         self._weights: HostWeights | None = None
         # (module, attribute, parameter; None for a buffer) of what is held on the device. The module is weakly referred
         # to: it may be the model, which is garbage once its user has dropped it
@@ -49,13 +49,13 @@ class Residency:
         """Change the home device, between two steps. Only for virtual devices: no bytes move, they are only counted on
         the new home."""
         self.device = to
-        self._former.clear()
+        self._former_copies.clear()
         self.meter.move(to)
 
     def cut(self, shards: list[list[Block]]) -> None:
         """Set the shards that `promote_shard` promotes."""
         self.shards = shards
-        self._former.clear()
+        self._former_copies.clear()
 
     @property
     def spilled(self) -> bool:
@@ -82,13 +82,13 @@ class Residency:
         device, place = self.device, (shard, offset, num_bytes)
         counting = self.meter.always if ahead else self.meter.counting
         with CountingPaused():
-            copy = self._former.get(place)
+            copy = self._former_copies.get(place)
             if copy is None or not copy.can_refill:
                 copy = DeviceCopy(device, device.slot(offset, num_bytes), self.shards[shard], self._weights)
                 if device.is_virtual:
-                    if len(self._former) >= MOST_FORMER:
-                        self._former.clear()
-                    self._former[place] = copy
+                    if len(self._former_copies) >= MAX_FORMER_COPIES:
+                        self._former_copies.clear()
+                    self._former_copies[place] = copy
             self._fill(copy, counting=counting)
         copy.is_new = not ahead
         self.copies[shard] = copy
@@ -122,16 +122,16 @@ class Residency:
                 copy.device.promote(stale, in_use=True)
 
     def spill_gradients(
-        self, masters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], *, late: bool
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], *, late: bool
     ) -> list[torch.Tensor | None]:
         """Copy gradients to new host tensors.
 
-        Their strides are those of the parameters, `masters`, so that autograd takes them for `.grad` as they are. With
+        Their strides are those of the parameters, so that autograd takes them for `.grad` as they are. With
         `late` they are still on their way when this returns: nobody may read them before `await_gradients`.
         """
         self.await_gradients()  # the plan has room for one block's gradients on their way, beside those of the next
         given = [g for g in gradients if g is not None]
-        like = [p for g, p in zip(gradients, masters, strict=True) if g is not None]
+        like = [p for g, p in zip(gradients, parameters, strict=True) if g is not None]
         num_bytes, start_s = sum(map(tensor_bytes, given)), time.perf_counter()
         with CountingPaused():
             spilled, arrival = self.device.spill(given, like)
@@ -167,18 +167,18 @@ class Residency:
     ) -> None:
         """Move all parameters and buffers to the device, except those of `except_blocks`, and optimizer state with its
         parameters. What is there already stays."""
-        there = {(m, name) for b in except_blocks for m, name, _ in b.sites}
-        there |= {(module(), name) for module, name, _ in self._held}  # type: ignore[misc]
+        held_sites = {(m, name) for b in except_blocks for m, name, _ in b.sites}
+        held_sites |= {(module(), name) for module, name, _ in self._held}  # type: ignore[misc]
         moved: dict[torch.Tensor, None] = {}  # each once, though it may have several sites
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and (module, name) not in there:
+                if tensor is not None and (module, name) not in held_sites:
                     self._held.append((ref(module), name, module._parameters.get(name)))
                     moved[tensor] = None
         with CountingPaused():
             for tensor in moved:
                 grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns if one reads `.grad` of other tensors
-                _put(tensor, tensor.detach().to(self.device.torch_device, copy=True))
+                _set_data(tensor, tensor.detach().to(self.device.torch_device, copy=True))
                 # on a virtual device a gradient stays the same tensor, as a user's tensor may view it
                 if grad is not None and grad.device != self.device.torch_device:
                     tensor.grad = grad.detach().to(self.device.torch_device)
@@ -190,7 +190,7 @@ class Residency:
 
     def bring_home(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Move what is held on the device back to host memory."""
-        self._former.clear()
+        self._former_copies.clear()
         found: dict[torch.Tensor, None] = {}
         for reference, name, parameter in self._held:
             module = reference()  # alive: it may have another tensor in this attribute by now
@@ -199,7 +199,7 @@ class Residency:
                 found[tensor] = None
         with CountingPaused():
             for held in found:
-                _put(held, self._to_host(held))
+                _set_data(held, self._to_host(held))
                 if (grad := held.grad if held.is_leaf else None) is not None:
                     self.meter.disown(grad)
                     if grad.device.type != "cpu":
@@ -232,7 +232,7 @@ class Residency:
         ):  # a copy of the dict: other threads may drop idle shards meanwhile
             copy.device.retire(copy.slot, copy.device.mark())  # Ctrl-C may have ended a visit before it set `used`
             self.drop_shard(shard)
-        self._former.clear()
+        self._former_copies.clear()
         if self._weights is not None:
             self._weights.close()
 
@@ -245,7 +245,7 @@ class Residency:
         return unflatten(moved, structure)
 
 
-def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Change a tensor's data in place: it stays the same object, so that all who refer to it see the new data."""
     with torch.inference_mode(tensor.is_inference()):
         tensor.data = data

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class _Sent(NamedTuple):
-    """A gradient in host memory that was given to autograd; `place` is its address, to find out whether it is `.grad`
-    in the end. The tensor itself is not kept here: autograd takes only tensors that nobody else refers to."""
+    """A gradient in host memory that was given to autograd. Its `address` shows in the end whether it is `.grad`. The
+    tensor itself is not kept here: autograd takes a tensor without reading it only if nobody else refers to it."""
 
     parameter: nn.Parameter
-    place: int
+    address: int
     version: int
     block: str
     late: bool
@@ -51,7 +51,7 @@ class SentGradients:
         self._steps = steps
         self._residency = residency
         self._sent: list[_Sent] = []  # in the backward under way
-        self._taken = set[int]()  # ids of weights whose last gradient autograd has taken without reading it
+        self._taken_unread = set[int]()  # ids of weights whose last gradient autograd has taken without reading it
 
     def send(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """End the backward of a call: send the gradients of its weights to where the weights are, which is host memory
@@ -73,24 +73,24 @@ class SentGradients:
             with CountingPaused():
                 sent = [None if g is None else g.to(p.dtype) for g, p in zip(sent, parameters, strict=True)]
         else:
-            sent = self._late_or_not(call, gradients)
+            sent = self._send_late_if_unread(call, gradients)
         call.forget()
         trial.tasks.backward.end()
         return sent
 
-    def _late_or_not(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _send_late_if_unread(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Send gradients, late if autograd will not read them."""
         parameters = call.promoted
-        alone = (
+        only_use = (
             self._residency.device.spills_behind
             and call.forward_pass.calls.get(call.block.name, 0) == 1
             and self._steps.has_one_forward
             # autograd reads a gradient that it adds to another one, and so does a hook
-            and not any(self._planner.uses[id(p)] > 1 or p.grad is not None or has_hooks(p) for p in parameters)
+            and not any(self._planner.cut.uses[id(p)] > 1 or p.grad is not None or has_hooks(p) for p in parameters)
         )
-        late = alone and all(id(p) in self._taken and _is_accumulated(p) for p in parameters)
+        late = only_use and all(id(p) in self._taken_unread and _is_accumulated(p) for p in parameters)
         sent = self._residency.spill_gradients(parameters, gradients, late=late)
-        if alone:
+        if only_use:
             self._sent += [
                 _Sent(p, g.data_ptr(), g._version, call.block.name, late)
                 for p, g in zip(parameters, sent, strict=True)
@@ -111,19 +111,19 @@ class SentGradients:
         """
         if not self._sent:
             return
-        summed, sent, self._sent = "", self._sent, []
-        for p, place, version, block, late in sent:
+        read_late, sent, self._sent = "", self._sent, []
+        for p, address, version, block, late in sent:
             gradient = p.grad
-            if gradient is not None and (gradient.data_ptr(), gradient._version) == (place, version):
-                self._taken.add(id(p))
+            if gradient is not None and (gradient.data_ptr(), gradient._version) == (address, version):
+                self._taken_unread.add(id(p))
             else:
-                self._taken.discard(id(p))
-                summed = block if late else summed
-        if summed:
+                self._taken_unread.discard(id(p))
+                read_late = block if late else read_late
+        if read_late:
             raise PrepareError(
-                f"a weight of block {summed} has another use in this backward, such as a penalty on weights, and had "
-                "none in earlier ones, so that its gradient was still being copied when it was added to the other one. "
-                "From here on the backward waits for it: set the gradients to None, and repeat the forward."
+                f"a weight of block {read_late} has another use in this backward, such as a penalty on weights, and "
+                "had none in earlier ones, so that its gradient was still being copied when it was added to the other "
+                "one. From here on the backward waits for it: set the gradients to None, and repeat the forward."
             )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hydra_tune")
 # A step may have several backwards: of two networks, of several losses. After this many it is ended in any case.
-_MOST_BACKWARDS = 8
+_MAX_BACKWARDS = 8
 
 
 class Steps:
@@ -36,13 +36,13 @@ class Steps:
         self.forwards: list[weakref.ref[ForwardPass]] = []
         self.forward: ForwardPass | None = None  # the one under way
         self.are_simple: bool | None = None  # whether steps have one forward and one backward; None: not known yet
-        self._keeps = False  # the script keeps an activation, and was warned
+        self._has_warned = False  # the script keeps an activation, and was warned
 
     def open(self) -> None:
-        """Wait until a step fits, and begin it. A step that is under way goes on, up to `_MOST_BACKWARDS`."""
+        """Wait until a step fits, and begin it. A step that is under way goes on, up to `_MAX_BACKWARDS`."""
         if self.under_way:
-            if self.num_backwards >= _MOST_BACKWARDS:
-                self._leave_endless()
+            if self.num_backwards >= _MAX_BACKWARDS:
+                self._end_overlong()
             return
         if not self._trial.lease.enter_step():
             self._trial.events.ask(self._trial, StepReady(self._trial.id), Enter)
@@ -73,12 +73,12 @@ class Steps:
             self.leave()
         return True
 
-    def note_whether_simple(self) -> None:
+    def learn_whether_simple(self) -> None:
         """Called after each backward: learn whether the trial's steps are simple."""
         if self.are_simple is None:
             self.are_simple = (self.num_forwards, self.num_backwards) == (1, 1) or None
 
-    def _leave_endless(self) -> None:
+    def _end_overlong(self) -> None:
         """End a step that has had too many backwards.
 
         The script keeps an activation on which it may still call backward. So the step does not end by itself, and all
@@ -86,8 +86,8 @@ class Steps:
         done, for other trials may wait to learn what was measured.
         """
         trial = self._trial
-        if not self._keeps:
-            self._keeps = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%s keeps an output of an earlier forward, on which backward may still be called: its bytes stay on "
                 "the device, and checkpoints and pauses wait until it is gone. Compute what needs no gradient under "

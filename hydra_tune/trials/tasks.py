@@ -98,10 +98,10 @@ class Tasks:
             self.backward.end()
         if self.current is not None:
             task, self.current = self.current, None
-            goes_on = self._lease.end()
-            if goes_on is None:
+            keeps_lease = self._lease.end()
+            if keeps_lease is None:
                 self._events.release(task)
-            elif not goes_on:
+            elif not keeps_lease:
                 trial = self._trial()
                 assert trial is not None
                 self._events.hear(trial)

@@ -212,7 +212,7 @@ class Trial:
 
     # ---- one thread at a time ----
 
-    def hold(self) -> None:
+    def acquire(self) -> None:
         """Acquire `busy` for the calling thread. The caller releases it.
 
         Raises:
@@ -237,7 +237,7 @@ class Trial:
 
     def boundary(self) -> None:
         """Called where no task of the trial can be under way: end the task and the step that could not end before."""
-        self.hold()
+        self.acquire()
         try:
             self.leave_step_if_done()
         finally:

@@ -46,7 +46,7 @@ class Visits:
 
     def begin(self, block: Block, direction: Direction) -> DeviceCopy:
         """Begin a visit: the block's weights are on the device from here on, until `end`."""
-        copy = self.be_at(block, direction)
+        copy = self.promoted_copy(block, direction)
         gate.enter()
         self.under_way = True
         self._meter.inside += 1
@@ -62,7 +62,7 @@ class Visits:
             self._meter.outside_starts()
         gate.leave()
 
-    def be_at(self, block: Block, direction: Direction) -> DeviceCopy:
+    def promoted_copy(self, block: Block, direction: Direction) -> DeviceCopy:
         """Have the block's shard on the device, in the task of this direction. Returns the copy of its weights."""
         planner, residency = self._planner, self._residency
         copy: DeviceCopy | None
@@ -81,10 +81,10 @@ class Visits:
 
     # ---- room ----
 
-    def with_room(self, block: Block, run: Callable[[], ResultT], rewound: Callable[[], bool]) -> ResultT:
+    def with_room(self, block: Block, run: Callable[[], ResultT], undo: Callable[[], bool]) -> ResultT:
         """Return `run()`, a visit to the block. If it runs out of memory, drop what can be dropped and run it again.
 
-        `rewound` undoes what the visit has done, and returns whether that succeeded; if not, it is not run again.
+        `undo` undoes what the visit has done, and returns whether that succeeded; if not, it is not run again.
 
         Raises:
             BudgetError: it has run out of memory again.
@@ -97,7 +97,7 @@ class Visits:
             return run()
         except torch.OutOfMemoryError as error:
             clear_frames(error)  # they keep what the visit has computed
-            can_repeat = rewound()
+            can_repeat = undo()
             if is_pilot and self._trial.backwards.under_way:
                 raise self._meter.no_room(error) from None
             if is_pilot:  # a pilot has nothing on the device that can be dropped

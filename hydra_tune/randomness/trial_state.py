@@ -135,9 +135,8 @@ def drawing_from(state: RandomState) -> Iterator[None]:
     global _gpu_generators
     outer = thread.generator, thread.trial_state
     with _holders_lock:
-        if (
-            torch.cuda.default_generators and not _gpu_generators
-        ):  # PyTorch has initialised CUDA since the last objective
+        # PyTorch may have initialised CUDA since the last objective
+        if torch.cuda.default_generators and not _gpu_generators:
             _gpu_generators = tuple(torch.cuda.default_generators)
             torch.cuda.default_generators = tuple(map(_DeviceStandIn, _gpu_generators))  # type: ignore[assignment]
     thread.generator, thread.trial_state = state.stand_in(DEFAULT), state

@@ -138,9 +138,8 @@ class BlockCalls:
 
     def keeps(self, settings: AmbientSettings) -> bool:
         """Whether a call must keep its activations because of what is set now, though its block could be repeated."""
-        backward_follows = (
-            self._steps.forward is None
-        )  # a checkpoint repeats the forward, and its backward follows at once
+        # a checkpoint repeats the forward, and its backward follows at once
+        backward_follows = self._steps.forward is None
         is_rebuilt, choices = settings.state.is_rebuilt, settings.process.choices
         return backward_follows or is_rebuilt or choices != self._backwards.kernel_choices or is_watched()
 

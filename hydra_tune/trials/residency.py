@@ -227,9 +227,8 @@ class Residency:
 
     def close(self) -> None:
         """Drop all copies, and give up the host buffer."""
-        for shard, copy in list(
-            self.copies.items()
-        ):  # a copy of the dict: other threads may drop idle shards meanwhile
+        # a list, as other threads may drop idle shards meanwhile
+        for shard, copy in list(self.copies.items()):
             copy.device.retire(copy.slot, copy.device.mark())  # Ctrl-C may have ended a visit before it set `used`
             self.drop_shard(shard)
         self._former_copies.clear()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import optuna
 import pytest
@@ -18,6 +17,7 @@ from optuna.trial import TrialState
 import hydra_tune
 from hydra_tune.integrations.optuna_runner import live_trials
 from hydra_tune.planning.optimizer_memory import training_bytes
+from paths import HELPERS
 from scripts import BUDGETS, WIDTH, Net
 
 WAIT_S = 60.0
@@ -55,9 +55,7 @@ except KeyboardInterrupt:
 def interrupt_a_search(after_s, tmp_path, search=SEARCH):
     """What it prints at its end; and the states of its trials."""
     storage = f"sqlite:///{tmp_path / 'search.db'}"
-    child = subprocess.Popen(
-        [sys.executable, "-c", search, storage], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
-    )
+    child = subprocess.Popen([sys.executable, "-c", search, storage], stdout=subprocess.PIPE, text=True, cwd=HELPERS)
     try:
         assert child.stdout.readline().startswith("trains")  # perhaps of two at once
         threading.Event().wait(after_s)

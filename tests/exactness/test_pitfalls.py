@@ -4,9 +4,9 @@ A test that stays green without its remedy shows nothing. Where the remedy is th
 9, 10, 16), what is put in its place does as systems do that have the pitfall. Those that PyTorch's own graph leaves
 without a remedy of ours are tested elsewhere:
 
-    3 order of sums, 14 blocks called several times     test_uses_of_weights.py, test_outer_graph.py
-    6 side channels, 15 weights reached from elsewhere  test_cut.py
-    13 no input requires a gradient                     test_state.py
+    3 order of sums, 14 blocks called several times     test_gradient_sums.py, test_graph_outside_blocks.py
+    6 side channels, 15 weights reached from elsewhere  test_repeat_or_keep.py
+    13 no input requires a gradient                     test_prepared_model.py
     14 blocks not called at first                       test_changed_modules.py
     29 grad mode in backward                            whatever is repeated
 """

@@ -7,16 +7,16 @@ import warnings
 import pytest
 import torch
 
-import test_before_backward
-import test_beside_weights
+import test_attributes_and_hooks
+import test_backward_of_blocks
 import test_buffers
 import test_changed_modules
+import test_changes_before_backward
 import test_evaluation
-import test_marks
-import test_outer_graph
-import test_unseen_writes
-import test_within_backward
-import test_within_forward
+import test_forward_of_models
+import test_graph_outside_blocks
+import test_state_beside_weights
+import test_writes_by_hooks
 from scripts import assert_trains_as_in_plain_pytorch
 
 pytestmark = [
@@ -25,15 +25,16 @@ pytestmark = [
 ]
 DEVICE = "cuda:0"
 MODULES = (
-    test_before_backward, test_beside_weights, test_buffers, test_changed_modules, test_evaluation, test_marks,
-    test_outer_graph, test_unseen_writes, test_within_backward, test_within_forward,
+    test_attributes_and_hooks, test_backward_of_blocks, test_buffers, test_changed_modules,
+    test_changes_before_backward, test_evaluation, test_forward_of_models, test_graph_outside_blocks,
+    test_state_beside_weights, test_writes_by_hooks,
 )  # fmt: skip
 OTHERWISE = {
     test_buffers.SharesABuffer: "`.to(device)` gives each module a buffer of its own",
-    test_beside_weights.OtherStrides: "computes with weights, which are in host memory",
+    test_state_beside_weights.OtherStrides: "computes with weights, which are in host memory",
     test_buffers.RoundsToNegativeZeros: "computes with buffers, which are in host memory",
-    test_within_forward.MarksAWeight: "computes with weights, which are in host memory",
-    test_within_forward.RetainsAGradient: "adds a gradient on the device to a weight, which is in host memory",
+    test_forward_of_models.MarksAWeight: "computes with weights, which are in host memory",
+    test_forward_of_models.RetainsAGradient: "adds a gradient on the device to a weight, which is in host memory",
     test_evaluation.CallsAPart: "calls a part before the first batch, which is refused",
 }
 SCRIPTS = [script for module in MODULES for script in module.SCRIPTS if script not in OTHERWISE]

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import weakref
 from collections import defaultdict
-from pathlib import Path
 
 import optuna
 import psutil
@@ -29,6 +28,7 @@ from hydra_tune.process.interrupts import interrupts
 from hydra_tune.schedule.events import TrialEnded
 from hydra_tune.trials.context import current_context, trial_context
 from models import gpt
+from paths import python_path
 
 BUDGET = 400_000
 WIDTHS = {"spilled": 128, "resident": 24}
@@ -568,8 +568,7 @@ def test_a_thousand_trials_leave_host_and_device_bytes_flat(concurrency):
     """
     bound_mib, weight_bytes = 12, 4 * (9 * 128 * 129 + 4 * 129)
     assert 800 / 2 * weight_bytes / 2**20 > 18 * bound_mib, "every other trial is a spilled one"
-    root = Path(hydra_tune.__file__).parents[1]
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "PYTHONPATH": str(root)}
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "PYTHONPATH": python_path()}
     command = [sys.executable, __file__, str(concurrency)]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3_600)
     assert output.returncode == 0, output.stderr[-4000:]

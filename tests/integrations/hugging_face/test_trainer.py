@@ -15,6 +15,7 @@ import torch
 import hydra_tune
 from hydra_tune.blocks.root import trial_of
 from hydra_tune.integrations.frameworks import current_trial
+from paths import python_path
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -472,8 +473,7 @@ def test_a_search_that_was_killed_goes_on_with_the_same_numbers(tmp_path):
 
     def run(folder, kills):
         folder.mkdir(exist_ok=True)
-        places = [str(Path(__file__).parent), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), str(kills)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from paths import ROOT, python_path
+
 pytest.importorskip("ray")
 pytestmark = pytest.mark.proof
-ROOT = Path(__file__).parent.parent
 BEFORE = """
 import torch, hydra_tune
 STEPS = 3
@@ -33,7 +32,7 @@ def train_step(model, optimizer):
 @pytest.fixture(autouse=True)
 def _without_tokens(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", python_path())
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/ray.md"])

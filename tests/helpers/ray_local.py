@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +14,14 @@ from ray import tune
 
 from hydra_tune import HydraExecutor
 from hydra_tune.integrations.ray_tune.pool_keeper import report
-
-HERE = Path(__file__).parent
+from paths import TESTS, python_path
 
 
 @contextmanager
 def modules_of_tests() -> Iterator[None]:
-    """Processes that Ray starts meanwhile import them, too."""
+    """Processes that Ray starts meanwhile import them, too: a function of a test is sent by its module's name."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("PYTHONPATH", python_path(*(TESTS / "integrations").iterdir()))
         yield
 
 

@@ -31,7 +31,8 @@ from ray.cluster_utils import Cluster
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from hydra_tune.integrations.ray_node.messages import Order
-from ray_local import HERE, Results, empty_pool, first_step, local_ray, modules_of_tests
+from paths import HELPERS
+from ray_local import Results, empty_pool, first_step, local_ray, modules_of_tests
 from waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -203,7 +204,7 @@ def test_a_pool_whose_devices_are_taken_says_so(tmp_path):
 @pytest.mark.proof
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_stays_of_a_driver_that_is_stopped_within_a_step(cluster, tmp_path, how):
-    driver = subprocess.Popen([sys.executable, str(HERE / "ray_driver.py"), cluster.address, str(tmp_path)])
+    driver = subprocess.Popen([sys.executable, str(HELPERS / "ray_driver.py"), cluster.address, str(tmp_path)])
     try:
         wait_until(lambda: len(list(tmp_path.glob("under way*"))) == 2, "both trials are under way")
         driver.send_signal(how)
@@ -335,7 +336,9 @@ def test_a_pool_is_its_jobs_own(job, tmp_path):
 
 @pytest.mark.proof
 def test_jobs_that_ask_for_it_share_a_pool(cluster, tmp_path):
-    driver = subprocess.Popen([sys.executable, str(HERE / "ray_driver.py"), cluster.address, str(tmp_path), "shared"])
+    driver = subprocess.Popen(
+        [sys.executable, str(HELPERS / "ray_driver.py"), cluster.address, str(tmp_path), "shared"]
+    )
     try:
         wait_until(lambda: len(list(tmp_path.glob("under way*"))) == 2, "both trials are under way")
         ray.init(address=cluster.address, log_to_driver=False)

@@ -18,6 +18,7 @@ import hydra_tune
 from hydra_tune.blocks.root import trial_of
 from hydra_tune.integrations.frameworks import current_trial, framework_checkpoints, process_settings
 from hydra_tune.planning.planner import Planner
+from paths import python_path
 
 lightning = pytest.importorskip("lightning")
 lightning_callback = pytest.importorskip("hydra_tune.integrations.lightning_trainer.lightning_callback")
@@ -704,8 +705,7 @@ def test_a_search_that_was_killed_goes_on_with_the_same_numbers(tmp_path):
 
     def run(folder, kills):
         folder.mkdir(exist_ok=True)
-        places = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), str(kills)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 

@@ -9,6 +9,7 @@ import copy
 import datetime
 import gc
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from optuna.study import _optimize
 from optuna.trial import TrialState
 
 import hydra_tune
+from paths import python_path
 from scripts import BUDGETS, WIDTH, Net
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
@@ -133,8 +135,9 @@ def share(url, n_trials):
 def test_two_processes_share_a_study_and_run_each_trial_once(tmp_path):
     url = f"sqlite:///{tmp_path / 'study.db'}"
     study = study_on(url, study_name="search")
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parent)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    other = subprocess.Popen([sys.executable, "-c", OTHER, url], cwd=Path(__file__).parent, **pipes)
+    other = subprocess.Popen([sys.executable, "-c", OTHER, url], env=environment, **pipes)
     try:
         assert other.stdout.readline() == "ready\n"
         other.stdin.write("go\n")

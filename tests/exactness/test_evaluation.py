@@ -30,7 +30,8 @@ class Decodes(Net):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+# with checks: without, see `test_a_first_step_that_ends_within_inference_mode`
+@pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.checks)])
 @pytest.mark.parametrize("trains_first", [False, True], ids=["evaluates first", "trains first"])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_cache_that_is_given_is_filled_in_evaluation(budget, trains_first, mode):

@@ -3,6 +3,8 @@
 import pytest
 
 import hydra_tune
+from compared import with_and_without_checks
+from hydra_tune.config import checks_enabled
 from models import CASES
 from training import assert_bitwise_equal, train
 
@@ -27,13 +29,15 @@ def budget_bytes(which, build, batch):
     return plan.held_bytes + plan.step_bytes + largest
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
+@with_and_without_checks
 @pytest.mark.parametrize(
     "clip", [pytest.param(None, id="plain", marks=pytest.mark.proof), pytest.param(0.5, id="clipped")]
 )
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("case", CASES)
-def test_training_equals_plain_pytorch_bit_for_bit(case, budget, clip, caplog):
+def test_training_equals_plain_pytorch_bit_for_bit(case, budget, clip, checked, caplog):
+    assert checks_enabled() == checked
     build, batch = CASES[case]
     budget_now = budget_bytes(budget, build, batch)
     with hydra_tune.ShardPool(["cpu"], budget_now) as pool:

@@ -29,6 +29,8 @@ from hydra_tune.planning.pilot import Pilot
 from hydra_tune.trials import context, sent_gradients, trial
 from hydra_tune.trials.context import trial_context
 
+pytestmark = pytest.mark.checks  # without a remedy, what has gone from the device is read as long as it is not poisoned
+
 WIDTH = 32
 CLIP, SCALE = 0.1, 1024.0
 

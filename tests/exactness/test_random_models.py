@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hydra_tune
+from compared import with_and_without_checks
+from hydra_tune.config import checks_enabled
 from random_trees import MAPS, ROWS, WIDTH, Kind, grown, trees
 
 
@@ -210,6 +212,7 @@ CASTS_OTHERWISE_THAN_THE_CONTEXT_AROUND = Recipe(
 )  # fmt: skip
 
 
+@with_and_without_checks
 @ignores_warning
 @given(**CASES)
 @example(recipe=CASTS_WITHIN_A_CONTEXT_THAT_IS_OFF, share=0.4, autocast=["off", "bf16"], accumulate=1, forwards=2)
@@ -217,11 +220,13 @@ CASTS_OTHERWISE_THAN_THE_CONTEXT_AROUND = Recipe(
 @example(recipe=CUT_ANEW_BY_A_LATER_PILOT, share=1.0, autocast=["bf16", "none", "bf16"], accumulate=1, forwards=1)
 @example(recipe=A_PILOT_FAILS_IN_BACKWARD, share=0.9124763237245037, autocast=["bf16"] * 3, accumulate=1, forwards=1)
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=SLOW)
-def test_random_models_train_as_in_plain_pytorch(recipe, share, autocast, accumulate, forwards):
+def test_random_models_train_as_in_plain_pytorch(checked, recipe, share, autocast, accumulate, forwards):
+    assert checks_enabled() == checked
     check(recipe, share, autocast, accumulate, forwards, grows_by=2)
 
 
 @pytest.mark.proof
+@pytest.mark.checks
 @ignores_warning
 @given(**CASES)
 @settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=SLOW)

@@ -11,6 +11,8 @@ import hydra_tune
 
 BUDGETS = {"spilled": 200 * 1024, "resident": 8 * 1024 * 1024}
 WIDTH, VOCABULARY, POSITIONS = 32, 32, 6
+CHECKED = pytest.param(True, marks=pytest.mark.checks)
+with_and_without_checks = pytest.mark.parametrize("checked", [False, CHECKED], ids=["as users run it", "checked"])
 
 
 class Shift(nn.Module):

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import hydra_tune
-from compared import with_and_without_checks
+from comparison import with_and_without_checks
 from hydra_tune.blocks.root import use_no_cache
 from hydra_tune.config import checks_enabled
 from zoo import ZOO

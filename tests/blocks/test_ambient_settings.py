@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 import hydra_tune
 from hydra_tune.blocks import ambient_settings
-from scripts import BUDGETS, WIDTH, Layer, Net
+from models import BUDGETS, WIDTH, Layer, Net
 
 
 class NotesDtype(Layer):

@@ -7,19 +7,9 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from compared import (
-    BUDGETS,
-    Net,
-    assert_as_in_plain_pytorch,
-    batch,
-    left_by,
-    loss_on,
-    made,
-    refused,
-    train,
-)
+from comparison import assert_as_in_plain_pytorch, both_budgets, left_by, made, refused, train
+from models import TiedNet, batch, loss_on
 
-both_budgets = pytest.mark.parametrize("budget", BUDGETS)
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where no input has a gradient
 
 
@@ -38,7 +28,7 @@ class Log(list):
 def test_hooks_on_weights(register, budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model, logs = Net(), {}
+        model, logs = TiedNet(), {}
         for i, (name, p) in enumerate(model.named_parameters()):
             logs[name] = Log()
             if i % 2:
@@ -59,7 +49,7 @@ def test_weights_get_their_gradients_block_by_block_in_the_order_of_plain_pytorc
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model, order = Net(), []
+        model, order = TiedNet(), []
         for name, p in model.named_parameters():
             p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
         model, optimizer = made(prepare, model)
@@ -79,7 +69,7 @@ def test_weights_get_their_gradients_block_by_block_in_the_order_of_plain_pytorc
 def test_hooks_may_change_gradients(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         for p in model.parameters():
             p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
             p.register_hook(lambda grad: 2 * grad)
@@ -96,7 +86,7 @@ def test_an_optimizer_in_the_backward(given, budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         optimizers = {p: optim.AdamW([p], lr=0.02) for p in model.parameters()}
 
         def step(p):
@@ -145,7 +135,7 @@ PLACES = {
 def test_hooks_on_modules(kind, place, when, budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model, log = Net(), Log()
+        model, log = TiedNet(), Log()
         optimizer = optim.AdamW(model.parameters(), lr=0.02)
         if when == "before prepare":
             REGISTER[kind](PLACES[place](model), log)
@@ -175,7 +165,7 @@ CHANGES = {
 def test_hooks_on_modules_may_change_what_they_see(kind, place, budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         CHANGES[kind](PLACES[place](model))
         model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
@@ -205,7 +195,7 @@ GLOBAL = {
 def test_hooks_on_all_modules(kind, when, budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model, log = Net(), Log()
+        model, log = TiedNet(), Log()
         model, optimizer = made(prepare, model)
         losses = [] if when == "before prepare" else train(model, optimizer, 1)
         handle = GLOBAL[kind](log)
@@ -225,7 +215,7 @@ def test_flops_are_not_counted_meanwhile(budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model, optimizer = made(prepare, Net())
+        model, optimizer = made(prepare, TiedNet())
         with FlopCounterMode(display=False):
             return train(model, optimizer, 1)
 
@@ -239,7 +229,7 @@ def test_flops_are_not_counted_meanwhile(budget):
 def trained_on_kept(prepare, place):
     """Two steps on the loss and the mean square of what a hook at `place` keeps."""
     torch.manual_seed(0)
-    model, kept = Net(residual=False), []
+    model, kept = TiedNet(residual=False), []
     PLACES[place](model).register_forward_hook(lambda _, args, output: kept.append(output))
     model, optimizer = made(prepare, model)
     losses = []
@@ -273,7 +263,7 @@ def test_activations_kept_for_a_look(place, budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model, kept = Net(), []
+        model, kept = TiedNet(), []
         PLACES[place](model).register_forward_hook(lambda _, args, output: kept.append(output.detach()))
         model, optimizer = made(prepare, model)
         means = []
@@ -292,7 +282,7 @@ def test_gradients_of_activations_between_blocks(budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model, kept, log = Net(), [], Log()
+        model, kept, log = TiedNet(), [], Log()
 
         def keep(_, args, output):
             output.retain_grad()

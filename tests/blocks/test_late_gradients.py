@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import hydra_tune
-from compared import Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made, train
+from comparison import assert_as_in_plain_pytorch, left_by, made, train
 from hydra_tune.blocks.root import use_no_cache
 from hydra_tune.devices.device import Device
 from hydra_tune.trials.residency import Residency
 from late_arrivals import come_late
+from models import TiedNet, batch, loss_on
 from zoo import ZOO
 
 BUDGET = 260 * 1024
@@ -38,7 +39,7 @@ def late_ones(monkeypatch, arrivals):
     return found
 
 
-class _Untied(Net):
+class _Untied(TiedNet):
     def __init__(self, **options):
         super().__init__(**options)
         self.head.weight = nn.Parameter(self.head.weight.detach().clone())
@@ -53,7 +54,7 @@ def test_blocks_do_not_wait_for_their_gradients(late_ones):
     assert any(late_ones), "else nothing here is tested"
 
 
-@pytest.mark.parametrize("model", [Net, _Untied])
+@pytest.mark.parametrize("model", [TiedNet, _Untied])
 def test_accumulated_batches(model):
     def scenario(prepare):
         torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from compared import assert_as_in_plain_pytorch
+from comparison import assert_as_in_plain_pytorch
 
 CONVOLUTIONS = {
     "1d": (nn.Conv1d, nn.BatchNorm1d, (16,), None, 130_000),

@@ -9,21 +9,9 @@ from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-from compared import (
-    BUDGETS,
-    VOCABULARY,
-    WIDTH,
-    Layer,
-    Net,
-    assert_as_in_plain_pytorch,
-    batch,
-    left_by,
-    loss_on,
-    made,
-    train,
-)
+from comparison import assert_as_in_plain_pytorch, both_budgets, left_by, made, train
+from models import TIED_BUDGETS, VOCABULARY, WIDTH, TiedLayer, TiedNet, batch, loss_on
 
-both_budgets = pytest.mark.parametrize("budget", BUDGETS)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
@@ -63,7 +51,7 @@ class CastsInside(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.ModuleList([Layer(WIDTH, True) for _ in range(4)])
+        self.net = nn.ModuleList([TiedLayer(WIDTH, True) for _ in range(4)])
         self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, x):
@@ -97,7 +85,7 @@ class Reaches(nn.Module):
         return nn.functional.linear(torch.tanh(self.inner(x)), self.inner.weight)
 
 
-class Drops(Net):
+class Drops(TiedNet):
     """Leaves one layer out for small batches."""
 
     def __init__(self):
@@ -133,7 +121,7 @@ def test_a_block_that_the_first_batch_under_autocast_leaves_out(budget):
     assert_as_in_plain_pytorch(scenario, budget)
 
 
-class CastsInABlock(Layer):
+class CastsInABlock(TiedLayer):
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return super().forward(x).float()
@@ -143,7 +131,7 @@ class CastsInABlock(Layer):
 def test_autocast_inside_of_blocks(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         model.layers = nn.ModuleList([CastsInABlock(WIDTH, True) for _ in range(4)])
         model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
@@ -537,7 +525,7 @@ def test_a_scale_that_overflows_by_itself(budget):
 def test_a_model_in_bfloat16(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model, optimizer = made(prepare, Net().bfloat16())
+        model, optimizer = made(prepare, TiedNet().bfloat16())
         return train(model, optimizer), left_by(model, optimizer)
 
     assert_as_in_plain_pytorch(scenario, budget, num_bytes={"spilled": 100 * 1024}.get(budget))
@@ -550,14 +538,14 @@ def test_a_model_of_several_dtypes(budget):
     class Cast(nn.Module):
         def __init__(self, dtype):
             super().__init__()
-            self.dtype, self.layer = dtype, Layer(WIDTH, True).to(dtype)
+            self.dtype, self.layer = dtype, TiedLayer(WIDTH, True).to(dtype)
 
         def forward(self, x):
             return self.layer(x.to(self.dtype)).float()
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         model.layers = nn.ModuleList(
             [Cast(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16)]
         )
@@ -597,7 +585,7 @@ def trained_with_checkpoints(prepare, model, autocast=False):
 
 def checkpointed_inside(use_reentrant, batch_norm):
     torch.manual_seed(0)
-    model = Net()
+    model = TiedNet()
     for layer in model.layers:
         layer.batch_norm = layer.batch_norm if batch_norm else nn.Identity()
     model.layers = nn.ModuleList([Checkpointed(layer, use_reentrant) for layer in model.layers])
@@ -622,7 +610,7 @@ def test_checkpointing_batch_norm_inside_of_blocks(budget):
     )
 
 
-class CheckpointsItsBlocks(Net):
+class CheckpointsItsBlocks(TiedNet):
     """The model itself repeats whole blocks; Hugging Face layers of today repeat themselves, inside of a block."""
 
     use_reentrant = False
@@ -652,7 +640,7 @@ def test_blocks_within_checkpoints_are_spilled():
     torch.manual_seed(0)
     model = CheckpointsItsBlocks()
     model.use_reentrant = False
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+    with hydra_tune.ShardPool(["cpu"], TIED_BUDGETS["spilled"]) as pool:
         hydra_tune.prepare(model, pool=pool)
         loss_on(model, *batch()).backward()
         (trial,) = pool.report()["trials"]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-from compared import assert_as_in_plain_pytorch
+from comparison import assert_as_in_plain_pytorch
 
 WIDTH, BUDGET = 32, 70_000
 

@@ -13,14 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-from compared import BUDGETS, WIDTH, Layer, Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made
-from scripts import BUDGETS as SMALL_BUDGETS
-from scripts import Net as SmallNet
-
-both_budgets = pytest.mark.parametrize("budget", BUDGETS)
+from comparison import assert_as_in_plain_pytorch, both_budgets, left_by, made
+from models import BUDGETS, WIDTH, Net, TiedLayer, TiedNet, batch, loss_on
 
 
-class Twice(Net):
+class Twice(TiedNet):
     """Calls its layers twice, so that a weight has several uses in each forward."""
 
     def forward(self, x):
@@ -30,7 +27,7 @@ class Twice(Net):
         return self.head(h) * self.scale
 
 
-class Chooses(Net):
+class Chooses(TiedNet):
     """Which layers it calls depends on the batch."""
 
     def forward(self, x):
@@ -40,13 +37,13 @@ class Chooses(Net):
         return self.head(h) * self.scale
 
 
-class Checkpointed(Layer):
+class Checkpointed(TiedLayer):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def net_of(kind):
-    class NetOf(Net):
+    class NetOf(TiedNet):
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList([kind(WIDTH, True) for _ in range(4)])
@@ -56,7 +53,7 @@ def net_of(kind):
 
 
 # not those that use a weight several times in a call: docs/limits.md
-MODELS = [Net, Twice, Chooses, net_of(Checkpointed)]
+MODELS = [TiedNet, Twice, Chooses, net_of(Checkpointed)]
 
 
 def smaller(x, y):
@@ -185,7 +182,7 @@ def test_hooks_on_weights_see_the_sum(budget):
     assert_as_in_plain_pytorch(scenario, budget)
 
 
-@pytest.mark.parametrize("model", [Net, Twice])
+@pytest.mark.parametrize("model", [TiedNet, Twice])
 def test_autocast_in_some_steps_only(model):
     def scenario(prepare):
         torch.manual_seed(0)
@@ -227,7 +224,7 @@ def test_another_thread_that_clears_the_casts_parts_nothing():
 
     def trained(prepare, between=lambda: None):
         torch.manual_seed(0)
-        model = prepare(SmallNet())
+        model = prepare(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -249,7 +246,7 @@ def test_another_thread_that_clears_the_casts_parts_nothing():
         found[trial.number] = trained(hydra_tune.prepare, elsewhere_cleared)
         return 0.0
 
-    with hydra_tune.ShardPool(["cpu"], 2 * SMALL_BUDGETS["spilled"]) as pool:
+    with hydra_tune.ShardPool(["cpu"], 2 * BUDGETS["spilled"]) as pool:
         hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=3)
     expected = trained(lambda model: model)
     assert len(found) == 3
@@ -278,7 +275,7 @@ def step(model, optimizer):
 
 
 def load(model, optimizer):
-    model.load_state_dict(Net().state_dict())
+    model.load_state_dict(TiedNet().state_dict())
 
 
 def shift_norms(model, optimizer):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from compared import assert_as_in_plain_pytorch
+from comparison import assert_as_in_plain_pytorch
 
 WIDTH = 64
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import scripts
-from scripts import WIDTH, Guided, Script, TrainsWithin, assert_trains_as_in_plain_pytorch
+import models
+from comparison import Script, assert_trains_as_in_plain_pytorch
+from models import WIDTH, Guided, TrainsWithin
 
 
 class TrainsOnItsInput(Guided):
@@ -82,7 +83,7 @@ class GivenTwice(GivenByAnother):
     def model(self):
         super().model()
 
-        class Mixes(scripts.Layer):
+        class Mixes(models.Layer):
             def forward(self, x, y):
                 return super().forward(x * y + x) * x + y
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch
+from comparison import Script, assert_trains_as_in_plain_pytorch
+from models import WIDTH, Layer, Net
 
 
 class Noise(torch.autograd.Function):

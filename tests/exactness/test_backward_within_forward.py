@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import hydra_tune
-import scripts
+import models
+from comparison import Script, assert_trains_as_in_plain_pytorch
 from hydra_tune.blocks.root import trial_of
-from scripts import BUDGETS, WIDTH, Guided, Net, Script, TrainsWithin, assert_trains_as_in_plain_pytorch
+from models import BUDGETS, WIDTH, Guided, Net, TrainsWithin
 
 
 class Starts(Guided):
@@ -205,7 +206,7 @@ def test_a_graph_that_the_forward_has_used_up_is_used_up():
 
 def test_trials_beside_one_finish():
     def objective(trial):
-        model = Starts() if trial.number == 1 else Net(scripts.Layer)
+        model = Starts() if trial.number == 1 else Net(models.Layer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         hydra_tune.prepare(model, optimizer)
         for _ in range(3):

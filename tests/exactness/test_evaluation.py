@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
+from comparison import Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
+from models import BUDGETS, WIDTH, Layer, Net
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,14 +8,15 @@ from torch import nn
 from torch.func import functional_call, jvp, vmap
 
 import hydra_tune
-import scripts
-from scripts import BUDGETS, WIDTH, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
+import models
+from comparison import Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
+from models import BUDGETS, WIDTH, Net
 
 
 class Caught(Script):
     """A block fails on the first batch and on others, and the model goes on without it."""
 
-    class Layer(scripts.Layer):
+    class Layer(models.Layer):
         def forward(self, x):
             y = super().forward(nn.functional.dropout(x, 0.1))
             if len(x) % 2:
@@ -144,7 +145,7 @@ class CountsAndFails(Net):
 
 
 class HooksAWeight(Script):
-    class Layer(scripts.Layer):
+    class Layer(models.Layer):
         def set_up(self):
             self.handle = None
 
@@ -164,7 +165,7 @@ class HooksAModule(Script):
 
 
 class MarksAWeight(Script):
-    class Layer(scripts.Layer):
+    class Layer(models.Layer):
         def forward(self, x):
             weight = self.up.weight
             weight.calls = getattr(weight, "calls", 0) + 1
@@ -176,7 +177,7 @@ class MarksAWeight(Script):
 class InTransforms(Script):
     """Within a block that is not one of the smallest, and around one of these."""
 
-    class Layer(scripts.Layer):
+    class Layer(models.Layer):
         def forward(self, x):
             x = x + vmap(self.up)(x)[:, :WIDTH] + jvp(self.up, (x,), (x,))[1][:, :WIDTH]
             return x + self.down(torch.tanh(self.up(x)))
@@ -199,7 +200,7 @@ class HalvesItsHead(Net):
 class RetainsAGradient(Script):
     """As Grad-CAM does."""
 
-    class Layer(scripts.Layer):
+    class Layer(models.Layer):
         def forward(self, x):
             self.activation = torch.tanh(self.up(x))
             self.activation.retain_grad()
@@ -211,7 +212,7 @@ class RetainsAGradient(Script):
 
 
 class ResizesABuffer(Script):
-    class Layer(scripts.Layer):
+    class Layer(models.Layer):
         def set_up(self):
             self.register_buffer("mean", torch.empty(0))
             self.register_buffer("steps", torch.zeros(1))
@@ -226,7 +227,7 @@ class ResizesABuffer(Script):
 class Membranes(Script):
     """Buffers that are taken away before a forward, and filled by each call."""
 
-    class Layer(scripts.Layer):
+    class Layer(models.Layer):
         def set_up(self):
             self.register_buffer("potential", None, persistent=False)
 
@@ -287,7 +288,7 @@ def test_a_model_that_catches_everything_does_not_train_without_a_block_that_fit
 
 
 def test_a_model_that_catches_everything_does_not_train_over_an_input_that_a_block_has_begun_to_change():
-    class Doubles(scripts.Layer):
+    class Doubles(models.Layer):
         def set_up(self):
             self.doubling = 0  # no truth value: those bring a first step
 
@@ -302,7 +303,7 @@ def test_a_model_that_catches_everything_does_not_train_over_an_input_that_a_blo
             model(torch.randn(4, WIDTH)).sum().backward()
 
 
-class MakesAWeight(scripts.Layer):
+class MakesAWeight(models.Layer):
     def set_up(self):
         self.scale = None
 
@@ -312,13 +313,13 @@ class MakesAWeight(scripts.Layer):
         return super().forward(x) * self.scale
 
 
-class ReplacesAWeight(scripts.Layer):
+class ReplacesAWeight(models.Layer):
     def forward(self, x):
         self.up.bias = nn.Parameter(self.up.bias.detach().clone())
         return super().forward(x)
 
 
-class MakesAModule(scripts.Layer):
+class MakesAModule(models.Layer):
     def set_up(self):
         self.extra = None
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
+from comparison import Script, assert_same, assert_trains_as_in_plain_pytorch, at_each_budget, step
+from models import BUDGETS, WIDTH, Layer, Net
 
 
 class GatesATransposedBranch(Script):
@@ -469,7 +470,7 @@ def test_a_block_that_takes_gradients_in_its_forward_is_kept_whole():
         prepared = script.run(pool)
         (trial,) = pool.report()["trials"]
     assert not trial["resident"]
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, prepared, strict=True))
+    assert_same(prepared, plain)
 
 
 class Forces(Net):
@@ -490,7 +491,7 @@ def test_a_model_that_is_trained_on_its_gradients(num_bytes):
         found = script.run(pool)
         (trial,) = pool.report()["trials"]
     assert trial["resident"] == (num_bytes == BUDGETS["resident"])
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert_same(found, plain)
 
 
 @pytest.mark.parametrize("budget", ["spilled", "resident"])

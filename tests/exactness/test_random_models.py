@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hydra_tune
-from compared import with_and_without_checks
+from comparison import with_and_without_checks
 from hydra_tune.config import checks_enabled
 from random_trees import MAPS, ROWS, WIDTH, Kind, grown, trees
 

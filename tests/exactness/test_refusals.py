@@ -11,26 +11,13 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import hydra_tune
-from compared import (
-    BUDGETS,
-    WIDTH,
-    Layer,
-    Net,
-    assert_as_in_plain_pytorch,
-    assert_same,
-    batch,
-    left_by,
-    loss_on,
-    made,
-    train,
-)
-
-both_budgets = pytest.mark.parametrize("budget", BUDGETS)
+from comparison import assert_as_in_plain_pytorch, assert_same, both_budgets, left_by, made, train
+from models import TIED_BUDGETS, WIDTH, TiedLayer, TiedNet, batch, loss_on
 
 
 @pytest.fixture
 def pool():
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+    with hydra_tune.ShardPool(["cpu"], TIED_BUDGETS["spilled"]) as pool:
         yield pool
 
 
@@ -72,7 +59,7 @@ def test_backward_into_some_weights(budget):
 
 @both_budgets
 def test_gradients_of_an_input(budget):
-    class OfVectors(Net):
+    class OfVectors(TiedNet):
         def forward(self, x):
             for layer in self.layers:
                 x = layer(x)
@@ -135,7 +122,7 @@ def test_weights_that_are_computed_from_the_models_own(batches, budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model = prepare(Net())
+        model = prepare(TiedNet())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         losses = train(model, optimizer, batches)
         weights = {name: 0.9 * p for name, p in model.named_parameters()}
@@ -152,7 +139,7 @@ def test_weights_that_are_computed_from_the_models_own(batches, budget):
     assert_as_in_plain_pytorch(scenario, budget)
 
 
-class Averages(Layer):
+class Averages(TiedLayer):
     def __init__(self, mean):
         super().__init__(WIDTH, True)
         self.register_buffer("mean", mean)
@@ -170,7 +157,7 @@ class Averages(Layer):
 def test_a_buffer_that_a_forward_makes_part_of_its_graph(view, budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         model.layers[1] = Averages(torch.zeros(2, WIDTH)[0] if view else torch.zeros(WIDTH))
         model, optimizer = made(prepare, model)
         loss_on(model, *batch()).backward()
@@ -187,7 +174,7 @@ def test_a_buffer_of_a_block_that_is_computed_before_the_forward(trains, budget)
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model, source = Net(), torch.ones(WIDTH, requires_grad=True)
+        model, source = TiedNet(), torch.ones(WIDTH, requires_grad=True)
         model.layers[1].register_buffer("mean", torch.zeros(WIDTH))
         model, optimizer = made(prepare, model)
         if trains:
@@ -198,7 +185,7 @@ def test_a_buffer_of_a_block_that_is_computed_before_the_forward(trains, budget)
     assert_as_in_plain_pytorch(scenario, budget)
 
 
-class Assigns(Layer):
+class Assigns(TiedLayer):
     def __init__(self):
         super().__init__(WIDTH, True)
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -212,7 +199,7 @@ class Assigns(Layer):
 def test_a_buffer_that_a_forward_computes_may_have_a_history(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         model.layers[1] = Assigns()
         model, optimizer = made(prepare, model)
         losses = train(model, optimizer)
@@ -299,7 +286,7 @@ def test_an_inference_tensor(budget):
         torch.manual_seed(0)
         with torch.inference_mode():
             x = torch.randn(4, 6, WIDTH)
-        model, optimizer = made(prepare, nn.Sequential(Shift(), *(Layer(WIDTH, True) for _ in range(5))))
+        model, optimizer = made(prepare, nn.Sequential(Shift(), *(TiedLayer(WIDTH, True) for _ in range(5))))
         for _ in range(2):
             model(x).square().mean().backward()
             optimizer.step()
@@ -376,7 +363,7 @@ def pruned(layer):
 def test_weights_that_are_computed(wrap, budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         wrap(model.layers[0]), wrap(model.layers[2])
         model, optimizer = made(prepare, model)
         return train(model, optimizer), left_by(model, optimizer)
@@ -386,7 +373,7 @@ def test_weights_that_are_computed(wrap, budget):
     assert_as_in_plain_pytorch(scenario, budget, num_bytes)
 
 
-class KeepsItsPenalty(Layer):
+class KeepsItsPenalty(TiedLayer):
     """Leaves a penalty on its shift where the training loop finds it."""
 
     def __init__(self, where, penalties):
@@ -411,7 +398,7 @@ def test_a_loss_that_a_block_leaves_aside(where, budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model, penalties = Net(), []
+        model, penalties = TiedNet(), []
         model.layers[1] = KeepsItsPenalty(where, penalties)
         model, _ = made(prepare, model)
         loss_on(model, *batch())
@@ -428,7 +415,7 @@ def test_a_loss_that_a_block_leaves_aside(where, budget):
     assert_as_in_plain_pytorch(scenario, budget)
 
 
-class EndsEarly(Net):
+class EndsEarly(TiedNet):
     def forward(self, x, early=False):
         self.kept = self.layers[0](self.embedding(x))
         if early:
@@ -514,7 +501,7 @@ COMPILES = {
 @pytest.mark.filterwarnings("ignore:.*script_method")  # torch's own, when it loads its compiler
 @pytest.mark.parametrize("what", COMPILES)
 def test_compiled_models_are_refused_by_name(what, pool):
-    model = Net()
+    model = TiedNet()
     compiled = COMPILES[what](model)
     model = model if compiled is None else compiled
     with pytest.raises(hydra_tune.PrepareError, match=r"torch\.compile|\bcompiled?\b"):
@@ -553,8 +540,8 @@ def test_a_prepared_models_forward_has_the_name_of_its_own(pool):
 @both_budgets
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_closed_pool_stops_a_plain_script_too_and_gives_its_weights_back(where, budget):
-    model = Net()
-    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+    model = TiedNet()
+    with hydra_tune.ShardPool(["cpu"], TIED_BUDGETS[budget]) as pool:
         model, optimizer = made(lambda *both: hydra_tune.prepare(*both, pool=pool), model)
         train(model, optimizer)
         before = model.embedding.weight.detach().clone()
@@ -655,7 +642,7 @@ def test_each_trial_has_its_own_scaler(budget):
         results[trial.number] = scaled(hydra_tune.prepare, trial.number)
         return 0.0
 
-    with hydra_tune.ShardPool(["cpu"], 2 * BUDGETS[budget]) as pool:
+    with hydra_tune.ShardPool(["cpu"], 2 * TIED_BUDGETS[budget]) as pool:
         hydra_tune.HydraTrialRunner(pool, concurrency=2).optimize(optuna.create_study(), objective, n_trials=2)
         assert pool.devices[0].used_bytes == 0
         assert [t["resident"] for t in pool.report()["trials"]] == [budget == "resident"] * 2
@@ -717,7 +704,7 @@ def test_attributes_in_slots_can_not_be_followed(pool):
         hydra_tune.prepare(nn.Sequential(Slotted(4, 4)), pool=pool)
 
 
-class Generating(Net):
+class Generating(TiedNet):
     def forward(self, x):
         yield super().forward(x)
 
@@ -729,7 +716,7 @@ def test_a_forward_that_computes_after_it_has_returned_is_refused(pool):
 
 
 def test_another_method_than_forward_is_refused_with_gradients_and_evaluates_without(pool):
-    class Encoding(Net):
+    class Encoding(TiedNet):
         def encode(self, x):
             return self.layers[0](self.embedding(x))
 

@@ -15,18 +15,11 @@ from models import bytes_batch, gpt, loss_of
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 TOLERANCE = 2e-5  # AdamW on the host and on the device round differently; relative, after 6 steps
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def train(pool, steps=6, dropout=0.1, epochs=1, make_optimizer=ADAMW, num_workers=0):

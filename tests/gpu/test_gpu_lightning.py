@@ -11,18 +11,11 @@ from lightning_modules import SPILLED, Classifier, Gan, Measured, equal, left_by
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),  # Lightning's advice on speed
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def trained(callbacks, make, **options):

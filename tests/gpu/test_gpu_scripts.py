@@ -17,7 +17,7 @@ import test_forward_of_models
 import test_graph_outside_blocks
 import test_state_beside_weights
 import test_writes_by_hooks
-from scripts import assert_trains_as_in_plain_pytorch
+from comparison import assert_trains_as_in_plain_pytorch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,13 +41,10 @@ SCRIPTS = [script for module in MODULES for script in module.SCRIPTS if script n
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+def quiet(deterministic):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.script")  # torch's own, in jvp
         yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("budget", ["few blocks", "three shards", "resident"])

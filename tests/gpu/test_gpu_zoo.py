@@ -26,14 +26,11 @@ SHARES = (1, 1.5, 2.25, 3.4, 5, 0.6)  # of the weights' bytes: the first with a 
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+def quiet(deterministic):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # of libraries
         yield
-    torch.use_deterministic_algorithms(False)
 
 
 def train(name, dtype, budget=None):

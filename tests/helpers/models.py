@@ -1,4 +1,4 @@
-"""Models small enough to train in a test, with weights that outweigh their activations."""
+"""Models small enough to train in a test, with weights that outweigh their activations; their batches, and budgets."""
 
 import torch
 from torch import nn
@@ -60,3 +60,133 @@ CASES = {
     "hf_gpt2": (hf_gpt2, bytes_batch),
     "hf_vit": (hf_vit, image_batch),
 }
+
+
+# ---- six layers and a head ----
+
+WIDTH = 32
+BUDGETS = {"few blocks": 60 << 10, "spilled": 130 << 10, "three shards": 190 << 10, "resident": 8 << 20}
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.set_up()
+
+    def set_up(self):
+        pass
+
+    def forward(self, x, *_):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Dropping(Layer):
+    def set_up(self):
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return super().forward(self.drop(x))
+
+
+class Net(nn.Module):
+    def __init__(self, kind=Layer, depth=6):
+        super().__init__()
+        self.layers = nn.ModuleList([kind() for _ in range(depth)])
+        self.head = nn.Linear(WIDTH, 8)
+        self.set_up()
+
+    def set_up(self):
+        pass
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Guided(Net):
+    """Six blocks, of which the first two are an energy."""
+
+    def slope(self, x, **options):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.layers[1](self.layers[0](x)).square().mean()
+            return torch.autograd.grad(energy, x, **options)[0]
+
+    def rest(self, x):
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return self.head(x)
+
+
+class TrainsWithin(Guided):
+    """Some weights get their gradients in the forward."""
+
+    def forward(self, x):
+        y = self.layers[1](self.layers[0](x))
+        if torch.is_grad_enabled():
+            y.square().mean().backward()
+        return self.rest(y.detach())
+
+
+# ---- a head tied to the embedding ----
+
+VOCABULARY, POSITIONS = 32, 6
+TIED_BUDGETS = {"spilled": 200 << 10, "resident": 8 << 20}
+
+
+class Shift(nn.Module):
+    """Its operator keeps no tensor for the backward."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return x + self.bias
+
+
+class TiedLayer(nn.Module):
+    def __init__(self, width, residual):
+        super().__init__()
+        self.residual = residual
+        self.shift = Shift(width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.batch_norm = nn.BatchNorm1d(2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        h = nn.functional.gelu(self.up(self.norm(self.shift(x))))
+        h = self.batch_norm(h.flatten(0, 1)).view_as(h)
+        y = self.drop(self.down(h))
+        return x + y if self.residual else y
+
+
+class TiedNet(nn.Module):
+    """Six blocks: an embedding, four layers, a head tied to the embedding; and a weight outside of them all."""
+
+    def __init__(self, depth=4, width=WIDTH, sparse=False, residual=True):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width, sparse=sparse)
+        self.layers = nn.ModuleList([TiedLayer(width, residual) for _ in range(depth)])
+        self.head = nn.Linear(width, VOCABULARY)
+        if not sparse:
+            self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x):
+        h = self.embedding(x)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h) * self.scale
+
+
+def batch():
+    return torch.randint(0, VOCABULARY, (4, POSITIONS)), torch.randint(0, VOCABULARY, (4 * POSITIONS,))
+
+
+def loss_on(model, x, y):
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), y)

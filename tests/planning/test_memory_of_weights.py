@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Net, step
+from comparison import step
+from models import BUDGETS, WIDTH, Net
 
 
 class Marked(torch.Tensor):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hydra_tune
+from comparison import assert_same
 from hydra_tune.planning.pilot import Pilot
 from hydra_tune.schedule import machine as schedule
 from models import gpt
@@ -137,11 +138,6 @@ def alone(device, **options):
             optuna.create_study(), lambda trial: found.append(newcomer(device, **options)) or 0.0, n_trials=1
         )
     return found[0]
-
-
-def assert_same(a, b):
-    assert a[0] == b[0]
-    assert all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
 
 
 @pytest.mark.parametrize("options", [{}, {"batch": 128}, {"keeps": 300_000}], ids=str)

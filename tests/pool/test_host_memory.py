@@ -10,7 +10,7 @@ import torch
 import hydra_tune
 from hydra_tune.planning.optimizer_memory import training_bytes
 from hydra_tune.trials.context import trial_context
-from scripts import BUDGETS, Net
+from models import BUDGETS, Net
 from waiting import WAIT_S, wait_until
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
 from hydra_tune.trials.context import current_context
-from scripts import BUDGETS, WIDTH, Net
+from models import BUDGETS, WIDTH, Net
 from waiting import wait_until
 
 STEPS = 12

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+import comparison
 import hydra_tune
-import scripts
+import models
+from comparison import Script, assert_same
 from hydra_tune.trials.context import trial_context
-from scripts import WIDTH, Net, Script
+from models import WIDTH, Net
 
 KIB = 1 << 10
 BUDGET = 190 * KIB
@@ -25,7 +27,7 @@ class Lacks(Script):
 
     times, steps = 1, (2,)
 
-    class Layer(scripts.Layer):
+    class Layer(models.Layer):
         def set_up(self):
             self.norm = nn.BatchNorm1d(WIDTH)
 
@@ -90,9 +92,7 @@ def test_a_visit_that_runs_out_of_memory_is_repeated_and_changes_no_number(scrip
             prepared = lacking.run(pool)
         assert lacking.raised
         assert pool.devices[0].used_bytes == 0
-    assert len(plain) == len(prepared)
-    for i, (a, b) in enumerate(zip(plain, prepared, strict=True)):
-        assert a is b is None or (None not in (a, b) and torch.equal(a, b)), i
+    assert_same(prepared, plain)
 
 
 @pytest.mark.parametrize("script", [Lacks, LacksInBackward], ids=lambda script: script.__name__)
@@ -103,7 +103,7 @@ def test_a_trial_that_lacks_room_twice_ends_alone_and_says_what_was_tried(script
         with pytest.raises(hydra_tune.BudgetError, match=r"block layers\.3 .* again when all .* had gone: no ro"):
             script.run(pool)
         assert pool.devices[0].used_bytes == 0
-        assert scripts.Script().run(pool)
+        assert Script().run(pool)
 
 
 class Grows(Net):
@@ -117,7 +117,7 @@ class Grows(Net):
         return self.head(x)
 
 
-class Takes(scripts.Layer):
+class Takes(models.Layer):
     def forward(self, x, num_bytes=0):
         if num_bytes:
             x = x + (x.new_zeros(num_bytes // 4 // WIDTH, WIDTH) + 0 * x.sum()).sum()
@@ -134,7 +134,7 @@ def test_a_virtual_device_raises_and_what_it_drops_is_room():
         plain.bytes = num_bytes or 4
         plain(x).sum().backward()  # first: what computes with a batch that was on the device counts there
         with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
-            scripts.step(model, pool).sum().backward()
+            comparison.step(model, pool).sum().backward()
             model.zero_grad()
             model.bytes = num_bytes or 4
             if num_bytes > BUDGET:

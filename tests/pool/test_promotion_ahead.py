@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hydra_tune
+from comparison import Script, assert_trains_as_in_plain_pytorch, step
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.devices.device import Device
@@ -18,7 +19,7 @@ from hydra_tune.pool.copier import start_copier
 from hydra_tune.process.interrupts import Stop
 from hydra_tune.schedule.events import PromoteShard, Run
 from hydra_tune.trials.context import current_context
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, step
+from models import BUDGETS, WIDTH, Layer, Net
 from waiting import wait_until
 
 WAIT_S = 30.0  # for what a machine under load does late

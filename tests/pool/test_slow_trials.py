@@ -8,7 +8,7 @@ from torch.optim import SGD
 
 import hydra_tune
 from hydra_tune.trials.context import trial_context
-from scripts import BUDGETS, WIDTH, Net
+from models import BUDGETS, WIDTH, Net
 
 WAIT_S = 30.0
 

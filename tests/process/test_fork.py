@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import hydra_tune
-import scripts
+import models
+from comparison import step
 from hydra_tune.blocks.block import Block
 from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
 from hydra_tune.devices.counting_mode import TrialMode
@@ -250,7 +251,7 @@ def answer_of_a_child(function):
 def test_a_forked_child_may_copy_a_spilled_model_and_let_go_of_it_but_not_call_it():
     """Its pool is the parent's, whose copy thread and other trials' threads stay behind."""
     torch.manual_seed(0)
-    model, x = scripts.Net(), torch.randn(4, scripts.WIDTH)
+    model, x = models.Net(), torch.randn(4, models.WIDTH)
     expected = model(x).detach()
 
     def copies():
@@ -260,8 +261,8 @@ def test_a_forked_child_may_copy_a_spilled_model_and_let_go_of_it_but_not_call_i
         hydra_tune.release(model)
         assert torch.equal(model(x), expected)
 
-    with hydra_tune.ShardPool(["cpu"], scripts.BUDGETS["few blocks"]) as pool:
-        scripts.step(model, pool).sum().backward()
+    with hydra_tune.ShardPool(["cpu"], models.BUDGETS["few blocks"]) as pool:
+        step(model, pool).sum().backward()
         model(x).sum().backward()
         assert "was called in a forked one" in answer_of_a_child(lambda: model(x))
         assert answer_of_a_child(copies) == answer_of_a_child(lets_go) == "went"

@@ -17,15 +17,15 @@ from optuna.trial import TrialState
 import hydra_tune
 from hydra_tune.integrations.optuna_runner import live_trials
 from hydra_tune.planning.optimizer_memory import training_bytes
+from models import BUDGETS, WIDTH, Net
 from paths import HELPERS
-from scripts import BUDGETS, WIDTH, Net
 
 WAIT_S = 60.0
 SEARCH = """
 import json, signal, sys, threading, time
 import optuna, torch
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Net
+from models import BUDGETS, WIDTH, Net
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells switch off for what runs in the background

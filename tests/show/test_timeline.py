@@ -9,9 +9,10 @@ import plotly.graph_objects as go
 import pytest
 
 import hydra_tune
+from comparison import Script
 from hydra_tune.pool.trace import Trace
 from hydra_tune.show.timeline import STREAMS, chrome_trace, figure, save
-from scripts import BUDGETS, Script
+from models import BUDGETS
 
 NAMES = ["left", "right"]
 

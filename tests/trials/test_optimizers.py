@@ -12,10 +12,8 @@ from torch.nn import utils
 from torch.optim import lr_scheduler, swa_utils
 
 import hydra_tune
-from compared import BUDGETS, Net, assert_as_in_plain_pytorch, batch, left_by, loss_on, made, train
-
-both_budgets = pytest.mark.parametrize("budget", BUDGETS)
-
+from comparison import assert_as_in_plain_pytorch, both_budgets, left_by, made, train
+from models import TIED_BUDGETS, TiedNet, batch, loss_on
 
 # ---- optimizers ----
 
@@ -34,7 +32,7 @@ def variations():
     """Each class spilled and resident; spilled also with each of its switches."""
     for cls in OPTIMIZERS:
         few = {"history_size": 5} if cls is optim.LBFGS else {}  # or it would not fit
-        for budget in ["resident"] if cls is optim.LBFGS else BUDGETS:  # it makes one vector of all weights
+        for budget in ["resident"] if cls is optim.LBFGS else TIED_BUDGETS:  # it makes one vector of all weights
             yield pytest.param(cls, few, budget, id=f"{cls.__name__}-{budget}")
         for switch in ("maximize", "foreach", "fused"):
             if takes(cls, switch):
@@ -59,7 +57,7 @@ def test_every_optimizer_of_torch(cls, options, budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net(sparse=cls is optim.SparseAdam)
+        model = TiedNet(sparse=cls is optim.SparseAdam)
         own = {"max_iter": 4} if cls is optim.LBFGS else {}
         model, optimizer = prepare(model, cls(groups_for(cls, model), lr=0.01, **own, **options))
         losses = []
@@ -84,7 +82,7 @@ def test_every_optimizer_of_torch(cls, options, budget):
 def test_a_learning_rate_that_is_a_tensor(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         model, optimizer = prepare(model, optim.AdamW(model.parameters(), lr=torch.tensor(0.01)))
         losses = train(model, optimizer, 1)
         optimizer.param_groups[0]["lr"].fill_(0.1)
@@ -115,7 +113,7 @@ SCHEDULES = {
 def test_learning_rate_schedules(name, before):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         optimizer = optim.AdamW(model.parameters(), lr=0.02)
         schedule = SCHEDULES[name](optimizer) if before else None
         model, optimizer = prepare(model, optimizer)
@@ -135,7 +133,7 @@ def test_learning_rate_schedules(name, before):
 def test_a_parameter_group_may_be_added_after_prepare(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         model, optimizer = prepare(model, optim.AdamW(model.layers[:2].parameters()))
         losses = train(model, optimizer)
         optimizer.add_param_group({"params": [*model.layers[2:].parameters(), model.scale], "lr": 0.1})
@@ -180,7 +178,7 @@ def test_an_optimizer_that_wraps_another(given, budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         base = optim.AdamW(model.parameters(), lr=0.02)
         optimizer = StatefulLookahead(base) if given == "the wrapper" else Lookahead(base)
         prepare(model, optimizer if given == "the wrapper" else base)
@@ -190,7 +188,7 @@ def test_an_optimizer_that_wraps_another(given, budget):
 
 
 def test_a_wrapper_whose_state_cannot_be_moved_is_refused():
-    model = Net()
+    model = TiedNet()
     optimizer = Lookahead(optim.AdamW(model.parameters()))
     words = r"state_dict of Lookahead fails.*wraps another optimizer, give prepare that one"
     with hydra_tune.ShardPool(["cpu"], "1MiB") as pool, pytest.raises(hydra_tune.PrepareError, match=words):
@@ -205,7 +203,7 @@ def test_optimizers_that_prepare_was_not_given(budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         matrices = [p for p in model.parameters() if p.dim() == 2]
         others = [p for p in model.parameters() if p.dim() != 2]
         model, muon = prepare(model, getattr(optim, "Muon", optim.SGD)(matrices, lr=0.02))
@@ -229,7 +227,7 @@ def test_a_checkpoint_is_continued_by_the_other_kind(first, budget):
 
     def scenario(prepare):
         def made(do_prepare):
-            model = Net()
+            model = TiedNet()
             optimizer = optim.AdamW(model.parameters(), lr=0.02)
             return prepare(model, optimizer) if do_prepare else (model, optimizer)
 
@@ -365,7 +363,7 @@ def test_host_gradients_are_not_counted_as_the_devices(use):
         added.append(pool.events.devices[0].live_bytes - before)
         return float(kept is None)
 
-    with hydra_tune.ShardPool(["cpu"], 2 * BUDGETS["spilled"]) as pool:
+    with hydra_tune.ShardPool(["cpu"], 2 * TIED_BUDGETS["spilled"]) as pool:
         hydra_tune.HydraTrialRunner(pool, concurrency=1).optimize(optuna.create_study(), objective, n_trials=1)
         (trial,) = pool.report()["trials"]
     assert not trial["resident"]

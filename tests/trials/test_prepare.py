@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_tune
+from comparison import assert_same
 from models import bytes_batch, gpt, hf_gpt2, loss_of
 
 
@@ -238,12 +239,6 @@ def compared(build, step, budget, steps=4):
     return results
 
 
-def assert_equal(plain, prepared):
-    assert plain[0] == prepared[0]
-    for a, b in zip([*plain[1], *plain[2]], [*prepared[1], *prepared[2]], strict=True):
-        assert a is b is None or torch.equal(a, b)
-
-
 def deep():
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(7)), nn.Linear(64, 4))
 
@@ -257,7 +252,7 @@ def test_layers_may_be_unfrozen_between_steps(budget):
             p.requires_grad_(i >= 2)
         return nn.functional.cross_entropy(model(torch.randn(8, 64)), torch.arange(8) % 4)
 
-    assert_equal(*compared(deep, step, budget))
+    assert_same(*compared(deep, step, budget))
 
 
 @pytest.mark.parametrize("budget", [150_000, "8MiB"], ids=["spilled", "resident"])
@@ -268,7 +263,7 @@ def test_batches_may_grow(budget):
         x = torch.randn((8, 3, 12, 16)[i], 64)
         return nn.functional.cross_entropy(model(x), torch.arange(len(x)) % 4)
 
-    assert_equal(*compared(deep, step, budget))
+    assert_same(*compared(deep, step, budget))
 
 
 class Recurrent(nn.Module):
@@ -292,7 +287,7 @@ def test_a_lstm_runs_the_operators_of_training_in_its_forward_too():
         x = torch.randint(0, 32, (4, 10))
         return nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
-    assert_equal(*compared(Recurrent, step, 1_300_000))
+    assert_same(*compared(Recurrent, step, 1_300_000))
 
 
 @pytest.mark.parametrize("budget", [150_000, "8MiB"], ids=["spilled", "resident"])
@@ -304,7 +299,7 @@ def test_inference_mode_evaluates_before_and_between_steps(budget):
         loss = nn.functional.cross_entropy(model(torch.randn(8, 64)), torch.arange(8) % 4)
         return loss + value
 
-    assert_equal(*compared(deep, step, budget))
+    assert_same(*compared(deep, step, budget))
 
 
 def test_a_model_may_be_made_anew_in_one_thread_while_its_loss_is_kept(pool):

@@ -10,26 +10,13 @@ from torch.nn.utils import parametrizations
 from torch.optim import swa_utils
 
 import hydra_tune
-from compared import (
-    BUDGETS,
-    WIDTH,
-    Layer,
-    Net,
-    assert_as_in_plain_pytorch,
-    batch,
-    left_by,
-    loss_on,
-    made,
-    refused,
-    train,
-)
-
-both_budgets = pytest.mark.parametrize("budget", BUDGETS)
+from comparison import assert_as_in_plain_pytorch, both_budgets, left_by, made, refused, train
+from models import TIED_BUDGETS, WIDTH, TiedLayer, TiedNet, batch, loss_on
 
 
 @pytest.fixture
 def pool():
-    with hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]) as pool:
+    with hydra_tune.ShardPool(["cpu"], TIED_BUDGETS["spilled"]) as pool:
         yield pool
 
 
@@ -41,7 +28,7 @@ def pool():
 def test_moving_averages_and_their_batch_norm(use_buffers, budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         early = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
         model, optimizer = made(prepare, model)
         swa = swa_utils.AveragedModel(model, use_buffers=use_buffers)  # before the first batch
@@ -80,7 +67,7 @@ def test_deep_copies_train_on_their_own(budget):
         model, optimizer = made(prepare)
         losses = train(model, optimizer)
         twin = copy.deepcopy(model)
-        assert type(twin) is Net
+        assert type(twin) is TiedNet
         assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in model.parameters()}
         losses += train(twin, optim.SGD(twin.parameters(), lr=0.1))
         losses += train(model, optimizer)
@@ -107,7 +94,7 @@ def named(model):
 def test_values_are_current_under_their_names_at_any_moment(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         parameters = list(model.parameters())
         model, optimizer = made(prepare, model)
         seen = [named(model)]
@@ -153,7 +140,7 @@ def test_evaluation_before_and_between_steps(mode, budget):
 def test_evaluation_between_a_forward_and_its_backward(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = prepare(Net())
+        model = prepare(TiedNet())
         loss = loss_on(model, *batch())
         with torch.no_grad():
             value = loss_on(model.eval(), *batch())
@@ -170,7 +157,7 @@ def test_parts_may_be_frozen_and_put_into_eval_mode(budget):
 
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         model.layers[:2].requires_grad_(False)
         model, optimizer = made(prepare, model)
         losses = []
@@ -211,7 +198,7 @@ class ReadsItsWeights(nn.Linear):
 def test_weights_that_get_other_memory_or_attributes_between_steps(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = Net()
+        model = TiedNet()
         model.layers[2].up = ReadsItsWeights(WIDTH, 2 * WIDTH)
         model, optimizer = made(prepare, model)
         losses = train(model, optimizer, 1)
@@ -261,9 +248,9 @@ def test_a_forked_child_has_weights_of_its_own(budget):
 def test_loading_a_wrong_state_fails_as_in_plain_pytorch(budget):
     def scenario(prepare):
         torch.manual_seed(0)
-        model = prepare(Net())
+        model = prepare(TiedNet())
         losses = [loss_on(model, *batch()).item()]
-        state = Net().state_dict()
+        state = TiedNet().state_dict()
         del state["scale"]
         state["another"] = torch.zeros(1)
         with pytest.raises(RuntimeError, match=r'Missing key.*"scale"(.|\n)*Unexpected key.*"another"'):
@@ -320,7 +307,7 @@ def test_another_dtype_after_a_step_is_refused(change, pool):
 @both_budgets
 @pytest.mark.parametrize("after", [0, 1], ids=["before the first batch", "after a step"])
 def test_a_model_that_went_to_meta_is_refused(after, budget):
-    with hydra_tune.ShardPool(["cpu"], BUDGETS[budget]) as pool:
+    with hydra_tune.ShardPool(["cpu"], TIED_BUDGETS[budget]) as pool:
         model, optimizer = made(lambda *both: hydra_tune.prepare(*both, pool=pool))
         train(model, optimizer, after)
         with pytest.raises(hydra_tune.PrepareError, match=r"was to go .* on meta. Convert the model before"):
@@ -344,11 +331,11 @@ def add_an_inner_module(model):
 
 
 def replace_a_block(model):
-    model.layers[1] = Layer(WIDTH, True)
+    model.layers[1] = TiedLayer(WIDTH, True)
 
 
 def add_a_block(model):
-    model.layers.append(Layer(WIDTH, True))
+    model.layers.append(TiedLayer(WIDTH, True))
 
 
 def remove_a_block(model):
@@ -360,7 +347,7 @@ def untie(model):
 
 
 def load_by_assignment(model):
-    model.load_state_dict(Net().state_dict(), assign=True)
+    model.load_state_dict(TiedNet().state_dict(), assign=True)
 
 
 def parametrize(model):

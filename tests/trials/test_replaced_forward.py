@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net
+from models import BUDGETS, WIDTH, Layer, Net
 
 both_budgets = pytest.mark.parametrize("budget", [145 << 10, "8MiB"], ids=["spilled", "resident"])
 

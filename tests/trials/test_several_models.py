@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hydra_tune
-from compared import assert_same
+from comparison import assert_same
 
 BUDGETS = {"resident": 64 << 20, "spilled": 100 << 10, "few blocks": 70 << 10}
 

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget
+from comparison import Script, assert_trains_as_in_plain_pytorch, at_each_budget
+from models import WIDTH, Layer, Net
 
 
 class NotesOnWeights(Script):

@@ -7,17 +7,8 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import (
-    BUDGETS,
-    WIDTH,
-    Dropping,
-    Layer,
-    Net,
-    Script,
-    assert_trains_as_in_plain_pytorch,
-    at_each_budget,
-    step,
-)
+from comparison import Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
+from models import BUDGETS, WIDTH, Dropping, Layer, Net
 
 
 class SwapsAChild(Script):

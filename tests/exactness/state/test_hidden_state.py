@@ -15,8 +15,9 @@ from torch.nn.functional import batch_norm
 from torch.quasirandom import SobolEngine
 
 import hydra_tune
-import scripts
-from scripts import WIDTH, Net, Script, assert_trains_as_in_plain_pytorch
+import models
+from comparison import Script, assert_trains_as_in_plain_pytorch
+from models import WIDTH, Net
 
 
 class Draws:
@@ -171,7 +172,7 @@ def keeps(kind, where):
 
     class Keeps(Script):
         def model(self):
-            return Net(with_kind(scripts.Layer)) if where == "in blocks" else with_kind(Net)()
+            return Net(with_kind(models.Layer)) if where == "in blocks" else with_kind(Net)()
 
     return Keeps
 
@@ -195,32 +196,32 @@ def test_a_pilot_and_a_repetition_leave_no_trace(kind, where, budget):
 GENERATOR, LOSSES, SEEN, STEP = torch.Generator(), [], [], 0
 
 
-class DrawsFromAGlobal(scripts.Layer):
+class DrawsFromAGlobal(models.Layer):
     def forward(self, x, *_):
         return super().forward(x) + torch.rand(WIDTH, generator=GENERATOR)
 
 
-class AppendsToAGlobal(scripts.Layer):
+class AppendsToAGlobal(models.Layer):
     def forward(self, x, *_):
         LOSSES.append(x.square().mean())
         return super().forward(x)
 
 
-class CountsInAGlobal(scripts.Layer):
+class CountsInAGlobal(models.Layer):
     def forward(self, x, *_):
         global STEP
         STEP += 1
         return super().forward(x)
 
 
-class HooksForAGlobal(scripts.Layer):
+class HooksForAGlobal(models.Layer):
     def forward(self, x, *_):
         y = super().forward(x)
         y.register_hook(lambda gradient: SEEN.append(gradient.abs().sum()))
         return y
 
 
-class DrawsInAClosure(scripts.Layer):
+class DrawsInAClosure(models.Layer):
     def set_up(self):
         generator = np.random.default_rng(1)
         self.draw = lambda: float(generator.random())
@@ -229,7 +230,7 @@ class DrawsInAClosure(scripts.Layer):
         return super().forward(x) * self.draw()
 
 
-class CountsInAFunction(scripts.Layer):
+class CountsInAFunction(models.Layer):
     def set_up(self):
         def count():
             count.calls += 1
@@ -241,7 +242,7 @@ class CountsInAFunction(scripts.Layer):
         return super().forward(x / self.count())
 
 
-class CountsUnderALock(scripts.Layer):
+class CountsUnderALock(models.Layer):
     class Counter:
         def __init__(self):
             self.lock, self.calls = threading.Lock(), 0
@@ -284,7 +285,7 @@ def test_what_a_block_draws_counts_or_appends_elsewhere_it_does_once(kind, budge
 TABLES = {}
 
 
-class LooksUp(scripts.Layer):
+class LooksUp(models.Layer):
     """In a table of all models, which the first call fills."""
 
     def forward(self, x, *_):
@@ -318,7 +319,7 @@ def test_a_global_table_that_a_first_call_fills_is_found_filled(script, budget):
     assert_trains_as_in_plain_pytorch(script, budget)
 
 
-class Observed(scripts.Layer):
+class Observed(models.Layer):
     """A hook on it writes buffers that are its own, as quantization's observers do; one it writes itself."""
 
     def set_up(self):
@@ -368,7 +369,7 @@ PUT = {  # where a tensor is put, and how it is added from there
 
 
 def shares(put, add):
-    class Adds(scripts.Layer):
+    class Adds(models.Layer):
         def forward(self, x, state):
             return super().forward(add(x, state))
 
@@ -412,7 +413,7 @@ class ToldByIdentity(Script):
     def model(self):
         setting = Setting()
 
-        class Tells(scripts.Layer):
+        class Tells(models.Layer):
             def set_up(self):
                 self.factor = MISSING
 
@@ -437,7 +438,7 @@ def test_an_object_that_has_not_changed_is_itself_where_a_block_is_repeated(budg
 # ---- other modules of the model, which a block reaches ----
 
 
-class Tells(scripts.Layer):
+class Tells(models.Layer):
     """Its parent, at each call."""
 
     def forward(self, x, *_):
@@ -476,7 +477,7 @@ def test_a_block_that_changes_another_module_is_opened(how, budget):
 # ---- a block of which nothing requires a gradient ----
 
 
-class Patches(scripts.Layer):
+class Patches(models.Layer):
     """Returns a view; counts where gradients are on."""
 
     def set_up(self):
@@ -515,7 +516,7 @@ def test_a_frozen_block_runs_with_gradients_on(budget):
 # ---- marks on what a block is given ----
 
 
-class Halves(scripts.Layer):
+class Halves(models.Layer):
     """Part of the gradient of its input, which others use, too."""
 
     def forward(self, x, *_):
@@ -535,7 +536,7 @@ class HooksInputs(Script):
         return Skips(Halves)
 
 
-class Retains(scripts.Layer):
+class Retains(models.Layer):
     def forward(self, x, *_):
         if x.requires_grad:
             x.retain_grad()
@@ -560,7 +561,7 @@ class RetainsInputs(Script):
             model.head.bias.data[0] += x.grad.sum()
 
 
-class Tags(scripts.Layer):
+class Tags(models.Layer):
     """Its input, for whoever has it."""
 
     def forward(self, x, *_):
@@ -580,7 +581,7 @@ class ReadsTags(Script):
         return Reads(Tags)
 
 
-class Wants(scripts.Layer):
+class Wants(models.Layer):
     """The gradient of what it is given, perhaps the batch."""
 
     def forward(self, x, *_):
@@ -598,7 +599,7 @@ class WantsGradientsOfTheBatch(Script):
         model.head.bias.data += self.batch.grad.sum()
 
 
-class Thaws(scripts.Layer):
+class Thaws(models.Layer):
     """Its own weight, some day."""
 
     def set_up(self):

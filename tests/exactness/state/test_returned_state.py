@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hydra_tune
-import scripts
-from scripts import BUDGETS, WIDTH, Net, Script, assert_trains_as_in_plain_pytorch
+import models
+from comparison import Script, assert_trains_as_in_plain_pytorch
+from models import BUDGETS, WIDTH, Net
 
 
-class Assigns(scripts.Layer):
+class Assigns(models.Layer):
     """Its forward sets a buffer, where another one would write into it."""
 
     def set_up(self):
@@ -62,7 +63,7 @@ class AssignedBeforeBackward(AssignsBuffers):
             layer.count = layer.count + 10
 
 
-class Bank(scripts.Layer):
+class Bank(models.Layer):
     """Returns a buffer, of which the model makes a queue."""
 
     def set_up(self):
@@ -83,7 +84,7 @@ class Rows(Bank):
     """The same by a view."""
 
     def forward(self, x, *_):
-        return scripts.Layer.forward(self, x), self.queue[:8]
+        return models.Layer.forward(self, x), self.queue[:8]
 
 
 def writes_into(kind):
@@ -110,7 +111,7 @@ def writes_into(kind):
     return Writes
 
 
-class Remembers(scripts.Layer):
+class Remembers(models.Layer):
     """Returns a list that it keeps."""
 
     def set_up(self):
@@ -169,7 +170,7 @@ class State:
     x: torch.Tensor
 
 
-class Holds(scripts.Layer):
+class Holds(models.Layer):
     """Returns a dataclass that it keeps."""
 
     def set_up(self):
@@ -191,7 +192,7 @@ class WritesIntoWhatABlockHolds(Script):
         return Writes(Holds)
 
 
-class HandsOnAnObject(scripts.Layer):
+class HandsOnAnObject(models.Layer):
     """Returns the dataclass that it was given."""
 
     def forward(self, state, *_):
@@ -211,7 +212,7 @@ class WritesIntoAnObjectThatABlockHandsOn(Script):
         return Writes(HandsOnAnObject)
 
 
-class HandsOnADeque(scripts.Layer):
+class HandsOnADeque(models.Layer):
     """Returns the deque that it was given."""
 
     def forward(self, states, *_):
@@ -231,7 +232,7 @@ class AppendsToWhatABlockHandsOn(Script):
         return Writes(HandsOnADeque)
 
 
-class HandsOn(scripts.Layer):
+class HandsOn(models.Layer):
     """Returns the dict that it was given."""
 
     def forward(self, state, *_):
@@ -274,7 +275,7 @@ def checkpoints(**options):
     return CheckpointsAround
 
 
-class Counts(scripts.Layer):
+class Counts(models.Layer):
     """Writes buffers after the last operator that saves something, up to which PyTorch's checkpoint repeats it."""
 
     def set_up(self):
@@ -362,7 +363,7 @@ class ReachesAnother(Script):
     """A block uses another one's weight, and is evaluated while that has its gradient."""
 
     def model(self):
-        class Reaches(scripts.Layer):
+        class Reaches(models.Layer):
             def forward(self, x, *_):
                 return super().forward(x) + nn.functional.linear(x, self.other[0].up.weight[:WIDTH])
 
@@ -464,7 +465,7 @@ class Reveals(Bank):
     """Returns its buffer in evaluations only."""
 
     def forward(self, x, *_):
-        out = scripts.Layer.forward(self, x)
+        out = models.Layer.forward(self, x)
         return out if self.training else (out, self.queue)
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import hydra_tune
-from scripts import BUDGETS, WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget, step
+from comparison import Script, assert_same, assert_trains_as_in_plain_pytorch, at_each_budget, step
+from models import BUDGETS, WIDTH, Layer, Net
 
 # ---- what a model keeps beside its weights -----------------------------------------------------------
 
@@ -508,7 +509,7 @@ def test_trials_of_one_pool_share_a_plan_only_if_they_behave_alike():
     with hydra_tune.ShardPool(["cpu"], BUDGETS["three shards"]) as pool:
         for rate in (0.0, 0.3):
             plain, prepared = Configured(rate).run(), Configured(rate).run(pool)
-            assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, prepared, strict=True)), rate
+            assert_same(prepared, plain)
         assert not any(t["resident"] for t in pool.report()["trials"])
 
 

@@ -3,7 +3,8 @@ written into weights while a step is under way is seen at the next step: docs/li
 
 import torch
 
-from scripts import WIDTH, Layer, Net, Script, assert_trains_as_in_plain_pytorch, at_each_budget
+from comparison import Script, assert_trains_as_in_plain_pytorch, at_each_budget
+from models import WIDTH, Layer, Net
 
 
 class Hooked(Script):

@@ -1,11 +1,8 @@
 """Hugging Face's Trainer over a pool, by `HydraTrainerCallback` alone: each equal to itself without it, bitwise."""
 
 import ast
-import os
 import pickle
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import optuna
@@ -15,7 +12,7 @@ import torch
 import hydra_tune
 from hydra_tune.blocks.root import trial_of
 from hydra_tune.integrations.frameworks import current_trial
-from paths import python_path
+from paths import run_in_a_process
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -473,9 +470,7 @@ def test_a_search_that_was_killed_goes_on_with_the_same_numbers(tmp_path):
 
     def run(folder, kills):
         folder.mkdir(exist_ok=True)
-        environment = {**os.environ, "PYTHONPATH": python_path()}
-        command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), str(kills)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        return run_in_a_process(SCRIPT, folder, kills)
 
     whole = run(tmp_path / "whole", -1)
     assert whole.returncode == 0, whole.stderr

@@ -2,10 +2,7 @@
 
 import ast
 import logging
-import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,7 +15,7 @@ import hydra_tune
 from hydra_tune.blocks.root import trial_of
 from hydra_tune.integrations.frameworks import current_trial, framework_checkpoints, process_settings
 from hydra_tune.planning.planner import Planner
-from paths import python_path
+from paths import run_in_a_process
 
 lightning = pytest.importorskip("lightning")
 lightning_callback = pytest.importorskip("hydra_tune.integrations.lightning_trainer.lightning_callback")
@@ -705,9 +702,7 @@ def test_a_search_that_was_killed_goes_on_with_the_same_numbers(tmp_path):
 
     def run(folder, kills):
         folder.mkdir(exist_ok=True)
-        environment = {**os.environ, "PYTHONPATH": python_path()}
-        command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), str(kills)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        return run_in_a_process(SCRIPT, folder, kills)
 
     whole = run(tmp_path / "whole", -1)
     assert whole.returncode == 0, whole.stderr

@@ -14,9 +14,10 @@ from optuna.trial import TrialState
 from torch import nn
 
 import hydra_tune
+from comparison import assert_same
 from hydra_tune.integrations.frameworks.current_trial import current_trial
 from hydra_tune.integrations.optuna_runner import ask_and_tell
-from scripts import BUDGETS, WIDTH, Dropping, Net
+from models import BUDGETS, WIDTH, Dropping, Net
 from waiting import WAIT_S, wait_until
 
 NAN = float("nan")
@@ -50,11 +51,6 @@ def train(trial):
         losses.append(loss.item())
         trial.report(losses[-1], step)
     return losses, [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
-
-
-def assert_same(a, b):
-    assert a[0] == b[0]
-    assert all(map(torch.equal, (*a[1], a[2]), (*b[1], b[2])))
 
 
 def optimized(n_trials, budget):

@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 import hydra_tune
 from hydra_tune.planning.optimizer_memory import training_bytes
 from hydra_tune.process.interrupts import Stop
-from scripts import BUDGETS, WIDTH, Net
+from models import BUDGETS, WIDTH, Net
 from waiting import WAIT_S, wait_until
 
 

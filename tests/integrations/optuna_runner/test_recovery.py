@@ -19,7 +19,7 @@ import hydra_tune
 from hydra_tune.checkpoints.checkpoint import Position
 from hydra_tune.integrations.optuna_runner.recovery import MOST_DEATHS, StudyFolder
 from hydra_tune.process.file_lock import FileLock
-from scripts import BUDGETS, WIDTH, Net
+from models import BUDGETS, WIDTH, Net
 
 WAIT_S = 120.0
 TRIALS, STEPS, EVERY = 6, 24, 3

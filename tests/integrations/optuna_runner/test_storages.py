@@ -30,8 +30,8 @@ from optuna.study import _optimize
 from optuna.trial import TrialState
 
 import hydra_tune
+from models import BUDGETS, WIDTH, Net
 from paths import python_path
-from scripts import BUDGETS, WIDTH, Net
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 WAIT_S = 60.0

@@ -1,9 +1,7 @@
 """Who draws from Python's and NumPy's global random numbers, which all threads share."""
 
 import random
-import threading
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import optuna
@@ -13,6 +11,7 @@ from torch import nn
 
 import hydra_tune
 from hydra_tune.randomness.shared_random import SharedRandom
+from waiting import repeating
 
 captured, imported = random.random, np.random.rand
 DRAWS = {
@@ -33,26 +32,13 @@ NO_DRAWS = {
 }
 
 
-@contextmanager
 def somebody_draws():
-    """All the time."""
-    began, ends = threading.Event(), threading.Event()
-
     def draw():
-        while not ends.is_set():
-            random.random()
-            np.random.rand()
-            began.set()
-            time.sleep(0.05)  # as one a batch
+        random.random()
+        np.random.rand()
+        time.sleep(0.05)  # as one a batch
 
-    thread = threading.Thread(target=draw)
-    thread.start()
-    try:
-        assert began.wait(10)
-        yield
-    finally:
-        ends.set()
-        thread.join(10)
+    return repeating(draw)
 
 
 def states():

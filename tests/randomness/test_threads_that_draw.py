@@ -1,7 +1,6 @@
 """Other threads draw random numbers all the time; what a trial has drawn is drawn again in its backward."""
 
 import threading
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -9,6 +8,7 @@ from torch import nn
 import hydra_tune
 from hydra_tune.planning.measurement import Measurement
 from hydra_tune.trials.context import trial_context
+from waiting import repeating
 
 WIDTH, STEPS = 48, 12
 BUDGET = 72 << 10  # in double precision, some of six layers
@@ -45,27 +45,14 @@ def train(pool=None, steps=STEPS):
     return losses, worst
 
 
-@contextmanager
-def noise():
-    """A thread that draws, as one that fetches batches does."""
-    quiet = threading.Event()
-
-    def draw():
-        while not quiet.is_set():
-            torch.rand(1000)
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    try:
-        yield
-    finally:
-        quiet.set()
-        thread.join()
+def somebody_draws():
+    """As one that fetches batches does."""
+    return repeating(lambda: torch.rand(1000))
 
 
 def test_a_script_beside_a_thread_that_draws():
     """Not with checkpoints of the script's own, whose repetitions draw otherwise in plain PyTorch, too."""
-    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, noise():
+    with hydra_tune.ShardPool(["cpu"], BUDGET) as pool, somebody_draws():
         _, worst = train(pool, 4 * STEPS)
     assert worst < 1e-9
 
@@ -120,7 +107,7 @@ def test_a_runners_trial_beside_a_thread_that_draws():
             return train(pool)
 
     quiet = run()
-    with noise():
+    with somebody_draws():
         loud = run()
     assert loud[0] == quiet[0]
     assert max(loud[1], quiet[1]) < 1e-9

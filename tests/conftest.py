@@ -1,12 +1,14 @@
-"""Every test runs with checks: each operator metered, freed slots poisoned, no device over its budget."""
+"""Most tests run with checks: each operator metered, freed slots poisoned, no device over its budget. Whole trainings
+that are compared with plain PyTorch's run without, as users run them: the table of the zoo and `exactness/`."""
 
 import gc
 import os
 import sys
 import traceback
 from operator import is_
+from pathlib import Path
 
-os.environ["HYDRA_TUNE_CHECKS"] = "1"
+os.environ["HYDRA_TUNE_CHECKS"] = "1"  # of each test the fixture `checks` says
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the demo: threads that wait do not spin
 
@@ -15,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
 from hydra_tune.blocks.ambient_settings import remembers_casts
-from hydra_tune.devices.counting_mode import TrialMode, unwatch
+from hydra_tune.devices.counting_mode import ThreadMode, TrialMode, unwatch
 from hydra_tune.devices.device import Device
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.process.fork import ForkGate
@@ -44,6 +46,18 @@ def pytest_collection_modifyitems(items):
             continue
         if sum(_place(item, *each.args[:2]) for each in item.iter_markers("parametrize")) % mark.args[0]:
             item.add_marker(pytest.mark.proof)
+
+
+AS_USERS_RUN = [Path(__file__).parent / name for name in ("exactness", "test_exactness.py")]
+
+
+@pytest.fixture(autouse=True)
+def checks(request):
+    """Off in whole trainings beside plain PyTorch's, but for those that are marked `checks`; on everywhere else."""
+    off = any(request.path.is_relative_to(place) for place in AS_USERS_RUN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYDRA_TUNE_CHECKS", "0" if off and not request.node.get_closest_marker("checks") else "1")
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,6 +90,10 @@ def no_mode_is_left():
         if isinstance(mode, TrialMode):
             unwatch(mode)
     assert not is_in_torch_dispatch_mode()
+    looks_for_modes = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python)
+    with ThreadMode():  # leaves the thread without, or else every later test would fail
+        pass
+    assert not looks_for_modes, "operators of this thread look for a mode, and there is none"
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import hydra_tune
+from comparison import Script, step
 from hydra_tune import calibration, cli
 from hydra_tune.pool.recording import recorded
 from hydra_tune.simulation.cost import CostModel
 from hydra_tune.simulation.workload import parse
 from late_arrivals import come_late
-from scripts import BUDGETS, Net, Script, step
+from models import BUDGETS, Net
 
 
 def span(kind, start_s, end_s, shard=0, direction="F", step=1, trial=0):

@@ -20,7 +20,9 @@ import pytest
 import torch
 
 import hydra_tune
+from comparison import with_and_without_checks
 from hydra_tune.blocks.root import use_no_cache
+from hydra_tune.config import checks_enabled
 from zoo import ZOO
 
 STEPS = 3
@@ -199,7 +201,8 @@ def difference(a, b):
 
 
 @cache
-def cell(name, training_name, budget):
+def cell(name, training_name, budget, checked=False):
+    assert checks_enabled() == checked
     # a forward that converts a module of its own, as that of Switch does, finds weights that are no leaves
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     try:
@@ -239,10 +242,10 @@ def warnings_logged():
         logger.removeHandler(handler)
 
 
-def complaint(name, training_name, budget):
+def complaint(name, training_name, budget, checked=False):
     """What is wrong with a cell; None if it is as promised, or as far from it as is known."""
     known = EXPECTED_DIFFERENCES.get((name, training_name, budget))
-    found = cell(name, training_name, budget)
+    found = cell(name, training_name, budget, checked)
     if found.result == "none":
         right = (name, training_name) in NOT_EVERYWHERE
     elif known is None or known[0] == REFUSED:
@@ -264,12 +267,13 @@ KINDS = {kind: [n for n, a in ZOO.items() if a.kind == kind] for kind in {a.kind
 OFTEN = {n for kind, names in KINDS.items() for n in names[::10]}
 
 
+@with_and_without_checks
 @pytest.mark.parametrize(
     ("name", "training"),
     cases((n, list(TRAININGS)[i % len(TRAININGS)]) for i, n in enumerate(ZOO) if n in OFTEN),
 )
-def test_architecture_trains_as_in_plain_pytorch(name, training):
-    assert complaint(name, training, "half") is None
+def test_architecture_trains_as_in_plain_pytorch(name, training, checked):
+    assert complaint(name, training, "half", checked) is None
 
 
 def test_the_table_has_a_row_for_every_architecture():
@@ -334,11 +338,21 @@ def why(found):
     return "; ".join(parts).replace("|", "/").replace("\n", " ")
 
 
+def cell_cases():
+    """Each cell as users run it; and with checks, too, where there is not a byte to spare."""
+    for name, training, budget in (key for n in ZOO for key in all_cells(n)):
+        case = (name, training, budget)
+        yield pytest.param(*case, False, id="-".join(case))
+        if budget == "least":
+            yield pytest.param(*case, True, id="-".join([*case, "checked"]), marks=pytest.mark.checks)
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize(("name", "training", "budget"), cases(key for n in ZOO for key in all_cells(n)))
-def test_cell(name, training, budget):
-    RESULTS[name, training, budget] = cell(name, training, budget)
-    assert complaint(name, training, budget) is None
+@pytest.mark.parametrize(("name", "training", "budget", "checked"), list(cell_cases()))
+def test_cell(name, training, budget, checked):
+    if not checked:
+        RESULTS[name, training, budget] = cell(name, training, budget)
+    assert complaint(name, training, budget, checked) is None
 
 
 @pytest.mark.parametrize("budget", ["half", "least"])

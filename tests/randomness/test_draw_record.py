@@ -2,7 +2,7 @@
 
 import os
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hydra_tune.randomness import DrawRecord, RandomState, drawing_again, drawing_from
 from hydra_tune.randomness.operators import DEFAULT, thread
+from waiting import repeating
 
 
 @pytest.fixture(params=["a script", "a trial"], autouse=True)
@@ -132,23 +133,8 @@ def test_code_that_failed_runs_once_more():
     assert torch.equal(some(), first)
 
 
-@contextmanager
 def somebody_draws():
-    began, ends = threading.Event(), threading.Event()
-
-    def work():
-        while not ends.is_set():
-            torch.rand(50)
-            began.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        assert began.wait(10)
-        yield
-    finally:
-        ends.set()
-        thread.join(10)
+    return repeating(lambda: torch.rand(50))
 
 
 def test_others_may_draw_between_two_draws(thread_of):

@@ -177,6 +177,20 @@ def imports(tree):
             yield from imports(node)
 
 
+def test_every_module_can_be_imported():
+    """mypy does not follow imports among integrations: a name that is gone would be found by a user first."""
+    python("import " + ", ".join(name.removesuffix(".__init__") for name in sources()))
+
+
+def test_one_name_is_one_class():
+    named = {}
+    for module, source in sources().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                named.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in named.items() if len(modules) > 1} == {}
+
+
 def test_files_and_classes_are_short():
     """But for the machine's."""
     machine = "hydra_tune.schedule.machine"

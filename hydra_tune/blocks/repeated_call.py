@@ -178,7 +178,7 @@ class RepeatedCall(Call):
         if self.measurement is not None and self.measurement.is_running:
             raise self.measurement.runs_backward_within()
         if saved.value is None:
-            self.trial.visits.with_room(self.block, self._repeat, self._rewound)
+            self.trial.retry.with_room(self.block, self._repeat, self._rewound)
         value = saved.value
         if type(value) is WeightView:
             self._gave_weights = True

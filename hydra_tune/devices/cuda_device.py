@@ -19,7 +19,7 @@ import torch
 
 from hydra_tune.config import format_bytes
 from hydra_tune.devices.device import Arrival, Copies, Device
-from hydra_tune.randomness.trial_state import gpu_generators
+from hydra_tune.randomness.random_state import gpu_generators
 
 logger = logging.getLogger("hydra_tune")
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Container, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,6 +169,28 @@ class TrialMeter:
         """The most bytes between visits since `watch_outside`, beyond those of then."""
         self.outside_ends()
         return self._outside_peak - self._outside_start
+
+
+@dataclass
+class Used:
+    """The most bytes beyond those there at the start, those that are left, and seconds."""
+
+    num_bytes: int = 0
+    left_bytes: int = 0
+    seconds: float = 0.0
+
+
+@contextmanager
+def measured(meter: TrialMeter) -> Iterator[Used]:
+    """What is used within; known at the end."""
+    used, device = Used(), meter.device
+    device.synchronize()
+    meter.window_peak = before = meter.trial_bytes
+    start_s = time.perf_counter()
+    yield used
+    device.synchronize()
+    used.seconds = time.perf_counter() - start_s
+    used.num_bytes, used.left_bytes = meter.window_peak - before, max(0, meter.trial_bytes - before)
 
 
 class CountingPaused:

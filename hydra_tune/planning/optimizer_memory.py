@@ -18,7 +18,7 @@ from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.devices.counting_mode import ThreadMode
 from hydra_tune.devices.tensor_bytes import tensor_bytes
 from hydra_tune.randomness import DrawRecord, drawing_again
-from hydra_tune.randomness.shared_random import SharedRandom
+from hydra_tune.randomness.python_and_numpy import PythonAndNumpyStates
 
 logger = logging.getLogger("hydra_tune")
 _FEW, _MANY = 2, 4  # parameters of a copy: a loop keeps some of the one before until the next has its own
@@ -132,7 +132,7 @@ def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: 
             step(optimizer)
         return sum(tensor_bytes(v) for v in tensors_in(list(optimizer.state.values()))), temporaries.peak_bytes
 
-    shared = SharedRandom()
+    shared = PythonAndNumpyStates()
     with drawing_again(DrawRecord()), torch.no_grad():
         (_, few), (state_bytes, many) = step_copy(_FEW), step_copy(_MANY)
     shared.put_back()

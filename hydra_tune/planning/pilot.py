@@ -37,11 +37,11 @@ from hydra_tune.blocks.engine import ForwardPass
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.tree import flatten_call
 from hydra_tune.config import format_bytes
-from hydra_tune.devices.meter import storages_of
+from hydra_tune.devices.meter import measured, storages_of
 from hydra_tune.devices.tensor_bytes import storage_bytes
 from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.planning.fingerprint import Fingerprint
-from hydra_tune.planning.measurement import FoundError, Measurement, measured
+from hydra_tune.planning.measurement import FoundError, Measurement
 from hydra_tune.planning.partition import has_children, shape_of
 from hydra_tune.planning.step_kind import StepKind, larger_of
 from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile
@@ -220,8 +220,9 @@ class Pilot:
     def _measure(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], forward_pass: ForwardPass
     ) -> tuple[BlockProfile | FoundError, Any]:
-        """What the call's first run shows, and its outputs, unless it was taken back: where the block is to be run
-        otherwise, or without its hooks, or within a checkpoint, which counts what is saved."""
+        """Run the call for the first time. Returns what that shows, and its outputs; `_NOT_RUN` if the run was undone,
+        because the block must be run in another way, has a user's hook within, or is in an activation checkpoint, which
+        counts the tensors that are saved."""
         trial, settings = self._trial, AmbientSettings.now(block.module_states)
         leaves, structure = flatten_call(args, kwargs)
         stays = bool(block.keeps) or trial.block_calls.keeps(settings)
@@ -232,7 +233,7 @@ class Pilot:
         outputs: Any = None
         trial.visits.is_measuring = True
         try:
-            found, outputs = trial.visits.with_room(block, run, measurement.take_back)
+            found, outputs = trial.retry.with_room(block, run, measurement.undo)
         except FoundError as error:
             found = FoundError(error.why, holds=error.holds)  # without its frames
         except torch.OutOfMemoryError as error:
@@ -245,12 +246,12 @@ class Pilot:
             why = found.why
         elif hooks_of_checkpoint() is not None:
             why = "is in a checkpoint"
-        elif measurement.is_quiet:
+        elif measurement.has_users_hooks_within:
             why = "has a hook within"
         else:
             why = found.keeps if call.has_dropped else ""
         casts = block.casts if isinstance(found, FoundError) else block.casts | found.casts
-        if (why or casts) and measurement.take_back():
+        if (why or casts) and measurement.undo():
             return found, _NOT_RUN
         why = why or ("casts a weight for several uses" if measurement.casts_again else "")
         if why.startswith(TOO_LARGE):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from hydra_tune.randomness.operators import DEFAULT, Note, thread
-from hydra_tune.randomness.trial_state import generator_states, set_generator_states
+from hydra_tune.randomness.random_state import generator_states, set_generator_states
 
 
 class DrawRecord:

@@ -35,7 +35,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from hydra_tune.process.fork import gate, new_in_child
 
 if TYPE_CHECKING:
-    from hydra_tune.randomness.trial_state import RandomState
+    from hydra_tune.randomness.random_state import RandomState
 
 DEFAULT: torch.Generator = torch.default_generator  # PyTorch's own object; below, a stand-in takes its place
 Note = Callable[[torch.Generator], object]

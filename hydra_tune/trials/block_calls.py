@@ -153,19 +153,19 @@ class BlockCalls:
         structure: Structure,
     ) -> Any:
         """Run a call with gradients: keep its activations if something demands it, else repeat it in the backward."""
-        hooks, with_room = hooks_of_checkpoint(), self._visits.with_room
+        trial, hooks = self.trial, hooks_of_checkpoint()
         if hooks is not None or block.keeps or self.keeps(settings := AmbientSettings.now(block.module_states)):
-            kept = KeptCall(block, self.trial, forward_pass, hooks)
-            return with_room(block, lambda: kept.run(args, kwargs), lambda: False)
-        call = RepeatedCall(block, self.trial, forward_pass, leaves, structure, settings)
+            kept = KeptCall(block, trial, forward_pass, hooks)
+            return trial.retry.with_room(block, lambda: kept.run(args, kwargs), lambda: False)
+        call = RepeatedCall(block, trial, forward_pass, leaves, structure, settings)
         if self._planner.pilot is not None:
             self._planner.pilot.watch(call, call.tensors)
         try:
-            return with_room(block, lambda: call.run(args, kwargs), call.rewind)
+            return trial.retry.with_room(block, lambda: call.run(args, kwargs), call.rewind)
         except OtherBranchError:
             if not call.do_without_casts():
                 raise
-        return with_room(block, lambda: call.run(args, kwargs), call.rewind)
+        return trial.retry.with_room(block, lambda: call.run(args, kwargs), call.rewind)
 
     # ---- without gradients ----
 
@@ -224,7 +224,7 @@ class BlockCalls:
             block.put_back_buffers(buffers)
             return versions == versions_of(given)
 
-        return self._visits.with_room(block, run, undo)
+        return self.trial.retry.with_room(block, run, undo)
 
 
 def _take_gradients(block: Block, weights: Sequence[torch.Tensor]) -> None:

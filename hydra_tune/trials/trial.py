@@ -4,7 +4,8 @@
     Steps        room on the device for a whole step                          steps.py
     Tasks        the lease: which shard computes now                          tasks.py
     BlockCalls   a block's forward: repeated, kept or evaluated               block_calls.py
-    Visits       a block's weights are on the device, with room to compute    visits.py
+    Visits       a block's weights are on the device                          visits.py
+    OutOfMemoryRetry   a block that ran out of memory runs once more          out_of_memory.py
     Backwards    the backwards that reach the trial                           backwards.py
     SentGradients, Residency    gradients to the host; where tensors are      sent_gradients.py, residency.py
     Planner      measures steps, and makes a plan from that                   planning/planner.py
@@ -52,6 +53,7 @@ from hydra_tune.schedule.plan import TrialPlan
 from hydra_tune.trials.backwards import Backwards
 from hydra_tune.trials.block_calls import BlockCalls
 from hydra_tune.trials.forwards import Forwards
+from hydra_tune.trials.out_of_memory import OutOfMemoryRetry
 from hydra_tune.trials.residency import Residency
 from hydra_tune.trials.sent_gradients import SentGradients
 from hydra_tune.trials.steps import Steps
@@ -101,7 +103,8 @@ class Trial:
         self.residency = residency = Residency(home, self.meter, pool)
         self.steps = steps = Steps(self)
         self.tasks = tasks = Tasks(self, self.events, lease=lease, steps=steps, planner=planner, residency=residency)
-        self.visits = visits = Visits(self, tasks, planner=planner, residency=residency)
+        self.visits = visits = Visits(tasks, planner=planner, residency=residency)
+        self.retry = OutOfMemoryRetry(self)
         self.gradients = gradients = SentGradients(self, planner=planner, steps=steps, residency=residency)
         self.backwards = Backwards(self, planner=planner, steps=steps, visits=visits, gradients=gradients)
         self.block_calls = BlockCalls(self, planner=planner, steps=steps, visits=visits, backwards=self.backwards)

@@ -26,6 +26,7 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.shared_casts import SharedCasts
 from hydra_tune.planning import measurement as measure
 from hydra_tune.planning.pilot import Pilot
+from hydra_tune.planning.repeat_or_keep import SideEffects
 from hydra_tune.trials import context, sent_gradients, trial
 from hydra_tune.trials.context import trial_context
 
@@ -177,6 +178,11 @@ def gradients_made_into(change):
     return wrapper
 
 
+def without_a_second_run(call, effects, meter, profile, outputs):
+    call.drop()
+    return profile
+
+
 def clipped_by_block(call, grad):
     return None if grad is None else grad * min(1.0, CLIP / grad.norm().item())
 
@@ -228,7 +234,11 @@ PITFALLS = {
         lambda: Model(*(Layer(dropout=0.5) for _ in range(4))),
         [
             (repeated_call, "drawing_again", always(lambda *_: nullcontext())),
-            (measure.Measurement, "_repeat", always(lambda self, profile, _: (self._call.drop(), profile)[1])),
+            (
+                measure,
+                "try_repetition",
+                always(lambda call, effects, meter, profile, outputs: (call.drop(), profile)[1]),
+            ),
         ],
     ),
     "2 buffers updated twice": (
@@ -237,7 +247,7 @@ PITFALLS = {
     ),
     "4 inputs changed in place": (
         lambda: Model(Layer(), InPlaceLayer(), InPlaceLayer(), Layer()),
-        [(measure.Measurement, "_changes", always(lambda *_: ""))],
+        [(SideEffects, "reason_to_keep", always(lambda *_: ""))],
     ),
     "4 inputs changed in place afterwards": (
         lambda: Overwriting(*(Scaled() for _ in range(4))),
@@ -245,7 +255,7 @@ PITFALLS = {
     ),
     "5 caches": (
         lambda: Caching(*(Cached() for _ in range(4))),
-        [(measure.Measurement, "_changes", always(lambda *_: ""))],
+        [(SideEffects, "reason_to_keep", always(lambda *_: ""))],
     ),
     "7 autocast in recompute": (
         lambda: Model(*(Layer() for _ in range(4))),

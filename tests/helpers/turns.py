@@ -10,7 +10,7 @@ import threading
 from types import SimpleNamespace
 
 import hydra_tune
-from hydra_tune.planning import measurement as measure
+from hydra_tune.devices import meter
 from hydra_tune.trials.context import trial_context
 
 MOST_TURNS = 1_000_000
@@ -110,7 +110,7 @@ class Leases(dict):
 def run_in_turns(monkeypatch, pool, objectives):
     """Each in a thread of its own, with the random state of its number."""
     ticks = itertools.count()
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     errors = []
 
     def run(number):

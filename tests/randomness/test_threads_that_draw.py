@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import hydra_tune
+from hydra_tune.planning import measurement
 from hydra_tune.planning.measurement import Measurement
 from hydra_tune.trials.context import trial_context
 from waiting import repeating
@@ -84,9 +85,9 @@ def test_what_other_threads_draw_while_a_block_is_measured_stays_drawn(monkeypat
         thread.start(), thread.join()
         return repeat(*given)
 
-    repeat = Measurement._repeat
+    repeat = measurement.try_repetition
     monkeypatch.setattr(Measurement, "run", beside)
-    monkeypatch.setattr(Measurement, "_repeat", measured)
+    monkeypatch.setattr(measurement, "try_repetition", measured)
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
         train(pool, 1)
     assert len(set(drawn)) == len(drawn) > 1

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hydra_tune.randomness import RandomState, drawing_from, hold, trial_state
-from hydra_tune.randomness.trial_state import generator_states, set_generator_states
+from hydra_tune.randomness import RandomState, drawing_from, hold, random_state
+from hydra_tune.randomness.random_state import generator_states, set_generator_states
 
 
 def draws():
@@ -86,11 +86,11 @@ def test_a_copy_of_what_stands_for_the_default_generator():
 def devices(monkeypatch):
     """Two that operators draw from, whoever calls them."""
     own = torch.Generator().manual_seed(11), torch.Generator().manual_seed(22)
-    monkeypatch.setattr(trial_state, "_holders", {})
-    monkeypatch.setattr(trial_state, "_process_state", RandomState(0))
-    monkeypatch.setattr(trial_state, "_gpu_generators", own)
+    monkeypatch.setattr(random_state, "_holders", {})
+    monkeypatch.setattr(random_state, "_process_state", RandomState(0))
+    monkeypatch.setattr(random_state, "_gpu_generators", own)
     yield own
-    assert set(trial_state._holders.values()) <= {trial_state._process_state}
+    assert set(random_state._holders.values()) <= {random_state._process_state}
 
 
 def numbers(generator):
@@ -134,7 +134,7 @@ def test_states_are_those_of_the_calling_trial_whoever_holds_the_generator(devic
 
 
 def test_pytorchs_functions_seed_and_read_what_the_calling_trial_draws_from(devices, monkeypatch):
-    monkeypatch.setattr(trial_state, "_gpu_generators", ())
+    monkeypatch.setattr(random_state, "_gpu_generators", ())
     monkeypatch.setattr(torch.cuda, "default_generators", devices)
     other = RandomState(2)
     with drawing_from(other):

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-class SharedRandom:
+class PythonAndNumpyStates:
     """A snapshot of both states."""
 
     def __init__(self) -> None:

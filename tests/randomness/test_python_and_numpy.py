@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.randomness.shared_random import SharedRandom
+from hydra_tune.randomness.python_and_numpy import PythonAndNumpyStates
 from waiting import repeating
 
 captured, imported = random.random, np.random.rand
@@ -47,7 +47,7 @@ def states():
 
 @pytest.mark.parametrize("what", [*DRAWS, *NO_DRAWS])
 def test_what_draws_is_found_and_put_back(what):
-    before, shared = states(), SharedRandom()
+    before, shared = states(), PythonAndNumpyStates()
     (DRAWS | NO_DRAWS)[what]()
     assert shared.have_moved() == (what in DRAWS)
     shared.put_back()

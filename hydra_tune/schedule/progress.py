@@ -84,7 +84,7 @@ class Progress:
 
 
 @dataclass
-class Visits:
+class VisitOrder:
     """The shards that a step visits, in the order of the trial's last one: a hint, from which a step may deviate."""
 
     _last: list[Place] = field(default_factory=list)

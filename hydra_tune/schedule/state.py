@@ -9,7 +9,7 @@ from math import inf
 from hydra_tune.schedule.events import PilotReady, PlanReady, StepReady
 from hydra_tune.schedule.ledger import Ledger, SlotKey
 from hydra_tune.schedule.plan import Task, TrialPlan
-from hydra_tune.schedule.progress import Progress, Visits
+from hydra_tune.schedule.progress import Progress, VisitOrder
 from hydra_tune.schedule.ready import Waiting
 
 NO_TRIAL = "no trial"  # why a device idles: then it does not stall
@@ -38,7 +38,7 @@ class TrialState:
     at_home: bool = False  # the task that it has in flight does not travel, and promotes its shard itself
     lacks_room: bool = False  # it has run out of memory in this step
     slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard)
-    visits: Visits = field(default_factory=Visits)
+    visits: VisitOrder = field(default_factory=VisitOrder)
 
     def work_bytes(self, task: Task, device: int) -> int:
         """Away from home its inputs and outputs take room, too."""

@@ -187,15 +187,6 @@ def test_every_module_can_be_imported():
             import_module(name.removesuffix(".__init__"))
 
 
-def test_one_name_is_one_class():
-    named = {}
-    for module, source in sources().items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef):
-                named.setdefault(node.name, []).append(module)
-    assert {name: modules for name, modules in named.items() if len(modules) > 1} == {}
-
-
 def test_files_and_classes_are_short():
     """But for the machine's."""
     machine = "hydra_tune.schedule.machine"
@@ -208,6 +199,26 @@ def test_files_and_classes_are_short():
     ]
     assert [name for name, source in sources().items() if source.count("\n") > MOST_LINES and name != machine] == []
     assert too_long == []
+
+
+def test_one_name_is_one_class():
+    """Also of classes within others, and of those of each library."""
+    assert doubled(sources()) == {}
+
+
+def test_a_name_of_two_classes_is_found():
+    found = doubled({"hydra_tune.a": "class Visit: ...", "hydra_tune.b": "def f():\n    class Visit: ..."})
+    assert found == {"Visit": ["hydra_tune.a", "hydra_tune.b"]}
+
+
+def doubled(sources):
+    """The names of several classes, and where these are."""
+    places = {}
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    return {name: modules for name, modules in places.items() if len(modules) > 1}
 
 
 def test_folders_are_small():

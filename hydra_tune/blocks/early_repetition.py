@@ -1,6 +1,7 @@
-"""Runs a block as its repetition in the backward will, to see what that makes and takes; no graph of the step's has it.
+"""Runs a block a second time at once, as the backward would repeat it: does it make the same, and what does it take?
 
-The user's hooks on tensors must not fire in it: who put them there waits for the step's own backward.
+This run belongs to no graph of the step's. So a user's hooks on tensors must not fire in it: they wait for the step's
+own backward.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from hydra_tune.schedule.plan import Direction
 def repeat_early(
     call: RepeatedCall, run: Callable[[Sequence[Any], dict[str, Any], Sequence[torch.Tensor]], None]
 ) -> bool:
-    """Have `run` do it, with arguments without a history, and the tensors that may be asked for gradients. Whether it
-    has put hooks on its tensors, which are left out."""
+    """Call `run` with the call's arguments, without their history, and the tensors that may be asked for gradients.
+    Returns whether it has put hooks on tensors; these are left out."""
     copy = call.trial.visits.begin(call.block, Direction.FORWARD)
     try:
         with call.as_at_first(copy, as_it_is) as weights, _WithoutHooks() as hooks:

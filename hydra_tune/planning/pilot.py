@@ -103,7 +103,8 @@ class Pilot:
             self._trial.residency.device.free_slot(None, block.weight_bytes)
 
     def profiles_beside(self, step_bytes: int) -> dict[str, BlockProfile]:
-        """Those of an evaluation need what is beyond the step's highest, which may come at another time."""
+        """The measured blocks, beside a step that reserves so many bytes. In an evaluation a block needs only what its
+        run took beyond that."""
         if self.trains:
             return self.profiles
         beyond = {name: max(0, self._totals.get(name, 0) - step_bytes) for name in self.profiles}

@@ -429,7 +429,7 @@ class Machine:
         return []
 
     def _recall(self, device: DeviceState) -> list[Instruction]:
-        assert device.running is not None and device.long_lease, f"no turn lasts on {device}"
+        assert device.running is not None and device.long_lease, f"no long lease on {device}"
         device.long_lease = False
         return [Recall(device.running.trial, device.index)]
 
@@ -718,8 +718,8 @@ class Machine:
             assert running.trial in self._home(running.trial).ledger.steps, f"{running} runs outside a step"
             assert self.trials[running.trial].task_device == device.index
         if device.long_lease:
-            assert running is not None and device.started, "a turn lasts of nobody"
-            assert self._allows_long_lease(device), f"{running} lasts, though others need turns of a task"
+            assert running is not None and device.started, "a long lease of nobody"
+            assert self._allows_long_lease(device), f"{running} has a long lease, though others need leases of one task"
         if device.promised_ready is not None:
             assert device.promised_ready.task == device.promised, "what waits here was promised another device"
         at_home = self.ready.first(device.index)

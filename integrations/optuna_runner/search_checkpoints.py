@@ -41,7 +41,7 @@ class SearchCheckpoints:
         return next(each for each in running if each.number == trial.number)
 
     def first_of(self, before: optuna.trial.FrozenTrial) -> int | None:
-        """The first of the trials that this one continues, as which it draws; None if it continues none."""
+        """The first of the trials that this one continues, whose random state it has. None if it continues none."""
         return next(iter(predecessors(before)), None)
 
     def resumption_of(self, before: optuna.trial.FrozenTrial, context: Context) -> Resumption:

@@ -96,7 +96,7 @@ def test_what_only_gpus_heed_may_be_switched_where_none_is(monkeypatch):
     trials = Switched(lambda: switch(False), lambda: switch(True)).search()
     assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE"]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(ambient_settings, "_choices", ambient_settings._choices.__wrapped__)
+    monkeypatch.setattr(ambient_settings, "_read_kernel_choices", ambient_settings._read_kernel_choices.__wrapped__)
     script = Switched(lambda: switch(False), lambda: switch(True))
     assert [trial.state.name for trial in script.search()] == ["FAIL", "COMPLETE"]
     assert "cudnn_enabled was True" in str(script.error)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trial, and how it is put back.
+"""What a checkpoint holds of a trial, and how it is put back. When one is written, `resumption.py` decides.
 
 A checkpoint of another model, loader or kind of optimizer would load in part and train on with wrong numbers. So a
 checkpoint says what it was made of, and is refused before anything is changed, with the first line that differs.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
+from hydra_tune.checkpoints.checkpoint_folder import CheckpointFolder, Position
 from hydra_tune.checkpoints.hyperparameters import Hyperparameters
 from hydra_tune.checkpoints.loader_progress import LoaderProgress
 from hydra_tune.errors import PrepareError

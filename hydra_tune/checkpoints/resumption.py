@@ -1,4 +1,4 @@
-"""What a trial goes on from, and the checkpoints that it leaves, in its own thread.
+"""When a trial writes a checkpoint, and how it goes on from one; both in the trial's own thread.
 
 The process of a trial may die at any time. Without a checkpoint all its work is lost; with one that was taken in the
 middle of a mini-batch its numbers would differ from then on. So a checkpoint is taken between two mini-batches, when
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
+from hydra_tune.checkpoints.checkpoint_folder import CheckpointFolder, Position
 from hydra_tune.checkpoints.contents import Contents, OtherStateError, read_weights
 from hydra_tune.checkpoints.extra_state import GeneratorState
 from hydra_tune.checkpoints.hyperparameters import Hyperparameters

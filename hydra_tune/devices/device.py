@@ -3,7 +3,12 @@
     host buffer --h2d--> slot --compute--> gradients --d2h--> p.grad
 
 `Device` itself is a virtual device in host memory. A promotion is a real copy into an arena as large as the budget.
-With ``HYDRA_TUNE_CHECKS=1`` freed slots are filled with NaN. A GPU (`cuda_device.py`) overrides what differs there.
+With ``HYDRA_TUNE_CHECKS=1`` freed slots are filled with NaN.
+
+Another kind of device is a subclass, as `CudaDevice` in `cuda_device.py`. It sets `is_virtual = False` and its rates,
+overrides what moves bytes or waits (`slot`, `free_slot`, `retire`, `mark`, `synchronize`, `promote`, `spill`,
+`free_cache`, `pin`, `unpin`, `measured_peak_bytes`), is opened in `open_devices.py`, and names the generators that its
+operators draw from (`randomness/random_state.py`).
 """
 
 from __future__ import annotations

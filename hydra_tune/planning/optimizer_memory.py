@@ -1,4 +1,4 @@
-"""What an optimizer will take for some parameters, found by stepping ones like it on no memory at all."""
+"""How much memory an optimizer will take, before it has stepped: copies of it step parameters on the meta device."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _FEW, _MANY = 2, 4  # parameters of a copy: a loop keeps some of the one before 
 def stepping_bytes(
     optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter], *, foreach_by_default: bool = False
 ) -> tuple[int, int]:
-    """Bytes of state for `parameters`, where `optimizer` keeps it beside them; and the most that temporaries of one
-    step take, where it steps them there: of all of them where it steps them at once, as with `foreach`; of two of the
-    largest where it steps one after another.
+    """Bytes of optimizer state for `parameters`, and the most bytes of temporaries in one step, on the same device.
 
-    Steps copies of the optimizer on meta tensors, for each kind of parameter. Two values a parameter each, as Adam
-    takes, are assumed where there is no optimizer yet or it can't be copied so.
+    Temporaries are those of all parameters if the optimizer steps them at once, as with `foreach`. If it steps one
+    after another, they are those of the two largest.
+
+    Steps copies of the optimizer on meta tensors, for each kind of parameter. If there is no optimizer yet, or it
+    cannot be copied so, both are assumed to be two values a parameter, as in Adam.
     """
     trained = [p for p in parameters if p.requires_grad]
     every = sum(p.nbytes for p in trained)

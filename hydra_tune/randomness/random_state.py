@@ -1,8 +1,8 @@
 """Gives each trial its own random state, though PyTorch's generators are shared by the process.
 
-On the CPU a trial's thread has a generator of its own, and `operators.py` gives it to operators. On a GPU operators
-always draw from the device's default generator. So a trial *holds* that generator: it has the trial's state until
-another trial holds it.
+On the CPU a trial's thread has a generator of its own, and `operators.py` gives it to the operators that draw. On a
+GPU operators always draw from the device's default generator. So a trial *holds* that generator: it has the trial's
+state until another trial holds it.
 
     thread of trial 1   | hold | draws ... |                       | hold | draws ...
     thread of trial 2                      | hold | draws ... |

@@ -1,6 +1,8 @@
-"""The order in which ready tasks get devices. A policy sees plain data and keeps no state.
+"""Policies: the order in which ready tasks get devices. A policy sees plain data and keeps no state.
 
 A task is ranked once, when it becomes ready. The smallest rank goes first; of equal ranks the task that came first.
+`machine.py` asks for ranks and decides: a task that has waited for too long goes first whatever its rank is
+(`STARVATION_LIMIT`), and admissions, steps and pilots are first come, first served.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ class Policy(ABC):
         """A number; the task with the smallest one goes first."""
 
     def slack(self, progress: Progress) -> float:
-        """How much smaller a rank must be to be worth a copy. Only then does a task run before those whose home the
-        device is, or before one whose shard was promoted already."""
+        """How much smaller a rank must be to be worth a copy.
+
+        A task goes before one whose shard is on the device already, and a task from another home before those at home
+        on the device, only if its rank is smaller by more than this."""
         return 0.0
 
     def leaves_home(self, task_s: float, num_bytes: int, bytes_per_s: float) -> bool:

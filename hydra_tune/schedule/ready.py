@@ -12,8 +12,10 @@ from hydra_tune.schedule.plan import Task
 
 
 class ReadyTask(NamedTuple):
-    """`number` counts ready tasks in the order in which they came. `granted_before` is how many leases tasks of this
-    home had been granted by then."""
+    """`number` counts ready tasks in the order in which they came.
+
+    `granted_before` is how many leases tasks of this home had been granted by then. How many have been granted since
+    tells the machine whether the task has waited for too long (`STARVATION_LIMIT` in `machine.py`)."""
 
     task: Task
     rank: float

@@ -2,8 +2,9 @@
 
 Autograd adds a gradient to `.grad` as soon as it gets it, so that the copy must be complete by then, and the device
 would stand still meanwhile. But where `.grad` is None and no hook reads the gradient, autograd takes the tensor without
-reading it. There the next block computes while the gradient is copied (*late*), and the end of the backward waits for
-all copies. That autograd takes a weight's gradient so is known from the last backward, and is checked after each one.
+reading it. There the next block computes while the gradient is copied (*late*): the next block's gradients, or the end
+of the backward, wait for that copy. Whether autograd takes a weight's gradient without reading it is known from the
+last backward, and checked after each one.
 
     compute   | block 3 | block 2 | block 1 |
     to host             | of 3    | of 2    | of 1 |

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from hydra_tune.checkpoints.checkpoint import CheckpointFolder
+from hydra_tune.checkpoints.checkpoint_folder import CheckpointFolder
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.frameworks.trial_attributes import CLONE, CONTINUES, INTERRUPTED
 from hydra_tune.process.file_lock import FileLock, locked

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
+from hydra_tune.checkpoints.checkpoint_folder import CheckpointFolder, Position
 from hydra_tune.checkpoints.plain_state import decode, encode
 from hydra_tune.devices.meter import CountingPaused
 from hydra_tune.devices.tensor_bytes import tensor_bytes

@@ -2,6 +2,9 @@
 
 Tune keeps one session a process, but a pool's process runs many trials. So one session stands for all of them, and asks
 in whose thread it is.
+
+A report goes from here through the trial's thread (`trial_thread.py`) and its socket (`proxy_connections.py`) to the
+trial's proxy in Tune's process (`ray_tune/pool_connection.py`), which reports it to Tune (`ray_tune/trainable.py`).
 """
 
 from __future__ import annotations

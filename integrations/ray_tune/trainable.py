@@ -1,8 +1,9 @@
 """`trainable`: what Tune starts for each trial of a function or class that trains in its node's pool.
 
 Tune gives each trial a process of its own, but trials that share devices have to share a process. So Tune's process is
-a thin proxy, without torch: Tune's decisions reach the trial through it, and the trial's results Tune, which persists
-checkpoints itself.
+a thin proxy, without torch. Tune's decisions reach the trial through it, and the trial's results reach Tune through it,
+over a local socket (`pool_connection.py`; its other end is `ray_node/proxy_connections.py`). Tune persists checkpoints
+itself.
 """
 
 from __future__ import annotations
@@ -147,9 +148,11 @@ def _class_proxy(train: type[Trainable], spec: PoolSpec) -> type:
     resets_itself = train.reset_config is not Trainable.reset_config
 
     class ClassProxy(Trainable):
-        """Every method that Tune calls goes on to the trainable in the pool, which has this one's storage. It is made
-        there by the first: Tune starts actors that it never calls, for it has found one to reuse. One that has no
-        `reset_config` is made anew instead, and so is one that is gone, for its former trial has begun elsewhere."""
+        """Passes every method that Tune calls on to a trainable in the pool, which has the same storage.
+
+        The trainable is made there with the first call, because Tune starts actors that it never calls. Tune may give
+        this actor to another trial (`reset_config`). A trainable without `reset_config` is then made anew; so is one
+        that no longer exists, because its former trial has begun in another actor."""
 
         its_pools = spec
         default_resource_request = _resource_request(spec)

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
+from hydra_tune.checkpoints.checkpoint_folder import CheckpointFolder, Position
 from hydra_tune.checkpoints.plain_state import decode, encode
 from hydra_tune.errors import ConfigError
 

@@ -15,7 +15,7 @@ import hydra_tune
 import models
 from comparison import step
 from hydra_tune.blocks.block import Block
-from hydra_tune.checkpoints.checkpoint import CheckpointFolder, Position
+from hydra_tune.checkpoints.checkpoint_folder import CheckpointFolder, Position
 from hydra_tune.devices.counting_mode import TrialMode
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.host_weights import HostWeights

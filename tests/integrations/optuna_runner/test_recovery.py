@@ -16,7 +16,7 @@ import torch
 from optuna.trial import TrialState
 
 import hydra_tune
-from hydra_tune.checkpoints.checkpoint import Position
+from hydra_tune.checkpoints.checkpoint_folder import Position
 from hydra_tune.integrations.optuna_runner.recovery import MOST_DEATHS, StudyFolder
 from hydra_tune.process.file_lock import FileLock
 from models import BUDGETS, WIDTH, Net

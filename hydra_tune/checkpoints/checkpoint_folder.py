@@ -1,5 +1,7 @@
 """The checkpoints of one trial, in a folder; each is there whole or not at all, and nothing is executed on reading one.
 
+When one is written, `resumption.py` decides; what is in it, `contents.py`.
+
 000-000000120/tensors.safetensors   of the first model that the trial prepared, after 120 mini-batches
               state.json            what is not a tensor, and the digest of both
 """

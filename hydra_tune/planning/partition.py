@@ -163,11 +163,11 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
         forward    | promoted | promoted | promoted | promoted |
         backward   | promoted | promoted | kept since forward  |
 
-    1. Only the block where the kept shards begin decides the bytes. It is earliest with one block a shard:
-       a longer shard wants all its blocks there for the largest of their works.
-    2. Filled one after another, shards are fewest: whatever a shard may hold, a part of it may. They end
-       where the kept ones begin and where `visits` changes, so no block is promoted for another's visit.
-    3. The largest is smallest under the least limit for which as few suffice.
+    1. Only the first kept block decides the bytes. With one block a shard this block comes earliest: a longer
+       shard needs all its blocks on the device while the one with the largest work computes.
+    2. Shards are filled one after another. This gives the fewest, since a part of a shard that fits does fit. A
+       shard ends where the kept blocks begin and where `visits` changes: no block is promoted for another's visit.
+    3. The limit of a shard's bytes is the least one for which as few shards suffice. So the largest is smallest.
 
     Known slack: with blocks that have no backward there may be one shard too many.
     """
@@ -206,8 +206,8 @@ def _shard_of(numbers: Sequence[int], profiles: Sequence[BlockProfile]) -> Shard
 def _first_kept(profiles: Sequence[BlockProfile], room_bytes: int) -> int:
     """The first of the blocks, with one a shard, that are on the device from their forward to their backward.
 
-    Whoever is kept leaves room for those after it, up to each one and its work: after that one's backward its copy
-    goes first (see `slots.py`).
+    A block is kept if there is room for it beside the kept blocks after it, and beside the work of each of them. After
+    the backward of a block its copy is the first to be dropped (see `slots.py`), so that its room counts no more.
     """
     kept = len(profiles)
     after = 0  # what the later ones need at most, all slots up to one of them and its work

@@ -58,7 +58,7 @@ def refuse_unsupported(model: nn.Module) -> None:
                     other = f"{name}.{key}".lstrip(".")
                     shared += [(weight, other) for start, end, weight in places if start < last and first < end]
                 met.add(id(tensor))
-    for name, other in shared:  # each weight gets memory of its own: what follows it by sharing that would not any more
+    for name, other in shared:  # each weight gets memory of its own, and what shares its memory would not follow it
         raise PrepareError(
             f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
             "tensor. Tie them by assigning the Parameter or buffer itself, or clone one."
@@ -87,7 +87,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def refuse_computed_weights(model: nn.Module) -> None:
-    """Of a model that is not resident: what computes with their copies would reach neither them nor what is behind."""
+    """Refuse weights that were computed from other tensors, in a model that is not resident: gradients of their device
+    copies would reach neither the weights nor the tensors that these were computed from."""
     for name, weight in model.named_parameters():
         if not weight.is_leaf:
             raise PrepareError(

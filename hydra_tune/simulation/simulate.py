@@ -1,4 +1,7 @@
-"""Simulates a sweep: the machine that schedules real trials is driven by a clock and given costs (`replay.py`).
+"""`simulate`: what a sweep would take. The scheduler of real trials runs it, by a clock instead of devices.
+
+The clock, the links and what happens at the same time are in `replay.py`; seconds and bytes of trials come from a
+workload (`workload.py`), which `cost.py` computes for transformers.
 
 simulate([{"steps": 100, "forward_s": [0.1, 0.1], "backward_s": [0.3, 0.3], "shard_bytes": [500, 500]}], devices=8)
 """

@@ -29,7 +29,7 @@ class SearchEnded(Exception):
 
 
 class Places:
-    """For the trials of one search that live; who asks for one waits until there is a place."""
+    """How many trials of one search may live at a time. Whoever asks Optuna for a trial waits for a place first."""
 
     def __init__(
         self, pool: ShardPool, concurrency: int | None, timeout_s: float | None, stopped: Callable[[], bool]

@@ -1,11 +1,14 @@
-"""What a model would do, as far as its modules' attributes tell: whether it may share a plan with another one, and, by
-one look at each forward, whether its own plan still holds.
+"""Fingerprints of models, made from their modules' attributes. They answer two questions:
 
-A pilot of one model stands for another only if both behave alike. A rate that is zero, a flag in a config object,
-a function in a closure: any of them may decide what a forward keeps or draws.
+    `plan_key`      may two models share measurements and a plan?
+    `model_state`   is this model still as it was when its plan was made? (asked at each forward)
 
-A plan outlives its model, so its key is a digest and keeps nothing of it. Classes are told apart as objects, not by
-name, for a notebook makes two of one name: each has a number, which is never given twice, as an id is.
+The numbers of one model's pilot hold for another model only if both behave alike. A dropout rate of zero, a flag in a
+config object, a function in a closure: any of them may decide what a forward keeps or draws.
+
+A plan outlives its model. So its key is a digest, which keeps no reference to the model. Two classes of one name are
+different (a notebook makes such when a cell runs twice). So each class has a number. A number is never used again,
+as an `id` would be.
 """
 
 from __future__ import annotations
@@ -28,11 +31,14 @@ from hydra_tune.blocks.stand_ins import StandIn, own_forward_of
 from hydra_tune.planning.optimizer_memory import options_of
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
-_FEW = 8  # elements of a buffer that may be a setting, no running value
-_MANY = 1024  # of a tensor or an array that is an attribute
+# The values of larger tensors do not count, only their shape and dtype.
+_FEW = 8  # the most elements of a buffer whose values count: it may be a setting. Larger ones are running values
+_MANY = 1024  # the most elements of a tensor or array in an attribute whose values count
 HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_LIBRARIES = ("torch.", "transformers.")  # whose hooks compute weights, or collect outputs
-# A text may be long, and what is known of a kind of forward outlives its model.
+# Hooks of these libraries are not a user's: they compute weights (torch) or collect outputs (transformers).
+_LIBRARIES = ("torch.", "transformers.")
+# How a switch is read, by the type of its value. A string is hashed, since it may be long and the result outlives the
+# model.
 _SWITCHES: dict[type, Any] = {bool: bool, str: hash, type(None): hash, torch.Tensor: attrgetter("requires_grad")}
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
@@ -41,7 +47,7 @@ _count = itertools.count()
 
 
 def plan_key(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
-    """Equal for trials of one architecture and dtype, whatever their learning rates."""
+    """A digest that is equal for trials of one architecture and dtype, whatever their learning rates."""
     order = {id(p): i for i, p in enumerate(model.parameters())}
     options = [
         (_number_of(type(optimizer)), [(told, [order.get(id(p)) for p in own]) for told, own in options_of(optimizer)])
@@ -51,21 +57,25 @@ def plan_key(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> b
 
 
 class Fingerprint:
-    """Reads values into what has a short `repr`, equal for equals: names, numbers and digests."""
+    """Reads a value into names, numbers and digests. Their `repr` is short, and equal for equal values."""
 
-    most_items = 1_000  # of a container; larger ones are data, and count by their size
-    deepest = 12
+    most_items = 1_000  # of a container. A larger one is data: only its length counts
+    deepest = 12  # levels of nesting; below, only an object's class counts
 
     def __init__(self, *, of_layers: bool = False) -> None:
-        self._of_layers = of_layers  # whose place among others does not count: transformers keep it for caches
-        # What was met, by id. Values are kept: the next one may get the id of one that is collected.
+        # Compares layers of a model: a layer's index does not count. transformers needs it for caches.
+        self._of_layers = of_layers
+        # The objects read so far, by id. It keeps the objects too, so that no other object can get their ids.
         self._known: dict[int, tuple[Any, Hashable]] = {}
-        self._modules: set[int] = set()  # by id; wherever else they are met, they are known
+        self._modules: set[int] = set()  # ids of the model's modules; a reference to one of them counts as None
 
     def of_model(self, model: nn.Module) -> bytes:
-        """Of PyTorch's own modules numbers count as zero or not (dropout keeps a mask or it doesn't)."""
+        """A digest of the model's structure and attributes.
+
+        A float attribute of PyTorch's own modules counts only as zero or not: dropout keeps a mask or it does not.
+        """
         self._modules.update(map(id, model.modules()))
-        order = {id(p): i for i, p in enumerate(model.parameters())}  # equal numbers are tied
+        order = {id(p): i for i, p in enumerate(model.parameters())}  # tied weights get one number
         weights = [
             (name, order[id(p)], p.requires_grad, _of_values(p, 0 if p.requires_grad else 1))
             for name, p in model.named_parameters(remove_duplicate=False)
@@ -74,7 +84,7 @@ class Fingerprint:
         return _digest((weights, modules))
 
     def tensors_within(self, values: Sequence[Any]) -> list[torch.Tensor]:
-        """Those that these objects lead to."""
+        """All tensors that can be reached from these objects."""
         for value in values:
             self._of(value, 0)
         return [met for met, _ in self._known.values() if isinstance(met, torch.Tensor)]
@@ -86,7 +96,7 @@ class Fingerprint:
             own.pop("layer_idx", None)
         if type(module).__module__.startswith("torch.nn."):
             own = {k: v != 0 if isinstance(v, float) else v for k, v in own.items()}
-            buffers = {}  # they decide nothing (a count of batches)
+            buffers = {}  # they do not change what a forward needs (a count of batches)
         values = [(k, None if b is None else _of_values(b, _FEW)) for k, b in buffers.items()]
         return (*((k, self._of(v, 0)) for k, v in own.items()), *values, self._of(own_forward_of(module), 0))
 
@@ -94,12 +104,12 @@ class Fingerprint:
         if isinstance(value, type):
             return _number_of(value)
         if type(value) in PLAIN:
-            return marshal.dumps(value, 2)  # of any length, to the bit
+            return marshal.dumps(value, 2)  # exact, for a value of any length
         if depth > self.deepest:
             return _number_of(type(value))
         if id(value) not in self._known:
             kind = _number_of(type(value))
-            self._known[id(value)] = value, kind  # met again within itself
+            self._known[id(value)] = value, kind  # for an object that contains itself
             self._known[id(value)] = value, _digest((kind, self._of_object(value, depth + 1)))
         return self._known[id(value)][1]
 
@@ -127,14 +137,14 @@ class Fingerprint:
         if isinstance(value, types.MethodType):
             return self._of([value.__func__, value.__self__], depth)
         try:
-            reduced = value.__reduce_ex__(2)  # what pickle would keep
-        except Exception:  # it can't: a lock, a generator
+            reduced = value.__reduce_ex__(2)  # the state that pickle would save
+        except Exception:  # it cannot be pickled: a lock, a generator
             reduced = None
         return self._of(reduced if isinstance(reduced, str) else list((reduced or ())[:3]), depth), own
 
 
 def _of_values(tensor: torch.Tensor, most: int) -> Hashable:
-    """Themselves, if they are few."""
+    """Shape and dtype, and the values of a dense tensor that has at most `most` of them."""
     few = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() <= most
     return tuple(tensor.shape), tensor.dtype, repr(tensor.tolist()) if few else None
 
@@ -151,20 +161,22 @@ def _digest(parts: object) -> bytes:
 
 
 class ModelState(NamedTuple):
-    """Modules in the order of `nn.Module.modules`; parameters and buffers by the place of their module there.
+    """What may change a forward of a model, read quickly enough for each forward.
 
-    `switches` is what is on or off in modules and in their configs: training mode and other truth values, names, what
-    is absent, what requires a gradient. These decide what a forward computes more often than numbers do.
+    A module is given by its place in the order of `nn.Module.modules`.
+
+    `switches` are attributes of modules and of their configs: booleans (training mode and others), strings, what is
+    None, whether a tensor requires a gradient. These decide what a forward computes more often than numbers do.
     """
 
-    parameters: tuple[tuple[int, str, bool, int], ...]  # whether it requires a gradient; its id
-    buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
+    parameters: tuple[tuple[int, str, bool, int], ...]  # module, name, requires_grad, id
+    buffers: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]  # module, name, shape, dtype
     switches: Hashable
 
 
 def model_state(model: nn.Module) -> ModelState:
     parameters, buffers = [], []
-    modules: dict[nn.Module, int] = {}  # as `model.modules()`, in a third of the time; their places
+    modules: dict[nn.Module, int] = {}  # places by module. As `model.modules()`, in a third of its time
     left = [model]
     while left:
         if (module := left.pop()) in modules:
@@ -178,7 +190,7 @@ def model_state(model: nn.Module) -> ModelState:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.append((place, name, tuple(buffer.shape), buffer.dtype))
-    configured = {kind for kind in set(map(type, modules)) if hasattr(kind, "config")}  # slow where there is none
+    configured = {kind for kind in set(map(type, modules)) if hasattr(kind, "config")}  # asking each module is slow
     having = [m for m in modules if "config" in vars(m) or type(m) in configured]
     configs = {id(config): config for m in having if hasattr(config := getattr(m, "config", None), "__dict__")}
     switches = tuple([_switches_of(owner) for owner in (*modules, *configs.values())])
@@ -195,8 +207,8 @@ def has_users_hook(module: nn.Module) -> bool:
 
 
 def origin_of(hook: Any) -> str:
-    """The module that its code is in."""
-    hook = getattr(hook, "func", hook)  # functools.partial
+    """The name of the Python module that a hook's code is in."""
+    hook = getattr(hook, "func", hook)  # of a functools.partial
     return getattr(hook, "__module__", None) or type(hook).__module__
 
 

@@ -1,10 +1,11 @@
-"""Which kinds of step are known, and what they need: of one trial's model, and of architectures in a pool.
+"""Remembers which kinds of step were measured, and what they need: for one trial's model, and for a pool's
+architectures.
 
-A forward is known if the trial has measured its like. One that trains, on larger inputs, or with something else
-switched on may need other bytes: it is of another kind, and unknown until a pilot has measured it.
+A forward that trains, has larger inputs, or runs with another switch on may need other bytes. It is of another kind,
+which is unknown until a pilot has measured it.
 
-A search trains one architecture many times. What its first trial has measured holds for all others: they reuse its
-numbers and its plan, and are refused by its words.
+A search trains one architecture many times. The numbers of its first trial hold for all others. So these reuse its
+numbers and its plan, and if it was refused, they are refused with the same error.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from hydra_tune.planning.fingerprint import model_state
 from hydra_tune.planning.step_kind import StepKind, StepMeasure
 from hydra_tune.schedule.plan import TrialPlan
 
-_MOST_SWITCHES = 8  # which modules train, or what is switched on, may be drawn anew in each step
-_MOST_KNOWN = 256  # architectures
+# How many settings of a model's switches are told apart. A script may draw at random, in each step, which modules train
+# or what is switched on. Later settings count as one kind, so that not every step of such a script is a pilot.
+_MOST_SWITCHES = 8
+_MOST_KNOWN = 256  # architectures that a pool remembers
 
 
 @dataclass
 class KnownArchitecture:
-    """What trials of one architecture have shown in a pool."""
+    """What trials of one architecture have measured in a pool."""
 
-    plan: TrialPlan | None = None  # the latest
+    plan: TrialPlan | None = None  # the latest one
     measures: list[StepMeasure] = field(default_factory=list)
-    refusals: dict[StepKind, BudgetError] = field(default_factory=dict)  # of pilots that had the whole device
-    too_large: bool = False  # one has run out of memory with all of it on the device
+    refusals: dict[StepKind, BudgetError] = field(default_factory=dict)  # from pilots that had the whole device
+    too_large: bool = False  # a resident trial has run out of memory: do not make another one resident
 
     def add(self, measure: StepMeasure) -> None:
         shared = replace(measure, kinds=tuple(kind.of_any for kind in measure.kinds))
@@ -43,11 +46,11 @@ class KnownArchitecture:
 
 
 class KnownArchitectures:
-    """Of one pool, whose lock it is given; the latest architectures are remembered."""
+    """A pool's architectures, guarded by the pool's lock. Only the most recently used ones are remembered."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self.by_key: dict[bytes, KnownArchitecture] = {}  # by `fingerprint.plan_key`, the latest last
+        self.by_key: dict[bytes, KnownArchitecture] = {}  # by `fingerprint.plan_key`, most recently used last
 
     def of(self, key: bytes) -> KnownArchitecture:
         with self._lock:
@@ -58,25 +61,26 @@ class KnownArchitectures:
 
 
 class KnownSteps:
-    """`measures` are of forwards that this model has made, or takes over from its `architecture`."""
+    """The measured steps of one trial's model. `measures` are its own, and those taken over from its
+    `architecture`."""
 
     def __init__(self) -> None:
         self.measures: list[StepMeasure] = []
-        self.key = b""  # of the architecture
+        self.key = b""  # the architecture's
         self.architecture = KnownArchitecture()
         self._switches: set[Hashable] = set()
 
     def forget(self) -> None:
-        """There is another model."""
+        """Forget all: the trial has another model now."""
         self._switches.clear()
         self.key, self.measures = b"", []
 
     def take_architecture(self, key: bytes, architecture: KnownArchitecture) -> None:
-        """The model is, or has become, one of these: what was measured of another holds no more."""
+        """Set the architecture of the model. Numbers that were measured under another architecture are dropped."""
         self.key, self.architecture, self.measures = key, architecture, []
 
     def kind_of(self, model: nn.Module, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> StepKind:
-        """Of a forward of the model with this number, of those that `model` has."""
+        """The kind of a forward with these arguments. `number` says which of the trial's prepared models is called."""
         state, inputs = model_state(model), (args, kwargs)
         if len(self._switches) < _MOST_SWITCHES:
             self._switches.add(state.switches)

@@ -1,7 +1,7 @@
-"""Makes a trial's plans of what its steps were measured to need: one for training, one for evaluation.
+"""Makes a trial's plans from its measured steps: one plan for training, one for evaluation.
 
-Both share what is held for life, so both are resident, or neither is. A plan counts the trial's own steps alone: what
-its neighbours train changes no plan, and so no number.
+Both plans hold the same bytes from admission to the trial's end. So both are resident, or neither is. A plan depends on
+the trial's own steps alone. So the trial's neighbours cannot change its plan, nor its numbers.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from hydra_tune.schedule.plan import BlockProfile, TrialPlan
 if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial
 
-MARGIN = 32  # a training step may take this part more, of itself and its largest task, than the pilot did
+# A training step reserves more than its pilot has measured: one part in so many of its own bytes and of the largest
+# work of a block.
+MARGIN = 32
 
 
 def make_plans(
     trial: Trial, model_cut: ModelCut, measures: Sequence[StepMeasure], *, may_be_resident: bool
 ) -> dict[bool, TrialPlan]:
-    """By whether they train, of what the trial has done.
+    """Return plans by whether they train (True, False), for the kinds of steps that the trial has made.
 
     Raises:
-        BudgetError: there is none.
+        BudgetError: no plan fits the budget.
     """
     kinds = sorted({m.trains for m in measures}, reverse=True)
     if may_be_resident:
@@ -52,11 +54,11 @@ def _make_plan(
             profiles[name] = larger_of(profiles[name], profile) if name in profiles else profile
     uncalled, names = _uncalled(blocks, profiles), {block.name for block in blocks}
     known = [profile for name, profile in profiles.items() if name in names]
-    ever_trains = any(m.trains for m in measures)  # both plans hold the same
+    ever_trains = any(m.trains for m in measures)  # over all measures: both plans hold the same bytes
     kept = max(m.kept_bytes for m in measures) + sum(map(storage_bytes, trial.model.buffers()))
     step_bytes = max(m.step_bytes for m in alike) + sum(p.boundary_bytes + p.saved_bytes for p in uncalled)
     work_bytes = max((p.work_bytes for p in (*uncalled, *known)), default=0)
-    loose = [p for p in trial.model.parameters() if id(p) not in model_cut.uses]  # in no slot
+    loose = [p for p in trial.model.parameters() if id(p) not in model_cut.uses]  # in no block's slot
     gradients = (sum(storage_bytes(p) for p in b.slot_parameters if p.requires_grad) for b in blocks)
     plan = partition.make_plan(
         [*uncalled, *known],
@@ -74,7 +76,8 @@ def _make_plan(
 
 
 def _uncalled(blocks: Sequence[Block], known: Mapping[str, BlockProfile]) -> list[BlockProfile]:
-    """Blocks that no forward has called yet are like a called one of their kind, or nothing is known of them."""
+    """Profiles of the blocks that no forward has called yet. Each has the numbers of a called block of its kind. If
+    there is no such block, only the bytes of its weights are known."""
     of_kind = {_kind_of(b): known[b.name] for b in blocks if b.name in known}
     return [
         replace(of_kind.get(_kind_of(b)) or BlockProfile("", b.weight_bytes), name=b.name, visits=0)
@@ -88,8 +91,8 @@ def _kind_of(block: Block) -> Hashable:
 
 
 def held_bytes(trial: Trial, parameters: Sequence[nn.Parameter], *, trains: bool) -> int:
-    """Weights, and in training gradients, optimizer state, and what a step of the optimizer takes beside them. What no
-    optimizer has yet may still get one."""
+    """Bytes of these parameters; in training also of gradients, optimizer state, and temporaries of an optimizer's
+    step. A trial without an optimizer may still get one, so Adam's bytes are assumed for it."""
     total = sum(map(storage_bytes, parameters))
     if not trains:
         return total

@@ -1,11 +1,11 @@
 """Measures a block in its first run with gradients: bytes, seconds, and how it must be run from then on.
 
-    first run    belongs to the step; all that it saves for the backward is kept
-    second run   belongs to no graph of the step's: does it make the same, and in how many bytes and seconds?
+    first run    is a part of the user's step. All that it saves for the backward is kept
+    second run   is a part of no graph. Does it make the same outputs? How many bytes and seconds does it take?
     result       repeat: what was kept is dropped | keep: it stays            (`repeat_or_keep.py`)
-                 hold weights | open the block: the first run is undone, as if it had not been
+                 hold weights | open the block: the first run is undone
 
-If a first run must be undone, but has changed what cannot be put back, the model is refused.
+If a first run must be undone, but has changed something that cannot be put back, the model is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ from hydra_tune.schedule.plan import BlockProfile
 
 
 class FoundError(Exception):
-    """Why the block is none, but opened into its children, or on the device as a whole, with its own graph; or why it
-    is one only without the weights with these numbers, which the device holds."""
+    """Says why a module cannot be a block as it is.
+
+    With `holds`, it is a block without the weights of these numbers, which the device holds. Else it is opened: its
+    children are blocks, or, if it has none, it stays on the device as a whole.
+    """
 
     def __init__(self, why: str, *, holds: Sequence[int] = ()) -> None:
         super().__init__(why)
@@ -39,26 +42,27 @@ class FoundError(Exception):
 
 
 class Measurement:
-    """Of one call of a block, with the tensors and objects that it is given."""
+    """Measures one call of a block. `given` are the tensors and objects among the call's arguments."""
 
     def __init__(self, call: RepeatedCall, given: Sequence[Any]) -> None:
         self._call, self._block, self._meter = call, call.block, call.trial.meter
-        self.has_users_hooks_within = has_users_hooks_within(call.block)  # then it runs without them, and is undone
+        self.has_users_hooks_within = has_users_hooks_within(call.block)  # if so, runs without them and is undone
         self.is_running = False
-        self.changed = ""  # what cannot be put back, once somebody has tried
+        self.changed = ""  # what `undo` could not put back
         self.casts: frozenset[tuple[int, torch.dtype]] = frozenset()
-        self.casts_again = False  # a weight that it has cast, for another use
-        call.measurement, call.casts = self, {}  # its weights are as they are, so that each use of them is seen
+        self.casts_again = False  # whether it casts one weight for several uses
+        call.measurement, call.casts = self, {}  # without shared casts: the graph shows each use of a weight
         self._effects = SideEffects(call, given)
 
     # ---- the first run ----
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, repeats: bool) -> tuple[BlockProfile, Any]:
-        """Run the block. Returns what that shows, and the outputs. With `repeats`, it is tried whether it may repeat.
+        """Run the block. Returns its profile and its outputs. With `repeats`, a second run finds out whether the block
+        may repeat its forward.
 
         Raises:
-            torch.OutOfMemoryError: it has no room.
-            FoundError: it is no block, or not with all its weights.
+            torch.OutOfMemoryError: the block has no room.
+            FoundError: the module cannot be a block, or not with all its weights.
         """
         call, block = self._call, self._block
         outputs = call.run(args, kwargs)
@@ -69,7 +73,7 @@ class Measurement:
         profile = BlockProfile(
             block.name,
             block.weight_bytes,
-            forward_work_bytes=max(0, used.num_bytes - boundary),  # what it leaves is the step's from then on
+            forward_work_bytes=max(0, used.num_bytes - boundary),  # its outputs count as the step's
             backward_work_bytes=used.num_bytes + own_bytes + sum(map(storage_bytes, self._effects.given)),
             saved_bytes=used.left_bytes,
             boundary_bytes=boundary,
@@ -82,12 +86,12 @@ class Measurement:
             visits=1 + call.promotes_again,
             casts=self.casts,
         )
-        if repeats and not keeps:  # which measures the backward, too
+        if repeats and not keeps:  # this measures the backward, too
             profile = try_repetition(call, self._effects, self._meter, profile, outputs)
         return profile, outputs
 
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """That of the block, in its visit."""
+        """Run the block's forward within its visit, and measure it."""
         self._meter.within_checkpoint, self.is_running = False, True
         try:
             with (
@@ -106,7 +110,11 @@ class Measurement:
         return FoundError("runs a backward within its forward")
 
     def look(self, outputs: Any, weights: Sequence[torch.Tensor], copy: DeviceCopy) -> None:
-        """At what it has done with its weights, before its visit ends."""
+        """Look at what the forward has done with its weights, before its visit ends.
+
+        Raises:
+            FoundError: it has done something with a weight that a visit cannot give.
+        """
         parameters = self._block.slot_parameters
         if self._meter.within_checkpoint:
             raise FoundError("has a checkpoint within")
@@ -128,21 +136,27 @@ class Measurement:
         self.casts = self._casts(outputs, weights)
 
     def undo(self) -> bool:
-        """As if it had not run; False, and nothing is done, if it has changed what can't be put back."""
+        """Undo the first run. Returns False, and undoes nothing, if it has changed what cannot be put back."""
         self.changed = self._effects.undo()
         return not self.changed
 
     # ---- how it uses its weights ----
 
     def _casts(self, outputs: Any, weights: Sequence[torch.Tensor]) -> frozenset[tuple[int, torch.dtype]]:
-        """Of the weights that are promoted, those whose every use is a cast to autocast's dtype. Held are those whose
-        gradients plain PyTorch adds up as a visit would not."""
+        """Numbers, with autocast's dtype, of the promoted weights whose every use is a cast to that dtype.
+
+        Raises:
+            FoundError: of some weights plain PyTorch adds up gradients in another way than a visit does. The device
+                has to hold these.
+        """
         block, dtype = self._block, casts_to() if remembers_casts() else None
         uses = weight_uses(weights, self._effects.given, tensors_in(outputs))
         if uses.has_checkpoint:
             raise FoundError("has a checkpoint within")
         casts, held = set[int](), set[int]()
-        most = 0 if remembers_casts() else 1  # other casts: one that lasts as long as the context has other calls, too
+        # How many casts to other dtypes are allowed. With autocast's cache none: a cached cast lasts as long as the
+        # autocast context, and other calls use it, too.
+        most = 0 if remembers_casts() else 1
         for i, to_each in uses.casts.items():
             others = [x for x in to_each if x is None or x is not dtype]
             if not others:
@@ -152,7 +166,7 @@ class Measurement:
         self.casts_again = any(len(uses.casts[i]) > 1 for i in casts)
         trained = [i for i, weight in enumerate(weights) if weight.requires_grad]
         hooked = [i for i in trained if has_hooks(block.slot_parameters[i])]
-        if not uses.casts.keys() >= set(hooked):  # not every call uses all such weights
+        if not uses.casts.keys() >= set(hooked):  # this call leaves a weight with a hook unused
             held.update(hooked)
         if held:
             raise FoundError(

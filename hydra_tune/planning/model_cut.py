@@ -1,9 +1,9 @@
-"""One trial's model, cut into blocks, and how it is cut anew while a pilot shows more of it.
+"""Cuts one trial's model into blocks, and cuts it anew when a pilot finds that it must.
 
-A block is what is promoted as a whole, so that its forward has all of its weights on the device. A pilot may find one
-that is too large, or that uses a weight in a way that a visit can't give: then its children are blocks instead, or the
-weight is held on the device. While the model is cut, a block's `forward` is ours (`BlockForward`); `unwrap` gives back
-its own.
+A block is promoted as a whole, so that its forward has all of its weights on the device. A pilot may find a block that
+is too large, or that uses a weight in a way that a visit cannot give. Then its children become blocks, or the weight is
+held on the device. While the model is cut, a block's `forward` is replaced by ours (`BlockForward`). `unwrap` gives the
+module's own back.
 """
 
 from __future__ import annotations
@@ -28,49 +28,59 @@ if TYPE_CHECKING:
 
 
 class ModelCut:
-    """`blocks` in the order of the plan, once there is one; `choices` are how they are to be made."""
+    """The blocks of one trial's model, and the choices that decide them.
+
+    `blocks`    in the order of the plan, once there is one
+    `choices`   which modules are opened or kept, and which weights are held
+    `uses`      how many blocks have a weight, by the weight's id
+    """
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self.blocks: list[Block] = []
-        self.uses: Counter[int] = Counter()  # of weights, by id: the blocks that have them
+        self.uses: Counter[int] = Counter()
         self.choices = Cut()
-        self.is_stale = False  # the model is to be cut anew: it has changed, or the choices have
+        self.is_stale = False  # the model must be cut anew: it has changed, or the choices have
         self._shard_of: dict[str, int] = {}
 
     def close(self) -> None:
-        """Let go of the model and of the trial, so that no cycle keeps either."""
+        """Drop references to the model and the trial, so that no reference cycle keeps them alive."""
         self.blocks, self._shard_of = [], {}
         self.__dict__.pop("_trial", None)
 
     # ---- cutting ----
 
     def choose(self, choices: Cut) -> None:
-        """To be adopted before the next plan is made."""
+        """Note these choices. The model is cut by them before the next plan is made."""
         self.is_stale |= choices != self.choices
         self.choices = choices
 
     def adopt(self, choices: Cut, profiles: Sequence[BlockProfile] = ()) -> None:
+        """Cut the model by these choices now. With `profiles`, blocks are in their order."""
         self.unwrap()
         self.choices, self.is_stale = choices, False
         trial = self._trial
         self.blocks = partition.blocks_of(trial.model, trial.pool.budget_bytes, choices, profiles, self.blocks)
         self.uses = Counter(id(p) for block in self.blocks for p in block.slot_parameters)
-        for block in self.blocks:  # from here on they run in visits
+        for block in self.blocks:  # from here on, calls of them are visits
             block.is_current = True
             block.module.forward = BlockForward(block, trial)
-        if trial.planner.pilot is not None:  # which has all on the device but the blocks
+        if trial.planner.pilot is not None:  # a pilot has everything but the blocks on the device
             trial.residency.hold(trial.model, self.blocks, trial.optimizers)
 
     def unwrap(self) -> None:
         for block in self.blocks:
             ours = block.module.__dict__.get("forward")
             block.is_current, block.module_states.shared = False, None
-            if isinstance(ours, BlockForward):  # perhaps a former block's, which the user has put back
+            if isinstance(ours, BlockForward):  # the user may have put back that of a former block
                 ours.give_back()
 
     def open_block(self, block: Block, reason: str) -> None:
-        """Within a pilot: its children are blocks from here on, or it is on the device as a whole."""
+        """In a pilot: from here on the block's children are blocks. If it has none, it stays on the device as a whole.
+
+        Raises:
+            BudgetError: the block is too large and has no children.
+        """
         opens = partition.has_children(block.module)
         if not opens and reason.startswith(TOO_LARGE):
             raise self.no_room(block, reason)
@@ -81,7 +91,7 @@ class ModelCut:
         return BudgetError(f"block {block.name} {why}. {self.choices.advice()}")
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
-        """Within a pilot: a weight of this block is on the device from here on; the block as it is then."""
+        """In a pilot: hold a weight of this block on the device from here on. Returns the new block of the module."""
         trial = self._trial
         name = next(n for n, p in trial.model.named_parameters() if p is weight)
         try:
@@ -96,7 +106,7 @@ class ModelCut:
         return next(each for each in self.blocks if each.module is block.module)
 
     def keep_where_hooked(self) -> None:
-        """A hook within a block would fire again in its repetition: such a block keeps its activations."""
+        """Have blocks with a user's hook within keep their activations: the hook would fire again in a repetition."""
         for block in self.blocks:
             if not block.keeps and any(map(has_users_hook, block.modules[1:])):
                 block.keeps = "it has a hook within"
@@ -104,7 +114,7 @@ class ModelCut:
     # ---- shards ----
 
     def pack(self, plan: TrialPlan) -> list[list[Block]]:
-        """Have the blocks in the order of this plan; those of each of its shards."""
+        """Put the blocks in the order of this plan. Returns the blocks of each of its shards."""
         names = {block.name: block for block in self.blocks}
         self.blocks = [names[profile.name] for profile in plan.blocks]
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}

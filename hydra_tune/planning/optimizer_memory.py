@@ -21,7 +21,9 @@ from hydra_tune.randomness import DrawRecord, drawing_again
 from hydra_tune.randomness.python_and_numpy import PythonAndNumpyStates
 
 logger = logging.getLogger("hydra_tune")
-_FEW, _MANY = 2, 4  # parameters of a copy: a loop keeps some of the one before until the next has its own
+# How many parameters a copy has. At least two: a loop over parameters frees some temporaries of one only once the next
+# one has made its own.
+_FEW, _MANY = 2, 4
 
 
 def stepping_bytes(
@@ -32,24 +34,24 @@ def stepping_bytes(
     Temporaries are those of all parameters if the optimizer steps them at once, as with `foreach`. If it steps one
     after another, they are those of the two largest.
 
-    Steps copies of the optimizer on meta tensors, for each kind of parameter. If there is no optimizer yet, or it
-    cannot be copied so, both are assumed to be two values a parameter, as in Adam.
+    Steps copies of the optimizer on meta tensors, for each kind of parameter. If there is no optimizer yet, or such a
+    copy fails, both are assumed to be two values a parameter, as in Adam.
     """
     trained = [p for p in parameters if p.requires_grad]
     every = sum(p.nbytes for p in trained)
-    if isinstance(optimizer, torch.optim.LBFGS):  # steps all as one vector; keeps steps and differences of gradients
+    if isinstance(optimizer, torch.optim.LBFGS):  # steps all as one vector; keeps past steps and gradient differences
         return (2 * int(optimizer.param_groups[0]["history_size"]) + 2) * every, 10 * every
     if optimizer is not None:
         try:
             return _stepped_bytes(optimizer, trained, foreach_by_default=foreach_by_default)
-        except Exception as error:  # any optimizer class may come, with any constructor
+        except Exception as error:  # a user's optimizer class may have any constructor
             logger.info("cannot size a step of %s (%s); assuming Adam's", type(optimizer).__name__, error)
     at_once = foreach_by_default or getattr(optimizer, "defaults", {}).get("foreach")
     return 2 * every, 2 * (every if at_once else max((p.nbytes for p in trained), default=0))
 
 
 def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Weights, gradients and optimizer state; without an optimizer, none of its state."""
+    """Bytes of weights, gradients and optimizer state. Without an optimizer no state counts."""
     parameters = list(model.parameters())
     gradients = sum(p.nbytes for p in parameters if p.requires_grad)
     state = 0 if optimizer is None else stepping_bytes(optimizer, parameters)[0]
@@ -57,8 +59,8 @@ def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, list[nn.Parameter]]]:
-    """What decides the bytes that it takes: each group's options, of which a rate counts as zero or not, and its
-    parameters."""
+    """What decides how many bytes the optimizer takes: for each group, its options as text, and its parameters. A float
+    option, as a learning rate, counts only as zero or not."""
     defaults = getattr(optimizer, "defaults", {})
     return [
         (_told({k: v for k, v in group.items() if k in defaults}), group["params"]) for group in optimizer.param_groups
@@ -66,10 +68,10 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, list[nn.Para
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """To the bit: `load_state_dict` would round a state to its parameter's dtype.
+    """Load `state` without rounding. `load_state_dict` alone would cast each state to its parameter's dtype.
 
     Raises:
-        ValueError, KeyError: as `load_state_dict`.
+        ValueError, KeyError: as `load_state_dict` does.
     """
     optimizer.load_state_dict(state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -89,7 +91,7 @@ def _told(options: dict[str, Any]) -> str:
     return repr(tree_map(told_of, dict(sorted(options.items()))))
 
 
-# by class, and options, shape and dtype of a parameter: bytes of state; of temporaries, where all are at once, or not
+# Results of `_measured`, by the optimizer's class, then by the options and the parameter's shape, strides and dtype.
 _known: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[int, int, int]]] = weakref.WeakKeyDictionary()
 
 
@@ -100,9 +102,9 @@ def _stepped_bytes(
     state_bytes = together_bytes = alone_bytes = 0
     for group in optimizer.param_groups:
         own = {key: value for key, value in group.items() if key in optimizer.defaults}
-        own |= {key: False for key in ("fused", "capturable") if key in own}  # for which meta tensors are no device
+        own |= {key: False for key in ("fused", "capturable") if key in own}  # neither works on meta tensors
         if own.get("foreach", False) is None:
-            own["foreach"] = foreach_by_default and not isinstance(optimizer, torch.optim.Adafactor)  # a loop anywhere
+            own["foreach"] = foreach_by_default and not isinstance(optimizer, torch.optim.Adafactor)  # loops by default
         options = _told(own)
         for p in wanted.intersection(group["params"]):
             kind = options, p.size(), p.stride(), p.dtype
@@ -116,7 +118,12 @@ def _stepped_bytes(
 
 
 def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: torch.Tensor) -> tuple[int, int, int]:
-    """Nobody draws other random numbers for it, nor is any hook called."""
+    """Step copies of an optimizer of class `make` on parameters like `like`, without moving any random generator and
+    without calling hooks.
+
+    Returns bytes of state per parameter; then bytes of temporaries: per parameter if it steps all at once, else 0; and
+    of two parameters if it steps one after another, else 0.
+    """
     if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
         raise RuntimeError("hooks of all optimizers would be called, if it calls its base's step")
 
@@ -128,7 +135,7 @@ def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: 
         step = type(optimizer).step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         with LiveBytes():
-            step(optimizer)  # makes its state
+            step(optimizer)  # the first step makes the state
         with LiveBytes() as temporaries:
             step(optimizer)
         return sum(tensor_bytes(v) for v in tensors_in(list(optimizer.state.values()))), temporaries.peak_bytes
@@ -142,7 +149,7 @@ def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: 
 
 
 class LiveBytes(ThreadMode):
-    """The most that storages take at once that operators make. A number that is read of a meta tensor is 1."""
+    """Counts the most bytes that operators' new storages take at once. Reading a number from a meta tensor gives 1."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -151,7 +158,7 @@ class LiveBytes(ThreadMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             return 1.0
-        is_new = func is torch.ops.aten.lift_fresh.default  # what `torch.tensor` has made
+        is_new = func is torch.ops.aten.lift_fresh.default  # `torch.tensor` has made its input
         given = set() if is_new else {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
         made = func(*args, **(kwargs or {}))
         storages = [t.untyped_storage() for t in tensors_in(made)]

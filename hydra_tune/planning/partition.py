@@ -24,7 +24,8 @@ from hydra_tune.devices.tensor_bytes import tensor_bytes
 from hydra_tune.errors import BudgetError
 from hydra_tune.schedule.plan import BlockProfile, Cut, Shard, TrialPlan
 
-# 5 ms on the fastest links, ten times what a task costs the host; larger ones crowd others out
+# Such a slot takes 5 ms to copy on the fastest links, ten times what a task costs the host. Larger ones would gain
+# little and take room from others.
 MOST_SLOT_BYTES = 1 << 28
 UNMEASURED = "no first step has called it"
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -36,9 +37,9 @@ def find_blocks(
 ) -> dict[str, nn.Module]:
     """The blocks of `root` by name, in order of registration.
 
-    The root is always opened, and so is whatever contains a stack of layers, or is named among `opened`. An
+    The root is always opened, and so is a module that contains a stack of layers, or is named in `opened`. An
     element of a stack is a block, unless its weights and gradients pass `limit_bytes`; then its children are.
-    What is `kept` has no blocks.
+    A module named in `kept` is no block, and its children are none either.
     """
     blocks: dict[nn.Module, str] = {}
 
@@ -55,31 +56,33 @@ def find_blocks(
         for child_name, child in children:
             yield from walk(f"{name}.{child_name}".lstrip("."), child, in_stack=in_stack or stack)
 
-    for found_name, module in walk("", root, in_stack=False):  # which refers to itself, and shall not keep the modules
+    # `walk` is a reference cycle: it refers to itself. So it must not refer to the modules.
+    for found_name, module in walk("", root, in_stack=False):
         blocks.setdefault(module, found_name)
     return {name: module for module, name in blocks.items()}
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that this one calls; what computes its parametrized weights is part of itself."""
+    """The module's named children. None if its weights are parametrized: its parametrizations are a part of itself."""
     return [] if is_parametrized(module) else list(module.named_children())
 
 
 def has_children(module: nn.Module) -> bool:
-    """Whether opening this block makes others."""
+    """Whether opening this module makes other blocks of it."""
     return any(True for _, child in children_of(module) for _ in child.parameters())
 
 
 def _contains_stack(module: nn.Module) -> bool:
-    """A stack of layers, not of parametrizations."""
+    """Whether the module contains a stack of layers. A list of parametrizations is none."""
     return any(isinstance(m, _STACKS) for n, m in module.named_modules() if "parametrizations" not in n.split("."))
 
 
 def blocks_of(
     model: nn.Module, limit_bytes: int, cut: Cut, profiles: Iterable[BlockProfile], before: Iterable[Block]
 ) -> list[Block]:
-    """The model's blocks, in order of registration; in the order of `profiles`, and by what these tell, if given. Those
-    that are cut as `before` stay who they are: a graph may refer to them."""
+    """The model's blocks, in order of registration, or in the order of `profiles` if these are given. Blocks also take
+    what their profiles say (`keeps`, `casts` ..). A block that is cut as one of `before` is the same object, since a
+    graph may refer to it."""
     opened, kept = set(cut.opened), set(cut.kept)
     if isinstance(model, SeveralModels):
         for name, child in model.named_children():
@@ -104,7 +107,7 @@ def blocks_of(
 
 
 def _what_runs(block: Block) -> list[int]:
-    """Equal where the same parameters are promoted, for the same forward."""
+    """Equal for two blocks that promote the same parameters for the same forward."""
     return [*map(id, (block.module, block.own_forward, *block.slot_parameters))]
 
 
@@ -119,7 +122,7 @@ def make_plan(
     may_be_resident: bool = True,
     cut: Cut = Cut(),  # noqa: B008
 ) -> TrialPlan:
-    """The plan for blocks in the order in which they run.
+    """The plan for blocks, given in the order in which they run.
 
     `loose_bytes`     parameters outside every block, with gradients and optimizer state
     `resident_bytes`  all parameters, with gradients and optimizer state
@@ -127,7 +130,7 @@ def make_plan(
     `late_bytes`      in a spilled step: gradients of one block that go to the host while the next one computes
 
     Raises:
-        BudgetError: some block does not fit alone; names it, its need and the budget.
+        BudgetError: a block does not fit even alone. The error names it, its need and the budget.
     """
     blocks, saved = tuple(profiles), sum(p.saved_bytes for p in profiles)
     whole = replace(_shard_of(range(len(blocks)), blocks), slot_bytes=0, boundary_bytes=0)
@@ -210,7 +213,7 @@ def _first_kept(profiles: Sequence[BlockProfile], room_bytes: int) -> int:
     the backward of a block its copy is the first to be dropped (see `slots.py`), so that its room counts no more.
     """
     kept = len(profiles)
-    after = 0  # what the later ones need at most, all slots up to one of them and its work
+    after = 0  # the most bytes that a later block needs: its work, and all slots from this block to it
     for i, p in reversed([*enumerate(profiles)]):
         if p.weight_bytes + after > room_bytes:
             break
@@ -220,7 +223,7 @@ def _first_kept(profiles: Sequence[BlockProfile], room_bytes: int) -> int:
 
 
 def summary_of(plan: TrialPlan) -> dict[str, Any]:
-    """A plan as plain data."""
+    """The plan as plain data, for a report."""
     return {
         "resident": plan.resident,
         "held_bytes": plan.held_bytes,
@@ -237,11 +240,12 @@ def input_signature(inputs: object) -> Signature:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of a nested tensor, some of whose sizes are no numbers, its elements."""
+    """The shape. Some sizes of a nested tensor are no plain numbers, so its shape is its number of elements."""
     return (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
 
 
 def flags_of(inputs: object) -> tuple[object, ...]:
-    """What else decides what a forward computes: flags, names, absent tensors, and which require a gradient."""
+    """What decides a forward beside shapes: booleans, strings and None among its inputs, and which tensors require a
+    gradient."""
     told = (x.requires_grad if isinstance(x, torch.Tensor) else x for x in flatten(inputs)[0])
     return tuple(x for x in told if x is None or isinstance(x, (bool, str)))

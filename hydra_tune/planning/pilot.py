@@ -1,11 +1,11 @@
 """The pilot: a trial's first step of a kind, in which each block is measured in its first run.
 
-What a step takes is unknown until it has run, and it may take more than the device has. So the pilot has the device to
-itself, but for what other trials hold for life, and promotes one block at a time. It is a real step: what it computes
-is the trial's, and nothing of it is undone. Equal blocks with equal inputs are measured once. A weight that a block
-changes in its forward, or returns, is held on the device from then on.
+What a step takes is unknown until it has run, and it may take more than the device has. So no other step runs on the
+device during the pilot (only what other trials hold for life stays there), and the pilot promotes one block at a time.
+A pilot is a real step: its numbers are the trial's, and it is not repeated. Equal blocks with equal inputs are measured
+once. A weight that a block changes in its forward, or returns, is held on the device from then on.
 
-A call of a block leaves this room twice, and comes back:
+A call of a block leaves this folder twice, and comes back:
 
     trials    the block's forward --+                                         +--> runs as in any step
     planning                        +--> Pilot.run: is its like measured? yes +
@@ -13,8 +13,8 @@ A call of a block leaves this room twice, and comes back:
     planning                        Measurement.run -----+  +--> Measurement.forward: counts bytes and seconds
     blocks                               +--> RepeatedCall.run promotes the weights, saves for the backward
 
-What runs a call is the same in a pilot as later, so that what is measured is what will be run. Bytes are counted within
-it, once the weights are there, so that copying them is not taken for the block's own work.
+The same code runs a call in a pilot as later, so that what is measured is what will be run. Counting begins once the
+weights are on the device, so that copying them is not counted as the block's own work.
 """
 
 from __future__ import annotations
@@ -54,23 +54,24 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 class Pilot:
-    """Of one step. `profiles` by the names of blocks, in the order in which they ran."""
+    """The measurements of one step. `profiles` are by the names of blocks, in the order in which the blocks ran."""
 
     def __init__(self, trial: Trial, kind: StepKind, free_bytes: int) -> None:
-        self.kinds = [kind]
-        self.free_bytes = free_bytes
+        self.kinds = [kind]  # of the step's forwards
+        self.free_bytes = free_bytes  # that the step may take on the device
         self.profiles: dict[str, BlockProfile] = {}
-        self.kept_bytes = 0
-        self.peak_bytes = 0
-        self.failed = False  # an exception has ended its forward or backward: it tells nothing
+        self.kept_bytes = 0  # that the training loop keeps from one step to the next
+        self.peak_bytes = 0  # the most that the trial took, with a block's weights and work
+        self.failed = False  # an exception has ended the forward or backward: its numbers do not count
         self._trial = trial
         self._copy: tuple[Block, DeviceCopy] | None = None
         self._known: dict[Any, BlockProfile | FoundError] = {}
         self._start_bytes = trial.meter.trial_bytes
         self.trained = set[str]()  # names of blocks that were measured with gradients
-        self._totals: dict[str, int] = {}  # the most bytes in a visit without gradients, by the names of blocks
-        self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # by the memory of their inputs
-        # weights, by memory, in these blocks
+        # by the names of blocks: the most bytes of the trial in a visit without gradients, beyond those at the start
+        self._totals: dict[str, int] = {}
+        self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # calls, by the storages of their inputs
+        # a list of blocks, and by storage the weights of these blocks
         self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]]] = (None, {})
         trial.meter.pilot = weakref.ref(self)
 
@@ -79,14 +80,14 @@ class Pilot:
         return any(kind.trains for kind in self.kinds)
 
     def add(self, kind: StepKind) -> None:
-        """Another forward of the step."""
+        """Note another forward of the step."""
         if not any(own.covers(kind) for own in self.kinds):
             self.kinds.append(kind)
 
     # ---- room ----
 
     def copy_of(self, block: Block) -> DeviceCopy:
-        """The block alone on the device."""
+        """Promote the block, after dropping the one before. Returns its copy on the device."""
         if self._copy is None or self._copy[0] is not block:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
@@ -103,8 +104,8 @@ class Pilot:
             self._trial.residency.device.free_slot(None, block.weight_bytes)
 
     def profiles_beside(self, step_bytes: int) -> dict[str, BlockProfile]:
-        """The measured blocks, beside a step that reserves so many bytes. In an evaluation a block needs only what its
-        run took beyond that."""
+        """The measured profiles, for a step that reserves `step_bytes`. In an evaluation a block's work is only what
+        its run took beyond these bytes."""
         if self.trains:
             return self.profiles
         beyond = {name: max(0, self._totals.get(name, 0) - step_bytes) for name in self.profiles}
@@ -120,10 +121,11 @@ class Pilot:
     # ---- blocks ----
 
     def run(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], forward_pass: ForwardPass) -> Any:
-        """A call of the block with gradients; measured, unless its like is known."""
+        """Run a call of the block with gradients, and return its outputs. It is measured, unless an equal block with
+        equal inputs was measured before."""
         trial = self._trial
         own = block.slot_parameters
-        if any(m._parameters.get(name) is not own[i] for m, name, i in block.sites):  # by torch.func.functional_call
+        if any(m._parameters.get(name) is not own[i] for m, name, i in block.sites):  # torch.func.functional_call
             trial.planner.cut.open_block(block, f"{block.name} is called with other weights than its own")
             return block.forward(args, kwargs)
         while True:
@@ -131,7 +133,9 @@ class Pilot:
             found, outputs = self._known.get(key), _NOT_RUN
             if found is None:
                 found, outputs = self._measure(block, args, kwargs, forward_pass)
-                if not block.keeps:  # else others like it may not keep, and were not repeated
+                # The profile of a block that keeps says nothing about repeating. An equal block may repeat, so it must
+                # be measured itself.
+                if not block.keeps:
                     self._known[key] = found
             if isinstance(found, BlockProfile):
                 break
@@ -153,7 +157,7 @@ class Pilot:
 
     @contextmanager
     def measuring(self, block: Block) -> Iterator[None]:
-        """Around a visit without gradients."""
+        """Measure a visit without gradients, which runs within this context."""
         meter = self._trial.meter
         with measured(meter) as used:
             yield
@@ -163,12 +167,12 @@ class Pilot:
         self._totals[block.name] = max(total, meter.window_peak - self._start_bytes)
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
-        """Should one of its inputs be changed in place before its backward, the call needs clones of them."""
+        """Watch for changes of these inputs in place before the call's backward: then the call needs clones of them."""
         for storage in _memory_of(inputs):
             self._watched.setdefault(storage, []).append(weakref.ref(call))
 
     def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An operator is about to change these in place."""
+        """Called before an operator changes these tensors in place. Has the watched calls clone their inputs."""
         for storage in _memory_of(tensors):
             for reference in self._watched.pop(storage, ()):
                 call = reference()
@@ -179,10 +183,16 @@ class Pilot:
                     self.profiles[name] = replace(self.profiles[name], clones=True)
 
     def before_using(self, operator: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """An operator is about to be run on these. A spilled weight that is used outside of its block, as in
-        `F.linear(x, self.embedding.weight)`, is held from here on: where autocast casts it, for its gradient's sake; on
-        a GPU in any case. Where it is a part of the block that has it, which may be called by itself, the block is
-        opened."""
+        """Called before an operator is run on these tensors. Holds a spilled weight that is used outside of its block,
+        as in `F.linear(x, self.embedding.weight)`.
+
+        On a GPU every such weight must be held. On a virtual device only a weight that autocast casts, since its
+        gradient would be added up in another way. If the weight belongs to a module within the block, which may be
+        called by itself, the block is opened instead.
+
+        Raises:
+            PrepareError: the weight is held now, but too late for this forward.
+        """
         trial, cut = self._trial, self._trial.planner.cut
         if not trial.block_calls.are_expected or (trial.device.is_virtual and operator is not _CAST):
             return
@@ -195,7 +205,8 @@ class Pilot:
                 cut.open_block(block, f"a part of {block.name} is used without it")
                 break
             cut.hold_weight(block, weight, f"{block.name}'s weight is used without it")
-        # on a GPU the operator has it where it was; a checkpoint has counted what its block has saved without it
+        # Too late: on a GPU this operator was already given the weight in host memory; and within a checkpoint the
+        # tensors that the weight's block saves were counted before the weight was held.
         if used and (hooks_of_checkpoint() is not None or not trial.device.is_virtual):
             raise PrepareError(
                 f"a spilled weight is used by its block, but one of {used[0][0].name} was used without it, and is "
@@ -204,14 +215,14 @@ class Pilot:
 
     def _key(self, block: Block, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
-        places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # where each is given first
+        places = {id(x): i for i, x in reversed([*enumerate(leaves)])}  # the first place of each argument
         given = tuple(
             (shape_of(x), x.dtype, x.requires_grad, _strides_of(x), places[id(x)])
             if isinstance(x, torch.Tensor)
             else (type(x), x if isinstance(x, (bool, int, float, str)) else None)
             for x in leaves
         )
-        called = structure if isinstance(structure, tuple) else str(structure)  # a dict's has no hash
+        called = structure if isinstance(structure, tuple) else str(structure)  # that of a dict cannot be hashed
         model = Fingerprint(of_layers=True).of_model(block.module), None if block.own_forward is None else id(block)
         promoted = set(map(id, block.slot_parameters))
         held = tuple(id(p) not in promoted for p in block.parameters)
@@ -221,9 +232,11 @@ class Pilot:
     def _measure(
         self, block: Block, args: Sequence[Any], kwargs: dict[str, Any], forward_pass: ForwardPass
     ) -> tuple[BlockProfile | FoundError, Any]:
-        """Run the call for the first time. Returns what that shows, and its outputs; `_NOT_RUN` if the run was undone,
-        because the block must be run in another way, has a user's hook within, or is in an activation checkpoint, which
-        counts the tensors that are saved."""
+        """Run the call for the first time. Returns what was found, and the outputs.
+
+        The outputs are `_NOT_RUN` if the run was undone. It is, if the block must be run in another way, has a user's
+        hook within, or is in an activation checkpoint, which counts the tensors that are saved.
+        """
         trial, settings = self._trial, AmbientSettings.now(block.module_states)
         leaves, structure = flatten_call(args, kwargs)
         stays = bool(block.keeps) or trial.block_calls.keeps(settings)
@@ -236,7 +249,7 @@ class Pilot:
         try:
             found, outputs = trial.retry.with_room(block, run, measurement.undo)
         except FoundError as error:
-            found = FoundError(error.why, holds=error.holds)  # without its frames
+            found = FoundError(error.why, holds=error.holds)  # a copy without frames
         except torch.OutOfMemoryError as error:
             clear_frames(error)
             found = FoundError(f"{TOO_LARGE}: {error}")
@@ -263,7 +276,7 @@ class Pilot:
                 f"but the forward of {block.name} has changed {measurement.changed} by then, which can't be. "
                 "Let it return what it changes."
             )
-        if casts:  # its weights were used without them
+        if casts:  # the run stays, and has used its weights without shared casts
             trial.casts.bar(block.slot_parameters[i] for i, _ in casts)
         stays = stays or found.keeps != ""
         call.settle(outputs, keeps=stays)
@@ -272,9 +285,9 @@ class Pilot:
         return found, outputs
 
     def _note(self, block: Block, profile: BlockProfile) -> None:
-        """Of this block, or of one like it."""
+        """Add to the block's profile. `profile` was measured on this block or on an equal one."""
         backward_work = profile.backward_work_bytes
-        if hooks_of_checkpoint() is not None:  # its backward clones one weight after another
+        if hooks_of_checkpoint() is not None:  # within a checkpoint, the backward clones one weight after another
             backward_work += max(map(storage_bytes, block.slot_parameters), default=0)
         profile = replace(
             profile, name=block.name, weight_bytes=block.weight_bytes, backward_work_bytes=backward_work,
@@ -282,7 +295,7 @@ class Pilot:
         )  # fmt: skip
         known = self.profiles.pop(block.name, None)
         if known is not None:
-            saved = known.saved_bytes + profile.saved_bytes  # where all is resident, each call keeps its own
+            saved = known.saved_bytes + profile.saved_bytes  # each call of a resident model keeps its own
             profile = replace(larger_of(known, profile), saved_bytes=saved)
         self.profiles[block.name] = profile
         work = block.weight_bytes + profile.work_bytes

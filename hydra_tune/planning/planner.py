@@ -1,23 +1,23 @@
-"""Finds the plan that a trial's next forward runs under: the one there is, one of what is known, or one after a pilot.
+"""Finds the plan for a trial's next forward. It depends on who has measured such a forward:
 
-    known to this trial              -> the plan it has, or one of all it knows
-    known to a trial of its kind     -> that one's numbers count as its own
-    known to nobody                  -> a pilot: this forward, and its backward, are measured (`pilot.py`)
+    this trial                       -> its present plan, or a new one from all that it has measured
+    a trial of this architecture     -> that trial's numbers count as its own
+    no trial                         -> a pilot measures this forward and its backward (`pilot.py`)
 
-Then the weights are put where the plan wants them. A weight's way, and the room of each stage:
+Then the weights are put where the plan says. The way of a weight, and the folder that owns each stage:
 
-    prepare           trials     stays in host memory; the first forward finds its plan here
-    settle            planning   resident: `Residency.hold` moves it to the device, for good; then nothing below
+    prepare           trials     it stays in host memory; the first forward finds its plan here
+    settle            planning   resident: `Residency.hold` moves it to the device for good; nothing below follows
                                  spilled:  `Residency.spill` lays it into the trial's host buffer (devices)
-    a visit           pool       its shard's task has the lease, and the shard a slot, perhaps promoted ahead
+    a visit           pool       its shard's task gets the lease, and the shard a slot; it may be promoted ahead
                       trials     `Residency.promote_shard` copies the shard
                       blocks     the module computes with the copy
-    its gradient      blocks     `Promote.backward` has all of the call's
+    its gradient      blocks     `Promote.backward` is given all gradients of the call
                       trials     `Residency.spill_gradients` brings them to host memory, where autograd adds them up
-    optimizer.step    trials     steps the host's weights; then device copies are stale, and the machine drops them
+    optimizer.step    trials     it steps the weights in host memory; device copies are stale: the machine drops them
 
-Trials come twice in a visit: what moves bytes (`Residency`) is the trial's own, for its bytes end with it; when they
-may move is decided above all trials, in the pool.
+A visit involves both trials and the pool. A trial's own `Residency` moves its bytes, since they end with the trial. The
+pool decides for all trials when bytes may move.
 """
 
 from __future__ import annotations
@@ -46,39 +46,39 @@ if TYPE_CHECKING:
 
 
 class Planner:
-    """One trial's. `pilot` is the one under way."""
+    """One trial's plans: owns the cut of its model, its measured steps, and the pilot under way."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self.cut = ModelCut(trial)
         self.known = KnownSteps()
-        self.plan: TrialPlan | None = None  # that the trial is admitted under
-        self.pilot: Pilot | None = None
-        self.covered: set[Any] = set()  # calls that the plan, a resident one, is known to cover
-        self._plans: dict[bool, TrialPlan] = {}  # of what is known, for training and for evaluation
+        self.plan: TrialPlan | None = None  # the one that the trial is admitted under
+        self.pilot: Pilot | None = None  # the one under way
+        self.covered: set[Any] = set()  # calls that the plan is known to cover; only of a resident plan
+        self._plans: dict[bool, TrialPlan] = {}  # made from all that is known: for training (True) and evaluation
 
     def start(self) -> None:
-        """Cut the model, or the models, that the trial has now."""
+        """Forget former plans, and cut the trial's present model or models."""
         self.leave_plan()
         self.known.forget()
         self._plans = {}
         self.cut.adopt(Cut())
 
     def close(self) -> None:
-        """Let go of the model and of the trial, so that no cycle keeps either."""
+        """Drop references to the model and the trial, so that no reference cycle keeps them alive."""
         self.cut.close()
         self.__dict__.pop("_trial", None)
 
     # ---- the plan for a forward ----
 
     def kind_of(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> StepKind:
-        """Of a forward of the model with this number."""
+        """The kind of a forward with these arguments. `number` says which of the trial's models is called."""
         kind = self.known.kind_of(self._trial.model, number, args, kwargs)
         self.cut.keep_where_hooked()
         return kind
 
     def learn(self, kind: StepKind) -> bool:
-        """Whether a trial of the same architecture has made such a forward: then this one's plan counts with it."""
+        """Whether a trial of the same architecture has measured such a forward. Its numbers become this trial's."""
         trial = self._trial
         key = plan_key(trial.model, trial.optimizers)
         if key != self.known.key:
@@ -97,14 +97,15 @@ class Planner:
         return found is not None
 
     def _count(self, measure: StepMeasure) -> None:
-        """In the plans to come."""
+        """Include this measure in later plans."""
         self.cut.choose(measure.cut)
         self.known.measures, self._plans = measure.put_among(self.known.measures), {}
 
     def plan_for(self, kind: StepKind) -> TrialPlan:
-        """
+        """The plan for a forward of a known kind.
+
         Raises:
-            BudgetError: there is none.
+            BudgetError: no plan fits the budget.
         """
         trial, architecture = self._trial, self.known.architecture
         if not self._plans:
@@ -119,11 +120,15 @@ class Planner:
     # ---- a pilot's beginning and end ----
 
     def begin(self, kind: StepKind) -> bool:
-        """Wait until the device is the trial's own, to measure a forward of this kind; blocks run in visits from here
-        on. False if another trial has measured it meanwhile."""
+        """Begin a pilot for a forward of this kind: wait until no other step runs on the device, then cut the model
+        into blocks that run in visits. Returns False if another trial has measured this kind while this one waited.
+
+        Raises:
+            BudgetError: a trial of the same architecture was refused for this kind.
+        """
         trial, refusals = self._trial, self.known.architecture.refusals
         if kind.of_any in refusals:
-            raise copy.copy(refusals[kind.of_any])  # without its frames
+            raise copy.copy(refusals[kind.of_any])  # the copy has no frames
         self.leave_plan()
         room = trial.events.ask(trial, PilotReady(trial.id, trial.alone), StartPilot)
         self.pilot = Pilot(trial, kind, room.free_bytes)
@@ -134,9 +139,14 @@ class Planner:
         return True
 
     def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
-        """The error that ends a pilot. What it would have needed is not known: its lack grows with the model and what
-        this is given. What fits depends on the budget, not on the neighbours: where the pilot had all of it, trials
-        alike are refused by the same words. Not where it had several forwards: others may have fewer in a step."""
+        """The error that ends a pilot which does not fit.
+
+        How much it would have needed is not known. So the lack that the error states is estimated: it grows with the
+        model and with the inputs.
+
+        If the pilot had the whole budget, other trials of the architecture would fail, too, and are refused with the
+        same error. Not if the step had several forwards: other trials may have fewer in a step.
+        """
         pilot, trial = self.pilot, self._trial
         if pilot is None:
             return error
@@ -149,7 +159,7 @@ class Planner:
         return refusal
 
     def end_pilot(self) -> None:
-        """It has come to its end: what it has shown is known from here on."""
+        """End the pilot after its step. From here on its numbers are known, to trials of the architecture as well."""
         step_bytes = self._trial.meter.outside_peak()
         pilot = self.give_up_pilot(trained=self._trial.steps.trains)
         if pilot.failed:
@@ -162,14 +172,14 @@ class Planner:
             self.plan_for(pilot.kinds[0])
             self.known.architecture.add(measure)
         except BudgetError as error:
-            # Blocks are too large beside what their step holds, which was not known when they were measured.
+            # Each block did fit alone, but not beside what the whole step holds, which is known only now.
             model = self._trial.model
             opened = [name for name in error.blocks if partition.has_children(model.get_submodule(name))]
             if opened and opened[0] == error.blocks[0]:  # the largest
-                self.known.measures = []  # the next step is measured anew
+                self.known.measures = []  # so that a new pilot measures the next step
                 self.cut.adopt(self.cut.choices.adding("opened", opened, TOO_LARGE))
                 return
-            # The next forward of this kind is refused, and that of trials alike; others go on as before.
+            # The next forward of this kind is refused, in all trials of the architecture. Other kinds are not.
             self.known.measures, self._plans = before, {}
             for latest in before[-1:]:
                 self._count(latest)
@@ -177,6 +187,7 @@ class Planner:
                 self.known.architecture.refusals[pilot.kinds[0].of_any] = copy.copy(error)
 
     def give_up_pilot(self, *, trained: bool = False) -> Pilot:
+        """End the pilot: stop counting and give the device back. Weights return to host memory. Returns the pilot."""
         (pilot, self.pilot), trial = (self.pilot, None), self._trial
         assert pilot is not None
         trial.meter.counting = trial.meter.always
@@ -190,7 +201,7 @@ class Planner:
     # ---- weights where the plan wants them ----
 
     def settle(self, plan: TrialPlan) -> None:
-        """Be admitted under this plan, and put every weight where it wants it."""
+        """Have the trial admitted under this plan, and put every weight where the plan says."""
         trial = self._trial
         if plan is self.plan:
             return
@@ -201,9 +212,9 @@ class Planner:
             plan.resident, plan.cut, plan.held_bytes,
         )  # fmt: skip
         if not (alike and trial.events.readmit(trial, plan)):
-            self.leave_plan()  # until it is admitted it holds nothing
+            self.leave_plan()  # a trial that waits for admission holds nothing
             trial.events.ask(trial, PlanReady(trial.id, plan), Admit)
-        if not alike and not (plan.resident and plan.cut == self.cut.choices):  # who is resident makes no visits
+        if not alike and not (plan.resident and plan.cut == self.cut.choices):  # a resident trial makes no visits
             self.cut.adopt(plan.cut, plan.blocks)
         shards = self.cut.pack(plan)
         self.plan = plan
@@ -216,16 +227,16 @@ class Planner:
             trial.residency.spill(self.cut.blocks)
 
     def settle_last(self) -> None:
-        """By what was measured last, if anything was."""
+        """Settle under the plan for the kind that was measured last, if one was."""
         if self.known.measures:
             self.settle(self.plan_for(self.known.measures[-1].kinds[0]))
 
     def leave_plan(self) -> None:
-        """Weights are in host memory, until there is another one."""
+        """Give up the plan. Weights return to host memory."""
         self.plan, self.covered = None, set()
         self._trial.residency.bring_home(self._trial.optimizers)
 
     def note_out_of_memory(self) -> None:
-        """Where all of it was on the device, trials like it are spilled from here on."""
+        """If the trial was resident, let no trial of its architecture be resident from here on."""
         if self.plan is not None and self.plan.resident:
             self.known.architecture.too_large = True

@@ -1,5 +1,7 @@
-"""What a block's forward can reach beside its weights and buffers, and whether it holds other values since: then a
-repetition would find it changed, or change it again."""
+"""Finds what a block's forward can reach beside its weights and buffers, and notices when it changes.
+
+If a forward changes such a value, a repetition would find it changed, or change it again.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ from hydra_tune.blocks.tree import PLAIN, flatten
 from hydra_tune.devices.tensor_bytes import digest, version_of
 from hydra_tune.planning.fingerprint import Fingerprint
 
-_MOST_OBJECTS = 50_000  # a reference to a trainer leads to everything
-_MOST_BYTES = 1_000_000  # of an array that is read
-_PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
+_MOST_OBJECTS = 50_000  # that are followed: a reference to a trainer leads to everything
+_MOST_BYTES = 1_000_000  # of a NumPy array; a larger one is not read
+_PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]  # the generator of random.random()
 _HOLD_SOMETHING = {"array", "builtins", "collections", "itertools"}
 _FOREIGN = (frozenset(("torch", "hydra_tune", "optuna", "ray")) | sys.stdlib_module_names) - _HOLD_SOMETHING
-_FOLLOWED = (  # for all that their classes are somebody else's
+_FOLLOWED = (  # classes of foreign modules whose objects are followed nevertheless
     functools.partial, SimpleNamespace, argparse.Namespace, random.Random,
     torch.Tensor, torch.optim.Optimizer, SobolEngine,
 )  # fmt: skip
@@ -38,8 +40,11 @@ _FIXED = (torch.dtype, torch.device, torch.layout, Enum, type, nn.Module, bytes,
 
 
 class Reached(Fingerprint):
-    """The attributes of modules, without their weights, buffers and children, `others` by name, and what is set under
-    a name: as they are now. An attribute that is set anew is no change: each repetition has the values of before."""
+    """A snapshot of what a block can reach: attributes of its modules (without weights, buffers and children), `others`
+    by name, and globals by namespace and name.
+
+    An attribute that a forward replaces by another object is no change: a repetition starts with the former attributes.
+    """
 
     most_items = 10_000
     deepest = 100
@@ -56,10 +61,10 @@ class Reached(Fingerprint):
                 if name not in NO_STATE and "_hooks" not in name:
                     self._roots[f"{prefix}.{name}".lstrip(".")] = value
         self._before = self._read()
-        self.met = {number: value for number, (value, _) in self._known.items()}  # objects by id, as they were first
+        self.met = {number: value for number, (value, _) in self._known.items()}  # the objects reached first, by id
 
     def changes(self) -> list[str]:
-        """The names of what holds other values than when it was asked last."""
+        """The names of what has changed since the last call, or since the snapshot was made."""
         before, self._before = self._before, self._read()
         return [name for (name, now), (_, then) in zip(self._before, before, strict=True) if now != then]
 
@@ -70,8 +75,8 @@ class Reached(Fingerprint):
 
     def _of_object(self, value: Any, depth: int) -> Hashable:
         if value is _PYTHONS or value is getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None):
-            return None  # the process's own generators are another matter
-        if isinstance(value, nn.Module):  # hidden from the model, a teacher in a list
+            return None  # the process's own generators are compared elsewhere (`PythonAndNumpyStates`)
+        if isinstance(value, nn.Module):  # one that is not registered, as a teacher in a list
             return None if id(value) in self._modules else self._of(vars(value), depth)
         if isinstance(value, torch.Generator):
             return value.get_state().numpy().tobytes()
@@ -90,15 +95,18 @@ class Reached(Fingerprint):
 
 
 def globals_of(module: nn.Module, forward: Any) -> list[tuple[dict[str, Any], str]]:
-    """Those that the code of its modules' classes names, or a `forward` that is set on it, or functions that these
-    name, and that are neither functions nor classes nor modules: where they are, and their names."""
+    """The globals that a forward may read, each as its namespace and its name.
+
+    These are the globals that are named in the code of the modules' classes, in a `forward` that is set on the module,
+    and in functions that these name. Functions, classes and modules among them are left out.
+    """
     kinds = dict.fromkeys(kind for part in module.modules() for kind in type(part).__mro__)
     own = (vars(kind).values() for kind in kinds if not _is_foreign(kind.__module__))
     left: list[Any] = [forward, *chain.from_iterable(own)]
     found, met = list[tuple[dict[str, Any], str]](), set[int]()
     while left:
         value = left.pop()
-        function = getattr(value, "fget", getattr(value, "__func__", value))  # a property's, or a static method's
+        function = getattr(value, "fget", getattr(value, "__func__", value))  # of a property, or of a static method
         if not isinstance(function, FunctionType) or id(function) in met:
             continue
         met.add(id(function))
@@ -120,15 +128,15 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_foreign(module: str | None) -> bool:
-    """Whether it is a library's: what these keep in globals decides nothing."""
+    """Whether a Python module is a library's. Globals of libraries are assumed not to affect a forward."""
     if (module or "").partition(".")[0] in _FOREIGN:
         return True
     return "site-packages" in (getattr(sys.modules.get(module or ""), "__file__", None) or "")
 
 
 def weights_in(outputs: Any, at: DeviceCopy) -> list[nn.Parameter]:
-    """The weights in a slot that a block returns where a copy would not do: frozen ones, into which others may write,
-    and those in objects."""
+    """The weights in a slot that a block returns, and for which returning a copy would be wrong: frozen weights, into
+    which a caller may write, and weights within objects."""
     leaves = flatten(outputs)[0]
     found = [at.parameter_at(x.data_ptr())[0] for x in leaves if isinstance(x, torch.Tensor) and at.has(x)]
     objects = [x for x in leaves if not isinstance(x, torch.Tensor) and not stays_as_it_is(x)]
@@ -137,7 +145,7 @@ def weights_in(outputs: Any, at: DeviceCopy) -> list[nn.Parameter]:
 
 
 def stays_as_it_is(value: Any) -> bool:
-    """Whether nobody can change what a block sees of this argument."""
+    """Whether an argument is immutable, as far as a block can see."""
     if isinstance(value, tuple):
         return all(map(stays_as_it_is, value))
     if type(value) in PLAIN or type(value) is object or isinstance(value, _FIXED):

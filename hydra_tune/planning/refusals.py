@@ -1,4 +1,4 @@
-"""What a model must be like to be prepared, and from where it may be called: refusals, each with the way out."""
+"""Refuses models that cannot be prepared, and calls from where a prepared model cannot run. Errors name a way out."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
 
 
 def refuse_unsupported(model: nn.Module) -> None:
+    """Refuse compiled modules, __slots__, odd tensors, and weights or buffers that share memory.
+
+    Raises:
+        PrepareError: the model has one of these.
+    """
     for name, module in model.named_modules():
         what = name or type(module).__name__
         if _is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
@@ -46,10 +51,10 @@ def refuse_unsupported(model: nn.Module) -> None:
     places = sorted((*_place_of(t), name) for name, t in tensors.values() if t.numel())
     shared = [(name, other) for (_, end, name), (start, _, other) in pairwise(places) if start < end]
     reached, met = Fingerprint(), set(tensors)
-    reached.most_items = 100_000  # of a container that may have an alias of a weight
+    reached.most_items = 100_000  # of a container: it may hold a tensor that shares a weight's memory
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            # what torch.nn.utils.spectral_norm sets is computed anew in each forward
+            # torch.nn.utils.spectral_norm computes its attribute anew in each forward
             if type(value) in PLAIN or key in _NOT_THE_USERS or f"{key}_orig" in module._parameters:
                 continue
             for tensor in reached.tensors_within([value]):
@@ -58,7 +63,7 @@ def refuse_unsupported(model: nn.Module) -> None:
                     other = f"{name}.{key}".lstrip(".")
                     shared += [(weight, other) for start, end, weight in places if start < last and first < end]
                 met.add(id(tensor))
-    for name, other in shared:  # each weight gets memory of its own, and what shares its memory would not follow it
+    for name, other in shared:  # a weight moves to new memory; a tensor that shares its memory would stay behind
         raise PrepareError(
             f"weights and buffers have memory of their own, but {name} and {other} share theirs without being one "
             "tensor. Tie them by assigning the Parameter or buffer itself, or clone one."
@@ -66,6 +71,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def _odd(tensor: torch.Tensor) -> str:
+    """Why a weight or buffer is not supported, as the end of an error's sentence; "" if it is supported."""
     if tensor.device.type == "meta" or is_lazy(tensor):
         return "lazy" if is_lazy(tensor) else "on meta"
     if type(tensor) not in (torch.Tensor, nn.Parameter):
@@ -76,6 +82,7 @@ def _odd(tensor: torch.Tensor) -> str:
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the tensor's first byte, and the one after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
@@ -99,7 +106,7 @@ def refuse_computed_weights(model: nn.Module) -> None:
 
 
 def refuse_global_hooks() -> None:
-    """Hooks on all modules of the process fire where blocks are measured and repeated, too."""
+    """Refuse hooks on all modules of the process: they would also fire when a block is measured or repeated."""
     for kind in HOOKS_OF_MODULES:
         for hook in [*getattr(torch.nn.modules.module, f"_global{kind}").values()]:
             raise PrepareError(
@@ -110,8 +117,12 @@ def refuse_global_hooks() -> None:
 
 
 def refuse_transforms(tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-    """What changes the meaning of operators here, and reaches neither a block's weights nor its repetition. Other
-    threads may be in forward mode, too; `tensors` are asked for tangents then."""
+    """Refuse a call within a transform that changes what operators do (torch.compile, torch.func ..): the transform
+    would not apply to a block's device weights, nor to its repetition.
+
+    That forward-mode differentiation is on may be due to another thread. So then it counts only if one of `tensors` has
+    a tangent.
+    """
     dynamo = sys.modules.get("torch._C._dynamo.eval_frame")
     if (
         torch.compiler.is_dynamo_compiling()

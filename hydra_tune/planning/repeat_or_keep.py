@@ -1,16 +1,17 @@
 """Decides whether a block repeats its forward in the backward, or keeps its activations.
 
-A forward that is repeated must make what it made at first. One that counts its calls, changes a list, or draws from
-another generator does not, and its model would train on other numbers. So the block keeps its activations if
+A repeated forward must make the same values as the first. A forward that counts its calls, changes a list, or draws
+from a generator other than torch's may not, and then the model would train on other numbers. So a block keeps its
+activations if
 
     its first run    has changed anything that a second run would find changed, or would change again (`SideEffects`)
     its second run   makes other values than the first (`try_repetition`): it runs at once, with a backward of its own
 
-The reason is a text, in the report as `keeps`; an empty one says that the block repeats. What a block changes is
-compared before its second run, so that a list that grows with each call has grown once.
+The reason is a text, in the report as `keeps`. An empty text says that the block repeats. Changes are looked for before
+the second run. So a block that adds to a list is not run twice, and the list has grown once.
 
-Some first runs must be undone, because the block is to be run in another way. What was changed decides whether they
-can: buffers, attributes and torch's random numbers are put back, a list is not.
+Some first runs must be undone, because the block is to be run in another way. Whether that is possible depends on what
+was changed: buffers, attributes and torch's random numbers can be put back, a list cannot.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from hydra_tune.schedule.plan import BlockProfile
 
 
 class SideEffects:
-    """What a block's first run changes beside making its outputs: all that it can reach is noted before it runs."""
+    """Finds what a block's first run changes beside making its outputs. Made before that run: it notes all that the
+    block can reach."""
 
     def __init__(self, call: RepeatedCall, given: Sequence[Any]) -> None:
         self._call, self._block = call, call.block
@@ -50,7 +52,7 @@ class SideEffects:
                 "what is noted on a weight": [p.__dict__ for p in block.parameters],
             }
             self._reached = Reached(block.module, others, globals_of(block.module, block.own_forward))
-            self._held = [(p.data, p.data.clone()) for p in block.held]  # some operators raise no version
+            self._held = [(p.data, p.data.clone()) for p in block.held]  # some operators write and leave the version
             self._buffers = [b for m in block.modules for b in m._buffers.values() if b is not None]
         self._versions = versions_of(self._buffers)
         self._attributes = [dict(vars(module)) for module in block.modules]
@@ -58,17 +60,18 @@ class SideEffects:
 
     @property
     def on_buffers(self) -> bool:
-        """Whether it has written into buffers, which are put back around a repetition."""
+        """Whether the block has written into buffers. These are put back around a repetition."""
         return self._call.has_written_buffers or versions_of(self._buffers) != self._versions
 
     def drew_random_numbers(self) -> bool:
-        """Whether Python's or NumPy's generator has moved: by the block, or by another thread."""
+        """Whether Python's or NumPy's generator has moved. The block may have drawn, or another thread."""
         return self._random.have_moved()
 
     # ---- repeat or keep ----
 
     def reason_to_keep(self, outputs: Any) -> str:
-        """Why a repetition would not find what the first run found, as the end of a sentence; "" if it would."""
+        """Why the block may not be repeated, as the end of a sentence; "" if it may. It may not if a repetition would
+        start from other values than the first run."""
         block = self._block
         with CountingPaused():
             changed = self._reached.changes()
@@ -95,7 +98,7 @@ class SideEffects:
         return ""
 
     def _gives_away(self, outputs: Any) -> str:
-        """Why others could change what the block depends on, once they have its outputs."""
+        """Why a caller that has the outputs could change what the block depends on; "" if it could not."""
         reached = self._reached.met
         own = [x for x in (*reached.values(), *self._block.held, *self._buffers) if isinstance(x, torch.Tensor)]
         own = [x for x in own if not any(x is given for given in self.given)]
@@ -115,10 +118,10 @@ class SideEffects:
         given = [(x._backward_hooks is not None, x.retains_grad, x.requires_grad, *x.__dict__) for x in self.given]
         return given + [tuple(vars(m).get(kind, ())) for m in self._block.modules for kind in HOOKS_OF_MODULES]
 
-    # ---- as if it had not run ----
+    # ---- undoing the first run ----
 
     def undo(self) -> str:
-        """Undo the first run. Returns what it has changed that cannot be put back: then nothing is undone."""
+        """Undo the first run. Returns what cannot be put back; then nothing is undone. Returns "" if all was undone."""
         if self._call.has_changed_inputs:
             return "what it is given"
         if self.drew_random_numbers():
@@ -141,10 +144,11 @@ class SideEffects:
 def try_repetition(
     call: RepeatedCall, effects: SideEffects, meter: TrialMeter, profile: BlockProfile, outputs: Any
 ) -> BlockProfile:
-    """Run the block once more, as its backward would, and that backward. Returns the profile with what this shows: the
-    reason to keep, bytes and seconds. Nothing is changed by it, for the first run has changed nothing."""
+    """Run the block's forward once more, as its backward would, and then that backward. Returns the profile with the
+    results: the reason to keep, bytes and seconds. This run changes nothing, since the first run has changed nothing.
+    """
     block, first, found, drew = call.block, tensors_in(outputs), dict[str, Any](), effects.drew_random_numbers()
-    if not drew:  # else the block may have drawn them, which a repetition would not
+    if not drew:  # else the block may have drawn from these generators, and a repetition would draw other numbers
         call.drop()
     states = PythonAndNumpyStates()
 
@@ -160,23 +164,24 @@ def try_repetition(
             if wanted and inputs:
                 torch.autograd.grad(wanted, inputs, [torch.ones_like(x) for x in wanted], allow_unused=True)
             del wanted
-            lent = versions_of(block.buffers_themselves())  # clones; its backward may write there, too
+            lent = versions_of(block.buffers_themselves())  # of clones; read now, since the backward may write, too
         found["writes_buffers"] = profile.writes_buffers or any(lent) or call.has_written_buffers
         found["backward_work_bytes"], found["backward_s"] = used.num_bytes, used.seconds
 
     with torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False):
         puts_hooks = repeat_early(call, run)
-        found["writes_buffers"] |= puts_hooks  # these may write anything
+        found["writes_buffers"] |= puts_hooks  # a hook may write into buffers
     if drew and states.have_moved():
         states.put_back()
         found["keeps"] = f"{block.name} draws from Python's or NumPy's random numbers"
-    elif drew:  # it was another thread
+    elif drew:  # not the block: it was another thread
         call.drop()
     return BlockProfile(**{**vars(profile), **found})
 
 
 def _lose_activations(block: Block) -> None:
-    """Overwrite activations among the attributes: in the backward they may be others."""
+    """Overwrite activations in attributes (by NaN): in the backward the attributes may hold other activations, so a
+    repetition must not depend on them."""
     for module in block.modules:
         for name, value in [item for item in vars(module).items() if is_activation(item[1])]:
             vars(module)[name] = torch.full_like(value, torch.nan if value.is_floating_point() else 0)
@@ -191,8 +196,8 @@ def has_users_hooks_within(block: Block) -> bool:
 
 @contextmanager
 def without_hooks_within(block: Block) -> Iterator[None]:
-    """Hooks of torch stay, which compute weights. Others tell somebody of a call, as those by which transformers
-    collects outputs: a run that is tried must not."""
+    """Within, modules inside the block have only torch's hooks, which compute weights. Other hooks report a call to
+    somebody, as those by which transformers collects outputs. A run that only measures must not be reported."""
     found = list(_hooks_within(block))
     for module, kind, _, own in found:
         vars(module)[kind] = own
@@ -204,7 +209,7 @@ def without_hooks_within(block: Block) -> Iterator[None]:
 
 
 def _hooks_within(block: Block) -> Iterator[tuple[torch.nn.Module, str, Any, Any]]:
-    """Module, kind of hook, all of them, and those of torch."""
+    """For each module inside the block and each kind of hook that it has: module, kind, all hooks, torch's hooks."""
     for module in block.modules[1:]:
         for kind in HOOKS_OF_MODULES:
             hooks = vars(module).get(kind)

@@ -1,4 +1,7 @@
-"""What tells forwards of one model apart that may need other bytes: their inputs, and what is switched on."""
+"""The kind of a step, and what a pilot has measured for it.
+
+Two forwards of one model are of different kinds if their inputs or switches may make them need different bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,13 @@ from hydra_tune.schedule.plan import BlockProfile, Cut
 
 @dataclass(frozen=True)
 class StepKind:
-    """`trains`: gradients are on. `setting` is all that is equal for forwards of one kind; a measure of inputs of one
-    `signature` holds for smaller ones. `parameters`: what only one model has, the identities of its own."""
+    """The kind of a forward.
+
+    `trains`       gradients are on
+    `setting`      all that must be equal: switches, flags among the inputs, autocast, buffers
+    `signature`    shapes and dtypes of the inputs; what is measured for some sizes holds for smaller ones
+    `parameters`   the identities of one model's parameters; None for any model of the architecture
+    """
 
     trains: bool
     setting: Hashable
@@ -22,6 +30,7 @@ class StepKind:
     parameters: Hashable = None
 
     def covers(self, other: StepKind) -> bool:
+        """Whether what was measured for this kind holds for the other."""
         same = (self.trains, self.setting, self.parameters) == (other.trains, other.setting, other.parameters)
         return (
             same and len(self.signature) == len(other.signature) and all(map(_bounds, self.signature, other.signature))
@@ -29,13 +38,13 @@ class StepKind:
 
     @property
     def of_any(self) -> StepKind:
-        """The same of any model of the architecture."""
+        """The same kind for any model of the architecture."""
         return replace(self, parameters=None)
 
 
 @dataclass(frozen=True)
 class StepMeasure:
-    """What a first step with forwards of these kinds has shown: blocks in the order in which they ran."""
+    """What a pilot has measured of a step with forwards of these kinds. `blocks` is in the order in which they ran."""
 
     kinds: tuple[StepKind, ...]
     cut: Cut
@@ -51,7 +60,7 @@ class StepMeasure:
         return any(own.covers(kind) for own in self.kinds)
 
     def put_among(self, measures: list[StepMeasure]) -> list[StepMeasure]:
-        """Those of the same cut that tell more than this one, and this one."""
+        """The list with this measure at its end, without those of another cut and those that this one covers."""
         same_cut = [m for m in measures if m.cut == self.cut]
         return [*(m for m in same_cut if m.trains != self.trains or not all(map(self.covers, m.kinds))), self]
 
@@ -62,7 +71,7 @@ def _bounds(a: Any, b: Any) -> bool:
 
 
 def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:
-    """Enough for both."""
+    """A profile that is enough for both: the larger of each figure."""
     figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if isinstance(v, (int, float))}
     casts, counts = a.casts | b.casts, a.saved_counts | b.saved_counts
     return replace(a, **figures, keeps=a.keeps or b.keeps, casts=casts, saved_counts=counts)

@@ -15,7 +15,8 @@ _Job = Callable[[], None] | None
 
 
 def start_copier(owner: object, name: str, num_threads: int) -> Callable[[_Job], None]:
-    """What takes a new thread's jobs; the thread ends when nobody has its owner any more, be that closed or not."""
+    """Start a copy thread. Returns a function that gives the thread a job. The thread ends once its owner is garbage
+    collected; the owner need not be closed for that."""
     jobs: SimpleQueue[_Job] = SimpleQueue()
     threading.Thread(target=_work, args=(jobs, num_threads), name=f"copies of {name}", daemon=True).start()
     weakref.finalize(owner, jobs.put, None)
@@ -27,6 +28,6 @@ def _work(jobs: SimpleQueue[_Job], num_threads: int) -> None:
     while (job := jobs.get()) is not None:
         try:
             job()
-        except BaseException:  # its task copies itself, and will meet it, too
+        except BaseException:  # the task will make the copy itself, and meet the same error
             logger.debug("a copy has failed; its task makes it", exc_info=True)
-        del job  # it knows its pool
+        del job  # a job refers to its pool, which must not be kept while this thread waits

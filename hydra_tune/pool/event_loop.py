@@ -1,10 +1,10 @@
-"""Carries what happens to the scheduler's machine, and what that decides to devices and trials.
+"""Brings events to the scheduler's machine, and the machine's instructions to devices and trials.
 
 The way of an event, and of the answer to it:
 
     a trial's thread            EventLoop, under its lock          Machine, which does nothing but decide
     acquire(task) ------------> _handle(TaskReady) --------------> reserves bytes, chooses the next task
-                                                   <-------------- instructions, to whichever trials
+                                                   <-------------- instructions, for any of the trials
                                 _carry_out: Drop           frees a slot of the device
                                             PromoteShard   to the device's copy thread (`promotions.py`)
                                             Move           the trial has another home device
@@ -13,15 +13,15 @@ The way of an event, and of the answer to it:
     copies its shard, computes: without the lock
     release(task) ------------> _handle(Done) -------------------> chooses the next task, perhaps another trial's
 
-So the thread whose event brought a decision about carries it out, for all trials; the pool has no thread of its own
-that others would wait for. Two instructions come back here as events. A copy that a copy thread makes ahead is told
-when it is done (Promoted). A Recall ends a lease that lasts, which is told as its task's end (Done): last of all, when
-the other instructions of that decision are carried out.
+A thread gives the machine an event and carries out all instructions that come back, also those for other trials. So no
+trial waits for a thread of the pool. Two instructions lead to another event:
 
-The pool calls back into trials for their bytes: a shard is copied once the machine has given it a slot, which is known
-here, by what owns the trial's memory (`trial.residency`).
+    PromoteShard   when the copy thread has made the copy: Promoted
+    Recall         ends a long lease, which is the end of its task: Done. It is carried out last, after the other
+                   instructions of the same decision
 
-A resident trial whose lease lasts takes this way once a lease and not once a task (`long_leases.py`).
+The pool calls the trial to copy a shard: the pool knows when the shard has a slot, but the trial's `residency` owns the
+memory. A resident trial with a long lease comes here once a lease, not once a task (`long_leases.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ InstructionT = TypeVar("InstructionT", bound=e.Instruction)
 
 
 class EventLoop:
-    """Of one pool. Methods without an underscore are for trials' threads, which may have the lock already."""
+    """One pool's. Methods without an underscore are for trials' threads, which may have the lock already."""
 
     def __init__(self, devices: tuple[Device, ...], machine: Machine, num_threads: int) -> None:
         self.lock = threading.RLock()
@@ -75,26 +75,26 @@ class EventLoop:
             self._handle(event)
 
     def tell_between_tasks(self, trial: Trial, event: e.Event) -> None:
-        """Once the trial has no lease that lasts, and none of its copies is under way."""
+        """End the trial's long lease, wait for its copies that are under way, then handle the event."""
         with self.lock:
             self.hear(trial, ends=True)
             self.promotions.await_copies(trial)
             self._handle(event)
 
     def ask(self, trial: Trial, event: e.Event, answer: type[InstructionT]) -> InstructionT:
-        """Between tasks; wait until the scheduler grants it."""
+        """Between two tasks: handle the event, and wait for the scheduler's answer."""
         with self.lock:
             self.check_open(trial)
             self.end_abandoned()
             self.tell_between_tasks(trial, event)
             try:
                 return self.await_answer(trial.id, answer, partial(self.check_open, trial))
-            except BaseException:  # it may go on, and ask anew
+            except BaseException:  # the script may catch this, and ask again later
                 self._handle(e.Withdrawn(trial.id))
                 raise
 
     def readmit(self, trial: Trial, plan: TrialPlan) -> bool:
-        """With another plan that holds the same; whether it was done at once. Else nothing has changed."""
+        """Admit the trial under another plan that holds the same bytes. False, and no change, if that needs a wait."""
         with self.lock:
             self.check_open(trial)
             self.hear(trial, ends=True)
@@ -105,12 +105,12 @@ class EventLoop:
     def leave_step(self, trial: Trial, *, trained: bool) -> None:
         with self.lock:
             self.hear(trial, ends=True)
-            if trial.lease.in_step:  # else whoever ended its lease has told so
+            if trial.lease.in_step:  # else the machine was told when the lease ended
                 trial.lease.in_step = False
                 self.tell_between_tasks(trial, e.StepDone(trial.id, trained))
 
     def check_open(self, trial: Trial) -> None:
-        """The task boundary at which a trial stops that is to, or whose pool is closed."""
+        """Between two tasks: raise if the trial is asked to stop, or if its pool is closed."""
         trial.stop.check()
         if self.closed and trial.of_runner:
             raise TrialStopped("the pool was closed")
@@ -126,7 +126,7 @@ class EventLoop:
     # ---- tasks ----
 
     def acquire(self, trial: Trial, task: Task, after: Task | None = None) -> None:
-        """Wait for the lease and the shard; `after` is the task that ends with this."""
+        """Wait for the lease, and have the task's shard on the device. The task `after` ends with this call."""
         lease, trace = trial.lease, self.report.trace
         try:
             with self.lock:
@@ -171,20 +171,20 @@ class EventLoop:
         return e.Done(task, self.report.clocks[self.machine.trials[task.trial].home].end(task, end_s), then)
 
     def hear(self, trial: Trial, *, ends: bool = False) -> bool:
-        """In the trial's thread: what it has done in its lease, if one lasts. That `ends` here, or if it is to; whether
-        it did."""
+        """In the trial's thread: tell the machine what was done in the trial's long lease, if one lasts. With `ends`,
+        or if it was revoked, the lease ends now. Returns whether it ended."""
         lease = trial.lease
-        if lease.device is None:  # mostly
+        if lease.device is None:  # no long lease: the usual case
             return False
         with self.lock:
             if ends:
                 lease.end()
-            ends = lease.device is not None and (ends or lease.revoked)  # still
+            ends = lease.device is not None and (ends or lease.revoked)
             self._handle_all(self.long_leases.end(lease) if ends else self.long_leases.tasks_done(lease))
             return ends
 
     def settle(self) -> None:
-        """From here on the report has all that was done so far, in leases that last as well, and by GPUs."""
+        """Bring the report up to date: with what was done in long leases, and with what GPUs have finished."""
         with self.lock:
             for lease in self.long_leases.of_devices:
                 if lease is not None:
@@ -199,7 +199,7 @@ class EventLoop:
             self._handle(event)
 
     def _handle(self, event: e.Event, at_s: float | None = None) -> None:
-        """It has happened then, or now."""
+        """Give the machine an event that happened at `at_s`, or now, and carry out its instructions."""
         recalled: list[Lease] = []
         for instruction in self.machine.handle(event):
             if isinstance(instruction, e.Recall):
@@ -241,8 +241,7 @@ class EventLoop:
             self._handle(e.Promoted(task, promote.device))
 
     def await_answer(self, number: int, answer: type[InstructionT], check: Callable[[], None]) -> InstructionT:
-        """Under the lock: the next instruction to this trial; `check` ends the waiting. A plain script's trial, which
-        nobody ends, ends as garbage."""
+        """Under the lock: wait for the next instruction to this trial. `check` may raise, which ends the wait."""
         lease = self.table.leases[number]
         if not lease.granted:
             self._wait(lease, Wait(number), check)
@@ -264,13 +263,13 @@ class EventLoop:
     # ---- ends ----
 
     def end_trial(self, trial: Trial) -> None:
-        """Take back everything; the others go on."""
+        """Take back all that the trial holds. Other trials go on."""
         with self.lock:
             self.promotions.await_copies(trial)
             self.forget(trial.id)
 
     def end_abandoned(self) -> None:
-        """Take back what trials held whose models were collected."""
+        """Take back what trials hold whose models were garbage collected. So a plain script's trial ends."""
         with self.lock:
             abandoned = self.table.abandoned
             for _ in range(len(abandoned)):
@@ -281,13 +280,13 @@ class EventLoop:
                     self.forget(number)
 
     def forget(self, number: int) -> None:
-        """Once; an end that was interrupted is repeated."""
+        """Remove the trial. Does nothing the second time; called again, it completes an end that was interrupted."""
         with self.lock:
             table = self.table
             if number in table.leases:
                 table.summaries[number]["state"] = "ended"
                 self._handle_all(self.long_leases.drop(table.leases[number]))
-                end_trial(number, self.devices)  # before others may have its bytes
+                end_trial(number, self.devices)  # before its bytes go to others
                 self._handle(e.TrialEnded(number))
                 del table.leases[number]
             table.live.pop(number, None)

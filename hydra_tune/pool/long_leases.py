@@ -1,16 +1,16 @@
-"""Leases that last for many steps, one a device at most: who has one, what its holder has done, and when it ends.
+"""Long leases, which last for many steps; at most one a device. Owns who has one, what the holder did, and its end.
 
-A resident trial gains nothing from handing its device over after each task, and each handover costs it the pool's lock.
-So the machine gives it a lease that lasts, and the trial's thread goes from task to task without the lock (`lease.py`).
-The pool learns what was done in sums: when somebody asks (a report), when the lease ends, or after a quantum.
+A resident trial gains nothing from giving its device to others after each task, and each change costs the pool's lock.
+So the machine gives the trial a long lease, and its thread goes from task to task without the lock (`lease.py`). The
+pool reads what was done for a report, when the lease ends, and after a quantum.
 
     holder's thread   | task | task | task | task | ...            the holder counts; no lock, no machine
-    a waiting thread        looks every LOOK_S:  is the holder idle?  ->  recall: the lease ends at once
-                                                 its quantum is over? ->  Expired: the machine decides
+    a waiting thread        looks every LOOK_S:  is the holder idle?   ->  recall: the lease ends at once
+                                                 is its quantum over?  ->  Expired: the machine decides
     the machine       one task, which began when the lease was given and ends with it
 
-What follows from that is events for the machine. The methods here return them in their order, for `EventLoop` to
-handle. All are called under the pool's lock.
+The methods here return events for the machine, in their order. `EventLoop` handles them. All methods are called under
+the pool's lock.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from hydra_tune.pool.trial_table import TrialTable
 from hydra_tune.schedule.events import Done, Event, Expired, Run, StepDone, Worked
 from hydra_tune.schedule.machine import Machine
 
-LOOK_S = 0.05  # how often a waiting thread looks at the holder, which costs that one a switch of threads or two
-LOOK_AROUND_S = 1.0  # how often one wakes that has no holder to look at: nobody says that a model was collected
+LOOK_S = 0.05  # how often a waiting thread looks at the holder; a look costs the holder a thread switch or two
+# How often a waiting thread wakes if there is no holder to look at. It looks for models that were garbage collected:
+# nothing wakes a thread for these.
+LOOK_AROUND_S = 1.0
 
 
 class LongLeases:
-    """`of_devices` has the lease that lasts on each device, if one does."""
+    """The long leases of one pool. `of_devices` has the one that lasts on each device, or None."""
 
     def __init__(self, devices: Sequence[Device], machine: Machine, table: TrialTable, report: Report) -> None:
         self.of_devices: list[Lease | None] = [None] * len(devices)
@@ -43,11 +45,11 @@ class LongLeases:
         self.of_devices[run.device] = lease
         lease.open(run.task, self._devices[run.device])
         if (first := self._machine.ready.oldest(run.device)) is not None:
-            self._table.leases[first.task.trial].wake.notify_all()  # it looks at the holder from here on
+            self._table.leases[first.task.trial].wake.notify_all()  # from here on it looks at the holder
 
     def look_at_holder(self, trial: int) -> tuple[float, list[Event]]:
-        """Called by a waiting trial: at the holder of the lease that is in its way, if this trial is the first to wait
-        for it. For how many seconds it may wait now, and what has happened."""
+        """Called by a waiting trial, which looks at the holder of its device's long lease. Only the trial that has
+        waited longest does. Returns how many seconds the trial may wait before it calls again, and events."""
         state = self._machine.trials.get(trial)
         lease = None if state is None else self.of_devices[state.home]
         if state is None or lease is None or lease.trial == trial:
@@ -67,12 +69,13 @@ class LongLeases:
         return min(LOOK_S, max(quantum_s, 1e-3)), happened
 
     def recall(self, lease: Lease) -> list[Event]:
-        """End it, if it lasts: now, if its holder is between two tasks; else the holder does so after its task."""
+        """End the lease if it lasts: at once if its holder is between two tasks. Else the holder ends it after its
+        task."""
         lease.revoked = True  # first: from here on the holder begins no task by itself
         return self.end(lease) if not lease.busy and lease.device is not None else []
 
     def end(self, lease: Lease) -> list[Event]:
-        """Its holder is between two tasks, in whatever thread this is."""
+        """End the lease, from any thread. Its holder must be between two tasks."""
         assert lease.device is not None
         task, in_step, clock = lease.task, lease.in_step, self._report.clocks[lease.device.number]
         happened = self.drop(lease)
@@ -80,21 +83,21 @@ class LongLeases:
             clock.idles(clock.since_s, BETWEEN)
         happened.append(Done(task))
         if not in_step:
-            happened.append(StepDone(lease.trial, trained=False))  # those that trained are in what was done
+            happened.append(StepDone(lease.trial, trained=False))  # training steps were told by Worked
         return happened
 
     def drop(self, lease: Lease) -> list[Event]:
-        """End it, if it lasts, and leave it to the caller to tell the machine that its task is over."""
+        """End the lease if it lasts. The caller must tell the machine that the lease's task is over."""
         if lease.device is None:
             return []
         self.of_devices[lease.device.number] = None
-        lease.revoked = True  # first
+        lease.revoked = True  # first: from here on the holder begins no task by itself
         happened = self.tasks_done(lease)
         lease.close()
         return happened
 
     def tasks_done(self, lease: Lease) -> list[Event]:
-        """What the holder has done since this was asked last."""
+        """What the holder has done since the last call, as one event, or none."""
         tasks = [lease.ran.popleft() for _ in range(len(lease.ran))]
         steps = lease.num_steps - lease.told_steps
         lease.told_steps += steps

@@ -1,5 +1,5 @@
-"""What a pool has seen of its trials, as a workload: to simulate the same sweep on other devices, or under another
-policy."""
+"""Makes a workload from what a pool has seen of its trials. With it, the same sweep can be simulated on other devices
+or under another policy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from hydra_tune.schedule.plan import Direction
 from hydra_tune.simulation.workload import TrialWork
 
-LEAST_S = 1e-9  # of a task that was never run: a frozen shard has no backward
+LEAST_S = 1e-9  # the time of a task that never ran: a frozen shard has no backward
 Span = Mapping[str, Any]
 
 
 class Visit(NamedTuple):
-    """A task that has run. It was asked for when it was ready, and may have waited."""
+    """A task that has run. It was ready at `asked_s`, and may have waited until `start_s`."""
 
     step: int
     shard: int
@@ -28,21 +28,22 @@ class Visit(NamedTuple):
 
 
 def recorded(spans: Iterable[Span], trials: Iterable[Mapping[str, Any]]) -> list[TrialWork]:
-    """From a pool's timeline and the trials of its report, those that have made a step of training.
+    """The workload of a pool's timeline and of the trials of its report. It has the trials that have made a training
+    step.
 
-    A task takes the median of its runs, and the trial's own loop the median of what a step takes outside of its tasks:
-    the loss, the optimizer, the loader and whatever else it does. A backward's gradients have reached the host at its
-    end. What trials took from each other is in both: on
-    virtual devices the cores.
+    A task's time is the median of its runs. The loop's time is the median of what a step takes outside of its tasks:
+    the loss, the optimizer, the loader and whatever else the script does. Gradients take no time of their own, since
+    they have reached the host when the backward ends. Both times include that trials slowed each other down, as by
+    sharing cores on virtual devices.
     """
     visits = _visits(spans)
     return [work for trial in trials if (work := _work(trial, visits[trial["trial"]])) is not None]
 
 
 def _visits(spans: Iterable[Span]) -> defaultdict[int, list[Visit]]:
-    """Of each trial, one after another."""
+    """The visits of each trial, in their order."""
     visits: defaultdict[int, list[Visit]] = defaultdict(list)
-    asked_s: dict[tuple[int, Any], float] = {}  # of a task that waits: a GPU has run it after others have waited
+    asked_s: dict[tuple[int, Any], float] = {}  # by task: on a GPU, others' waits may come before its run
     for span in spans:
         trial, what = span["trial"], (span["step"], span["shard"], span["direction"])
         if span["kind"] == "wait":
@@ -59,7 +60,7 @@ def _work(trial: Mapping[str, Any], visits: Sequence[Visit]) -> TrialWork | None
     for visit in visits:
         seconds[visit.shard, visit.direction].append(visit.end_s - visit.start_s)
     for visit, after in pairwise(visits):
-        outside_s[visit.step] += max(0.0, after.asked_s - visit.end_s)  # asked before a GPU was done
+        outside_s[visit.step] += max(0.0, after.asked_s - visit.end_s)  # a GPU may end after the next is asked
     trained = {visit.step for visit in visits if visit.direction == Direction.BACKWARD.value}
     if not trained:
         return None

@@ -1,7 +1,7 @@
-"""Lets trials into a pool, as far as its host memory goes.
+"""Adds trials to a pool, as far as its host memory has room.
 
-Spilled trials keep weights, gradients and optimizer state in host memory. A trial that the host has no room for beside
-the others waits in `prepare`; one that is larger than all of it is refused.
+Spilled trials keep weights, gradients and optimizer state in host memory. A trial that does not fit beside the others
+waits in `prepare`. A trial that would not fit even alone is refused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 def add_trial(
     pool: ShardPool, kind: type[Trial], steps: int | None, host_bytes: int, name: str | None, stop: Stop
 ) -> Trial:
-    """Place a trial, once host memory has room for it. It has so many mini-batches, if that is known; `stop` ends
-    the waiting.
+    """Wait until host memory has room for a trial, then give it a home device and return it.
+
+    `steps`        how many mini-batches it has; None if unknown
+    `host_bytes`   the host memory that it needs
+    `stop`         ends the wait
 
     Raises:
-        BudgetError: it needs more than all trials together may have.
+        BudgetError: the trial needs more host memory than all trials together may have.
     """
     events, table = pool.events, pool.events.table
 
@@ -56,10 +59,11 @@ def add_trial(
 
 
 def grow_trial(trial: Trial, host_bytes: int) -> None:
-    """It has another model, of so many bytes of host memory. It does not wait for them, since it holds others.
+    """Add the host memory of another model to a trial. The trial does not wait for room, since it holds memory that
+    others may wait for.
 
     Raises:
-        BudgetError: all trials together may not have so many.
+        BudgetError: the trial would need more host memory than all trials together may have.
     """
     events = trial.pool.events
     with events.lock:

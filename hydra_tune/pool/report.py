@@ -1,7 +1,7 @@
 """What a pool's devices and trials have done, as plain data: bytes moved, seconds busy and stalled, spans of time.
 
-Figures come from who has done something: a trial's thread for what it moves, the event loop for tasks and idle devices.
-Each device has a clock, which writes its tasks and stalls into the one trace (`trace.py`).
+A trial's thread reports the bytes that it moves. The event loop reports tasks and idle devices. Each device has a
+clock, which writes its tasks and stalls into the pool's trace (`trace.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEVICE_KEYS = ("name", "budget_bytes", "used_bytes", "peak_bytes", "measured_pe
 
 
 class Report:
-    """Of one pool, whose lock guards the trace and the clocks."""
+    """One pool's report. The pool's lock guards its trace and its clocks."""
 
     def __init__(self, lock: threading.RLock, devices: Sequence[Device], machine: Machine, table: TrialTable) -> None:
         self.lock = lock
@@ -34,15 +34,18 @@ class Report:
         self._machine = machine
         self._table = table
 
-    # ---- figures that come in ----
+    # ---- what is reported to it ----
 
     def note_moved(self, trial: int, what: str, device: Device, num_bytes: int) -> None:
-        """Of what a trial has moved (``"promoted_bytes"``)."""
+        """Count bytes that a trial has moved. `what` is an attribute of `Totals`, as ``"promoted_bytes"``."""
         with self.lock:
             self.trace.count(what, device.number, trial, num_bytes)
 
     def note_spill(self, trial: int, device: Device, num_bytes: int, during: float | tuple[Any, Any]) -> None:
-        """Of the task that it runs: for so many seconds, until now, or between two marks of a device's own."""
+        """Count bytes of gradients that the trial's running task has sent to the host.
+
+        `during` is how many seconds it took until now, or the two marks of the device between which it took place.
+        """
         with self.lock:
             self.trace.count("spilled_bytes", device.number, trial, num_bytes)
             task = self._machine.devices[device.number].running
@@ -50,13 +53,13 @@ class Report:
                 self.clocks[device.number].spilled(task, during)
 
     def note_idle(self, at_s: float | None) -> None:
-        """Why devices are idle, from then on, or from now on."""
+        """Note for each device why it is idle, if it is, from `at_s` or from now on."""
         for device, clock in enumerate(self.clocks):
             cause = self._machine.idle_cause(device)
             if cause not in ("", clock.cause):
                 clock.idles(self.trace.now_s() if at_s is None else at_s, cause)
 
-    # ---- what is told; under the lock ----
+    # ---- what it says; called under the lock ----
 
     def of_devices(self) -> list[dict[str, Any]]:
         return [
@@ -65,7 +68,7 @@ class Report:
         ]
 
     def of_trials(self, state_of: Callable[[int], str]) -> list[dict[str, Any]]:
-        """All of them, ended ones included."""
+        """Data on each trial, ended ones included."""
         return [
             {
                 "trial": number,
@@ -78,10 +81,11 @@ class Report:
         ]
 
     def of_trial(self, trial: Trial) -> dict[str, Any]:
-        """A few numbers."""
+        """A few numbers on one trial."""
         told = {key: trial.summary[key] for key in ("device", "steps", "resident", "weight_bytes")}
         return {**told, "shards": len(trial.summary["shards"]), **asdict(self.trace.trials[trial.id])}
 
     def of_time(self) -> list[dict[str, Any]]:
+        """The trace's spans, each with the name of its trial."""
         names = {number: summary["name"] for number, summary in self._table.summaries.items()}
         return [{**span._asdict(), "name": names.get(span.trial, "")} for span in self.trace.spans]

@@ -1,6 +1,6 @@
-"""A pool as its user sees it: its devices and their budgets, what trials have done there, and its end.
+"""A pool as its user sees it: devices and their budgets, what trials have done there, and how it is closed.
 
-Trials talk to its `events` (`event_loop.py`), and share what they have measured in `known`.
+Trials use its `events` (`event_loop.py`), and share what they have measured in `known`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class ShardPool:
     Args:
         devices: ``"auto"`` (every GPU, else one virtual device on the CPU), a name, or a list of names.
             ``["cpu", "cpu"]`` makes two virtual devices.
-        memory: budget in bytes a device: ``"20GiB"``, an int, a list with one for each device, or
-            ``"auto"``: what is free on a GPU, less a margin; a quarter of what the host has left.
-        host_memory: bytes for weights, gradients and optimizer states of all trials that live together; those beyond
-            wait in `prepare`. ``"auto"``: what the host has left beside its virtual devices.
+        memory: budget in bytes of each device: ``"20GiB"``, an int, a list with one for each device, or
+            ``"auto"``: on a GPU, what is free less a margin; else a quarter of the host's free memory.
+        host_memory: bytes for weights, gradients and optimizer states of all live trials together; trials beyond that
+            wait in `prepare`. ``"auto"``: the host's free memory without the budgets of virtual devices.
         policy: the order in which ready tasks get devices, an object of `hydra_tune.schedule.policy` or its name.
-        seed: what trials without a seed of their own derive theirs from; `torch.initial_seed()` if None.
+        seed: trials without a seed of their own derive theirs from it; `torch.initial_seed()` if None.
 
     Raises:
-        ConfigError: unknown devices or policy, or budgets that are not bytes or exceed what is there.
+        ConfigError: unknown devices or policy, or budgets that are not bytes or exceed the memory that there is.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardPool:
         self.seed = torch.initial_seed() if seed is None else seed
         self.num_threads = torch.get_num_threads()
         self.host_memory_bytes = host_bytes_for(host_memory, opened)  # for all live trials together
-        self.budget_bytes = min(device.budget_bytes for device in opened)  # plans are made for any home
+        self.budget_bytes = min(device.budget_bytes for device in opened)  # the least: a plan must fit any device
         self.spills_behind = any(device.spills_behind for device in opened)
         self.homes_move = len(opened) > 1 and all(device.is_virtual for device in opened)
         machine = Machine(
@@ -91,6 +91,7 @@ class ShardPool:
         return self.events.devices
 
     def random_state(self, number: int) -> RandomState:
+        """The random state that the trial with this number starts from, if it has no seed of its own."""
         return RandomState((self.seed + _SEED_STRIDE * (number + 1)) % 2**63)
 
     # ---- what it has done ----
@@ -105,7 +106,7 @@ class ShardPool:
             return {"elapsed_s": report.trace.now_s(), "devices": devices, "trials": trials}
 
     def figures(self, trial: Trial) -> dict[str, Any]:
-        """Plain data on what one trial has done so far, a few numbers."""
+        """A few numbers on what one trial has done so far, as plain data."""
         with self.events.lock:
             return self.events.report.of_trial(trial)
 
@@ -125,8 +126,8 @@ class ShardPool:
         return timeline.save(self.timeline(), [device.name for device in self.devices], path)
 
     def workload(self) -> list[TrialWork]:
-        """What the trials so far have taken, for `hydra_tune.simulate` with other devices or another policy. Those that
-        have made a step; they keep as many as they have made."""
+        """What the trials so far have taken, for `hydra_tune.simulate` with other devices or another policy. It has the
+        trials that have made a training step, each with as many steps as it has made."""
         return recorded(self.timeline(), self.report()["trials"])
 
     def save_workload(self, path: str | PathLike[str]) -> Path:
@@ -135,13 +136,13 @@ class ShardPool:
 
     @property
     def host_bytes(self) -> list[int]:
-        """Of host memory, what each live trial has."""
+        """Bytes of host memory that each live trial has."""
         with self.events.lock:
             return [trial.host_bytes for trial in self.events.machine.trials.values()]
 
     @property
     def plans(self) -> dict[bytes, TrialPlan]:
-        """The latest of each architecture."""
+        """The latest plan of each architecture, by `fingerprint.plan_key`."""
         return {key: known.plan for key, known in self.known.by_key.items() if known.plan is not None}
 
     # ---- its end ----
@@ -162,7 +163,7 @@ _default_lock = new_in_child(threading.Lock())
 
 
 def default_pool() -> ShardPool:
-    """The process's pool, for scripts that make none: every GPU, else the CPU, with what is free."""
+    """The process's pool, for scripts that make none: every GPU, else the CPU, with ``memory="auto"``."""
     global _default_pool
     with _default_lock:
         if _default_pool is None or _default_pool.events.closed or _default_pool.devices[0].process != gate.process:

@@ -1,6 +1,7 @@
-"""What happened, when, where and for whom: spans of time, and the totals drawn from them.
+"""Records what devices did, when and for which trial: spans of time, and totals of them.
 
-When a device computed a task is known at once on the CPU; of a GPU, which the host is ahead of, once it is done:
+The host launches a GPU's work ahead of time. So when a GPU computed a task is known only once the GPU is done with it;
+on the CPU it is known at once:
 
     host    launches A | launches B |                          launches C |
     GPU     .....A....................|.....B.....|   stall    |.....C.....
@@ -21,14 +22,20 @@ from hydra_tune.schedule.plan import Task
 from hydra_tune.schedule.state import NO_TRIAL
 
 MAX_SPANS = 200_000  # the oldest are forgotten first
-LATE_HOST = "launch"  # the cause of a stall that the scheduler has not seen: nothing was launched yet
-BETWEEN = "no ready task"  # the cause of one within a long lease
+LATE_HOST = "launch"  # the cause of a GPU's stall that the scheduler did not see: the host had launched nothing
+BETWEEN = "no ready task"  # the cause of a stall within a long lease
 _LEAST_STALL_S = 2e-5
 
 
 class Span(NamedTuple):
-    """`kind` is run, promote, spill (during the task's run, where its device is a virtual one), wait (of a trial) or
-    stall (of a device, which ran no task, for `cause`); seconds since the pool began."""
+    """A span of time. Moments are seconds since the pool began.
+
+    kind       run       a task computed
+               promote   its shard was copied to the device
+               spill     its gradients were copied to the host; on a virtual device this is a part of its run
+               wait      its trial waited
+               stall     the device ran no task, for `cause`
+    """
 
     kind: str
     device: int
@@ -43,7 +50,11 @@ class Span(NamedTuple):
 
 @dataclass
 class Totals:
-    """busy: tasks ran. stalled: a device had trials, but ran no task; a trial had a task, but it waited."""
+    """Sums for one device or one trial.
+
+    busy_s      tasks ran
+    stalled_s   a device had trials, but ran no task; or a trial had a ready task that waited
+    """
 
     promoted_bytes: int = 0
     spilled_bytes: int = 0
@@ -53,8 +64,10 @@ class Totals:
 
 
 class Trace:
+    """One pool's spans and totals. The pool's lock guards it."""
+
     def __init__(self) -> None:
-        # plain tuples: those the garbage collector stops to track, so that its full collections stay rare
+        # Plain tuples: the garbage collector stops tracking them, so that its full collections stay rare.
         self._spans: deque[tuple[Any, ...]] = deque(maxlen=MAX_SPANS)
         self.devices: defaultdict[int, Totals] = defaultdict(Totals)
         self.trials: defaultdict[int, Totals] = defaultdict(Totals)
@@ -68,8 +81,8 @@ class Trace:
         return time.perf_counter() - self._start
 
     def note(self, kind: str, task: Task, device: int, start_s: float, end_s: float, num_bytes: int = 0) -> None:
-        """A span of this task's, with the bytes that it has promoted."""
-        direction = task.direction._value_  # `value` takes half a microsecond
+        """Add a span of this task, with the bytes that were promoted in it."""
+        direction = task.direction._value_  # reading `value` takes half a microsecond
         self._spans.append((kind, device, task.trial, task.shard, direction, start_s, end_s, "", task.step))
         if kind == "run":
             self.devices[device].busy_s += end_s - start_s
@@ -84,8 +97,8 @@ class Trace:
         self.devices[device].stalled_s += end_s - start_s
 
     def note_long_lease(self, device: int, trial: int, tasks: Sequence[Ran], since_s: float) -> tuple[float, float]:
-        """A resident trial's tasks, one after another, and that the device waited before each. Seconds they took, and
-        when the last has ended."""
+        """Add the tasks of a long lease, and the device's stalls before each of them, the first since `since_s`.
+        Returns the seconds that the tasks took, and when the last has ended."""
         busy_s = stalled_s = 0.0
         for step, direction, start_s, end_s in tasks:
             if start_s > since_s:
@@ -106,25 +119,27 @@ class Trace:
 
 
 class TaskClock:
-    """One device's: writes spans of its tasks, stalls and late copies into `trace`. Called under the pool's lock."""
+    """One device's clock: adds spans of its tasks, stalls and late copies to `trace`. Called under the pool's lock."""
 
     def __init__(self, trace: Trace, device: Device) -> None:
         self._trace = trace
         self._device = device
-        self.cause = ""  # why it idles; empty where it does not
-        self._idle_s = 0.0  # since when
-        self._why = 0.0, ""  # a GPU had nothing to do: the longest of what the host has seen
-        self.since_s = 0.0  # when its task began, or the last one of a long lease ended; on a GPU, for the host
-        self._begun: Any = None  # a mark
-        # what a GPU may not be done with: kind, task, marks of its start and end, when the host has launched it (it may
-        # have begun later), and why the GPU would have computed nothing before
+        self.cause = ""  # why the device is idle; "" if it is not
+        self._idle_s = 0.0  # since when it is idle for this cause
+        # On a GPU: the longest idle time that the host has seen since the last launch, and its cause
+        self._why = 0.0, ""
+        # When the host began the task under way, or when the last task of a long lease ended
+        self.since_s = 0.0
+        self._begun: Any = None  # the mark at which the task under way began
+        # What a GPU may not have finished: kind, task, marks of start and end, when the host launched it (the GPU may
+        # have begun later), and the cause of a stall before it, if there was one
         self._given: deque[tuple[str, Task, Any, Any, float, str]] = deque()
-        self._last: tuple[Any, float] | None = None  # the last task's end, as a mark and in seconds
-        self._untold_s: defaultdict[int, float] = defaultdict(float)  # by trial
+        self._last: tuple[Any, float] | None = None  # the last finished task's end, as a mark and in seconds
+        self._untold_s: defaultdict[int, float] = defaultdict(float)  # by trial: computed, and not yet returned
 
     def idles(self, since_s: float, cause: str) -> None:
-        """One cause may give way to another."""
-        if self.cause and not self._device.is_virtual:  # its own stall is another one, for most of the same reason
+        """From `since_s` on the device is idle for `cause`; with "" it is idle no more. The former cause ends then."""
+        if self.cause and not self._device.is_virtual:  # a GPU stalls later: note the longest cause for it
             self._why = max(self._why, (since_s - self._idle_s, self.cause))
         elif self.cause:
             self._stalled(self._idle_s, since_s, self.cause)
@@ -135,14 +150,15 @@ class TaskClock:
             self._trace.note_stall(self._device.number, start_s, end_s, cause)
 
     def begin(self, now_s: float) -> Any:
-        """The mark of its task's start."""
+        """A task begins. Returns the mark of its start."""
         self.idles(now_s, "")
         self.since_s, self._begun = now_s, self._device.mark()
         self._last = self._last or (self._begun, now_s)
         return self._begun
 
     def end(self, task: Task, end_s: float) -> float:
-        """Seconds that the task took; on a GPU, what has become known of its trial's tasks since it was last told."""
+        """The task ends. Returns the seconds that it took. On a GPU: the seconds of all tasks of its trial that have
+        become known since the last call."""
         if self._device.is_virtual:
             self._trace.note("run", task, self._device.number, self.since_s, end_s)
             return end_s - self.since_s
@@ -150,7 +166,7 @@ class TaskClock:
         return self._told_s(task.trial)
 
     def ran(self, trial: int, tasks: Sequence[Ran]) -> float:
-        """Those of a resident trial, one after another, in a long lease. As `end`."""
+        """A resident trial has run these tasks in a long lease. Returns seconds, as `end` does."""
         if self._device.is_virtual:
             seconds, self.since_s = self._trace.note_long_lease(self._device.number, trial, tasks, self.since_s)
             return seconds
@@ -160,7 +176,7 @@ class TaskClock:
         return self._told_s(trial)
 
     def _launch(self, task: Task, host_s: float, start: Any, end: Any, otherwise: str) -> None:
-        """`otherwise` is why the GPU had nothing to do, where the host has seen no cause."""
+        """Note a task that a GPU was given. `otherwise` is the cause of a stall before it if the host saw no cause."""
         cause, self._why = self._why[1] or otherwise, (0.0, "")
         self._given.append(("run", task, start, end, host_s, cause))
 
@@ -169,7 +185,8 @@ class TaskClock:
         return self._untold_s.pop(trial, 0.0)
 
     def spilled(self, task: Task, during: float | tuple[Any, Any]) -> None:
-        """For so many seconds, until now; or between two marks, in a stream of its own."""
+        """Gradients of the task went to the host: for so many seconds until now, or between two marks of the stream
+        that copies them."""
         if isinstance(during, tuple):
             self._given.append(("spill", task, *during, 0.0, ""))
         else:
@@ -177,7 +194,7 @@ class TaskClock:
             self._trace.note("spill", task, self._device.number, now_s - during, now_s)
 
     def settle(self) -> None:
-        """Note what the device is done with."""
+        """Add spans of what the device has finished."""
         while self._last is not None and self._given and self._given[0][3].query():
             kind, task, start, end, host_s, cause = self._given.popleft()
             last, last_s = self._last
@@ -191,5 +208,5 @@ class TaskClock:
 
 
 def _seconds(earlier: Any, later: Any) -> float:
-    """From one mark to another, both reached."""
+    """Seconds from one mark to another. The device has reached both."""
     return float(earlier.elapsed_time(later)) / 1e3

@@ -1,7 +1,8 @@
-"""Who is in a pool: the live trials, the lease of each, and what each trial, ended ones included, says of itself.
+"""The trials of a pool: the live trials, the lease of each, and a summary of each trial, ended ones included.
 
-A model owns its trial. So the table holds live trials weakly, and only notes that one was collected with its model:
-the collector may run in any thread, within any lock, so that another thread ends such a trial later.
+A model owns its trial. So the table holds live trials by weak references. A trial that is garbage collected with its
+model is only noted here. The collector may run in any thread and within any lock, so ending the trial there could
+deadlock; a thread ends it later.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class TrialTable:
-    """Of one pool, all by the trials' numbers."""
+    """The trials of one pool, by their numbers."""
 
     def __init__(self) -> None:
-        self.numbers = itertools.count()  # of trials to come
+        self.numbers = itertools.count()  # for trials to come
         self.live: weakref.WeakValueDictionary[int, Trial] = weakref.WeakValueDictionary()
-        self.leases: dict[int, Lease] = {}  # of those that the machine knows
+        self.leases: dict[int, Lease] = {}  # of the trials that the machine knows
         self.summaries: dict[int, dict[str, Any]] = {}  # of all trials, ended ones included
-        self.abandoned: deque[int] = deque()  # collected with their models, and not ended yet
+        self.abandoned: deque[int] = deque()  # garbage collected with their models, and not ended yet
 
     def enter(self, trial: Trial) -> None:
         self.live[trial.id] = trial

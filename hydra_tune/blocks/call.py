@@ -179,7 +179,7 @@ class Call:
                 )
             if are_trained(weights) != self._trained:
                 raise _changed_in_forward(block, "changes requires_grad of")
-            if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):  # the slot will be another shard's
+            if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):  # the slot will hold another shard
                 outputs = map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
             return outputs
         finally:
@@ -239,7 +239,7 @@ class Call:
     # ---- backward ----
 
     def weight(self, view: WeightView) -> torch.Tensor:
-        """A saved weight, on the device now. A clone where gradients of gradients may save it again."""
+        """The saved weight, promoted again. With `create_graph` a clone, since the gradients' graph may save it."""
         if self._versions != versions_of(self.block.slot_parameters):
             raise self._changed_weight()
         weight = self.trial.backwards.visit(self).weight(view.parameter)
@@ -257,8 +257,8 @@ class Call:
         )
 
     def without_inputs(self) -> Call | None:
-        """What must stay of the call after its graph was used up: nothing, unless it has casts. Graphs of other calls
-        in the autocast context go through those, and so through this call's `Promote`."""
+        """What must stay of the call after a backward has freed its graph: nothing (None), unless it has casts. Other
+        calls in the autocast context use these casts, so their graphs go through this call's `Promote`."""
         if not self.casts:
             return None
         left = Call(self.block, self.trial, self.forward_pass)

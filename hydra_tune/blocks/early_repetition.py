@@ -1,7 +1,8 @@
-"""Runs a block a second time at once, as the backward would repeat it: does it make the same, and what does it take?
+"""Repeats a block's forward right after its first run, as the backward would. So a pilot finds out whether the
+repetition makes the same values, and how many bytes and seconds it takes.
 
-This run belongs to no graph of the step's. So a user's hooks on tensors must not fire in it: they wait for the step's
-own backward.
+This run is not a part of the step's graph. So a user's hooks on tensors must not fire in it, but only in the step's own
+backward.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hydra_tune.schedule.plan import Direction
 def repeat_early(
     call: RepeatedCall, run: Callable[[Sequence[Any], dict[str, Any], Sequence[torch.Tensor]], None]
 ) -> bool:
-    """Call `run` with the call's arguments, without their history, and the tensors that may be asked for gradients.
-    Returns whether it has put hooks on tensors; these are left out."""
+    """Call `run(args, kwargs, tensors)`: the call's arguments, detached, and the tensors for which it may compute
+    gradients (inputs and weights). Returns whether the forward has put hooks on tensors; these hooks do nothing."""
     copy = call.trial.visits.begin(call.block, Direction.FORWARD)
     try:
         with call.as_at_first(copy, as_it_is) as weights, _WithoutHooks() as hooks:
@@ -32,9 +33,9 @@ def repeat_early(
 
 
 class _WithoutHooks(TorchFunctionMode):
-    """Leaves hooks on tensors out of a forward whose graph is nobody's, though it has a backward."""
+    """Replaces hooks that a forward puts on tensors by hooks that do nothing."""
 
-    found = False  # any
+    found = False  # whether a hook was put on a tensor
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.register_hook:

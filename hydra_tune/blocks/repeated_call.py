@@ -1,13 +1,13 @@
 """A call of a block whose forward runs once more in the backward (Chen et al., "Training Deep Nets with Sublinear
 Memory Cost", arXiv 1604.06174).
 
-What a block saves for its backward may be far larger than its weights. So it is dropped, and made anew when the
-backward asks for it. The repetition must make the same bits: it has the random state, buffers and attributes of the
-first run, and what can't be as it was then (a weight or an input that was changed since) is refused.
+What a block saves for its backward may be far larger than its weights. So it is dropped, and made again when the
+backward asks for it. The repetition must make the same bits. So it gets the random state, buffers and attributes of the
+first run. A weight or an input that was changed since cannot be put back: then the repetition is refused.
 
-    forward    run      _pack: notes where a weight or an input is, drops what else is saved
-    backward   _unpack: the first tensor that is not there has `_repeat` make all of them
-               _repeat: `_pack_again` is given the same tensors in the same order, and ends it after the last
+    forward    run      _pack: notes where a saved weight or input is, drops all other saved tensors
+    backward   _unpack: the first tensor that was dropped has `_repeat` make all of them
+               _repeat: `_pack_again` gets the same tensors in the same order, and ends the repetition after the last
 """
 
 from __future__ import annotations
@@ -41,28 +41,32 @@ _DEPENDS = (
 
 
 class SavedTensor:
-    """What autograd has instead of a tensor that it saved; lives as long as that would."""
+    """Autograd keeps this object in place of a tensor that it saves, for as long as it would keep the tensor. `value`
+    is None while the tensor is dropped."""
 
     __slots__ = ("__weakref__", "value")
     value: WeightView | Versioned | torch.Tensor | None
 
 
 class _EnoughError(BaseException):
-    """Ends a repetition: all that was saved is there. No model catches it."""
+    """Ends a repetition once all saved tensors are there. A BaseException, so that a model's `except` misses it."""
 
 
 class RepeatedCall(Call):
-    """`_saved` is all that autograd has saved, in order, as long as it has it. What is a weight, or lies in the memory
-    of an input or a buffer, is there without a repetition."""
+    """A call whose forward is repeated in the backward.
+
+    `_saved` has what autograd has saved, in order, by weak references. A saved tensor that is a weight, or lies in the
+    memory of an input or a buffer, needs no repetition.
+    """
 
     _buffers: Sequence[torch.Tensor | None] = ()
     _buffer_versions: Sequence[int] = ()
     _held_versions: Sequence[int] = ()
-    _looks: Sequence[Any] = ()  # at what it made, until a repetition was seen to make the same
-    _gave_weights = False  # to an operator of the backward under way
-    _drops = False  # something that a repetition must make
+    _looks: Sequence[Any] = ()  # digests of the outputs, until a repetition has made equal ones
+    _gave_weights = False  # whether an operator of the backward under way was given a weight
+    _drops = False  # whether a saved tensor must be made by a repetition
     has_dropped = False
-    _next = 0  # to be made by the repetition under way
+    _next = 0  # the place in `_saved` that the repetition under way makes next
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class RepeatedCall(Call):
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
-        self._inputs = list(map(memory_of, self._given))  # where their memory is
+        self._inputs = list(map(memory_of, self._given))
         if block.clones:
             self.keep_clones()
         if block.buffers:
@@ -98,7 +102,7 @@ class RepeatedCall(Call):
         return outputs
 
     def rewind(self) -> bool:
-        """As if it had not run, for it had no room; unless it has changed what it was given."""
+        """Undo the forward. Returns False if it has changed an input: that cannot be undone."""
         self._saved, self._looks, self.num_saved, self._drops = [], (), 0, False
         self._draws.rewind()
         self.block.put_back_buffers(self._buffers)
@@ -110,11 +114,11 @@ class RepeatedCall(Call):
     def has_changed_inputs(self) -> bool:
         return self._given_versions != versions_of(self._given)
 
-    # ---- of a first run, in which all that is saved is kept ----
+    # ---- for a measured first run, which keeps all saved tensors ----
 
     @property
     def promotes_again(self) -> bool:
-        """In the backward: it has saved a weight, or what only a repetition makes."""
+        """Whether the backward must promote the block: a weight was saved, or a tensor that a repetition makes."""
         return self._drops or any(type(saved.value) is WeightView for saved in self._alive())
 
     @property
@@ -123,14 +127,15 @@ class RepeatedCall(Call):
         return any(a is not b and (a is None or b is None or not same_bits(a, b)) for a, b in pairs)
 
     def drop(self) -> None:
-        """What a repetition makes."""
+        """Drop the saved tensors that a repetition makes."""
         self.has_dropped = True
         for saved in self._alive():
             if type(saved.value) is KeptTensor:
                 saved.value = None
 
     def settle(self, outputs: Any, *, keeps: bool) -> None:
-        """From here on it is a call like any other; one that `keeps` all that it has saved is never repeated."""
+        """End the forward, after a measured one too: drop what only a forward needs. With `keeps`, the call keeps all
+        saved tensors and is never repeated."""
         del self._inputs, self._given
         if keeps:
             self.leaves = []
@@ -138,8 +143,8 @@ class RepeatedCall(Call):
             self._looks = list(map(_look_at, tensors_in(outputs)))
 
     def do_without_casts(self) -> bool:
-        """After another branch: autocast casts within the call, as often as that uses a weight. Not where an earlier
-        call of the context has had the same casts, or what the call was given has changed."""
+        """Undo the forward, which took another branch, so that it can run without shared casts: then autocast casts a
+        weight at each use. False if that is not possible: an earlier call shares the casts, or an input has changed."""
         may = not self._shares_casts and self.rewind()
         self.trial.casts.bar(self.block.slot_parameters[i] for i in self.casts)
         self.casts, self._cast_places = {}, ()
@@ -147,11 +152,11 @@ class RepeatedCall(Call):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What it was given, for the repetition."""
+        """The tensors among the arguments, for the repetition."""
         return [x for x in self.leaves if isinstance(x, torch.Tensor)]
 
     def keep_clones(self) -> None:
-        """Of the inputs, which are about to be changed in place."""
+        """Replace the inputs by clones, since they are about to be changed in place."""
         self.leaves = without_history(self.leaves, clones=True)
         self._input_versions = versions_of(self.tensors)
 
@@ -190,7 +195,8 @@ class RepeatedCall(Call):
         return value  # type: ignore[return-value]
 
     def _rewound(self) -> bool:
-        """Not where an operator has a weight already, which would be gone."""
+        """Undo a repetition that had no room. Returns False if an operator was already given a weight: it would lose
+        that in the next attempt."""
         gave_weights = self._gave_weights
         self.forget()
         return not gave_weights
@@ -222,7 +228,8 @@ class RepeatedCall(Call):
             with self.as_at_first(copy, self._pack_again):
                 args, kwargs = self.arguments(without_history(self.leaves) if block.clones else self.leaves)
                 outputs = block.forward(args, kwargs)
-                # later ones end as soon as they may; what is saved may be uninitialised memory, and tells nothing
+                # Only the block's first repetition runs to its end, and compares outputs. Saved tensors are not
+                # compared: they may be uninitialised memory.
                 looks, self._looks = self._looks, ()
                 if looks and looks != list(map(_look_at, tensors_in(outputs))):
                     raise self._made_other("other values")
@@ -237,16 +244,17 @@ class RepeatedCall(Call):
 
     @contextmanager
     def as_at_first(self, copy: DeviceCopy, pack: Callable[[torch.Tensor], Any]) -> Iterator[list[torch.Tensor]]:
-        """Within, all but the arguments is as in the first run; with the weights, as leaves of a graph that is
-        nobody's."""
+        """Within, everything except the arguments is as in the first run. Yields the weights: leaves of a graph of the
+        repetition's own."""
         block, caches, gradients = self.block, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
         with self._settings.restored(block.module_states, block.name), drawing_again(self._draws):
             weights = self._leaves_of(copy)
             buffers = block.lend_buffers(self._buffers)
             block.lend(weights)
-            torch.set_autocast_cache_enabled(False)  # its casts would outlive the visit
+            torch.set_autocast_cache_enabled(False)  # cached casts would outlive the visit
             torch._C._set_grad_enabled(True)
-            _push_hooks(pack, as_it_is)  # also where all is saved: a checkpoint around would take it for its own
+            # Also where nothing is dropped: else a checkpoint around this would pack the tensors as its own.
+            _push_hooks(pack, as_it_is)
             try:
                 yield weights
             except Exception as error:
@@ -273,7 +281,7 @@ class RepeatedCall(Call):
         return weights
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        if self.block.clones:  # no leaves, which may not be changed in place
+        if self.block.clones:  # the forward changes inputs in place, which is an error for leaves of a graph
             made = {id(x): x.clone() for x in leaves if isinstance(x, torch.Tensor)}
             leaves = [made.get(id(x), x) for x in leaves]
         args, kwargs = unflatten(leaves, self._structure)
@@ -296,7 +304,7 @@ class RepeatedCall(Call):
 
 
 def without_history(leaves: Sequence[Any], *, clones: bool = False) -> list[Any]:
-    """Tensors without a history; what is one stays one."""
+    """The arguments, with each tensor detached, or cloned. An argument that is given twice stays one tensor."""
     made = {
         id(x): (x.detach().clone() if clones else x.detach()).requires_grad_(x.requires_grad)
         for x in leaves
@@ -310,4 +318,4 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _look_at(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, str]:
-    return tensor.shape, tensor.dtype, str(digest(tensor.detach()))  # NaN is not NaN, but "nan" is "nan"
+    return tensor.shape, tensor.dtype, str(digest(tensor.detach()))  # a text, since NaN != NaN

@@ -1,4 +1,4 @@
-"""How a block's forward uses its weights, read off the graph that autograd has made of it."""
+"""Finds how a block's forward uses its weights, from the graph that autograd has recorded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-_CHECKPOINT = "CheckpointFunctionBackward"  # of a reentrant one, in a graph
+_CHECKPOINT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint
 
 
 @dataclass
 class WeightUses:
-    """Of the weights with gradients, by their numbers, what each use casts the weight to; None where it casts nothing.
-    A reentrant checkpoint within hides the uses that it has."""
+    """The uses of weights that require a gradient.
+
+    `casts`            by a weight's number: for each use the dtype that it casts the weight to, or None if it does not
+    `has_checkpoint`   the forward has a reentrant checkpoint, which hides the uses within it
+    """
 
     casts: dict[int, list[torch.dtype | None]] = field(default_factory=dict)
     has_checkpoint: bool = False
@@ -22,7 +25,8 @@ class WeightUses:
 def weight_uses(
     weights: Sequence[torch.Tensor], given: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
 ) -> WeightUses:
-    """From the tensors that it has made back to those that it was given; `weights` come through one node."""
+    """Find the uses of `weights`: follow the graph from the tensors that the forward has `made` back to those that it
+    was `given`. All weights are outputs of one node, `Promote`."""
     numbers = [i for i, weight in enumerate(weights) if weight.requires_grad]
     promoted = weights[numbers[0]].grad_fn if numbers else None
     uses = WeightUses()

@@ -23,8 +23,8 @@ from hydra_tune.schedule.plan import BlockProfile, TrialPlan
 if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial
 
-# A training step reserves more than its pilot has measured: one part in so many of its own bytes and of the largest
-# work of a block.
+# A training step reserves more than its pilot has measured: in addition a 32nd of the sum of its own bytes and the
+# largest work of a block.
 MARGIN = 32
 
 

@@ -160,8 +160,8 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
     """Consecutive blocks, for a trial with `room_bytes` for slots and work. In O(blocks * log(room_bytes)).
 
     Two shards fit beside the largest work of any block, and none is larger than `MOST_SLOT_BYTES`, except a block
-    that is larger by itself. Of these cuts, one that promotes the fewest bytes a step, then has the fewest shards,
-    then the smallest largest:
+    that is larger by itself. Of these cuts, take the one that promotes the fewest bytes a step; if several do, the
+    one with the fewest shards; if several have, the one whose largest shard is smallest:
 
         forward    | promoted | promoted | promoted | promoted |
         backward   | promoted | promoted | kept since forward  |
@@ -207,10 +207,11 @@ def _shard_of(numbers: Sequence[int], profiles: Sequence[BlockProfile]) -> Shard
 
 
 def _first_kept(profiles: Sequence[BlockProfile], room_bytes: int) -> int:
-    """The first of the blocks, with one a shard, that are on the device from their forward to their backward.
+    """With one block a shard: the number of the first block that stays on the device from its forward to its backward.
+    If none does, the number of blocks.
 
     A block is kept if there is room for it beside the kept blocks after it, and beside the work of each of them. After
-    the backward of a block its copy is the first to be dropped (see `slots.py`), so that its room counts no more.
+    the backward of a block its copy is the first to be dropped (see `slots.py`). So its room counts no more.
     """
     kept = len(profiles)
     after = 0  # the most bytes that a later block needs: its work, and all slots from this block to it

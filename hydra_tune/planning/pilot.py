@@ -2,13 +2,13 @@
 
 What a step takes is unknown until it has run, and it may take more than the device has. So no other step runs on the
 device during the pilot (only what other trials hold for life stays there), and the pilot promotes one block at a time.
-A pilot is a real step: its numbers are the trial's, and it is not repeated. Equal blocks with equal inputs are measured
-once. A weight that a block changes in its forward, or returns, is held on the device from then on.
+A pilot is a real step: the trial trains with what it computes, and the step is not run again. Equal blocks with equal
+inputs are measured once. A weight that a block changes in its forward, or returns, is held on the device from then on.
 
 A call of a block leaves this folder twice, and comes back:
 
     trials    the block's forward --+                                         +--> runs as in any step
-    planning                        +--> Pilot.run: is its like measured? yes +
+    planning                        +--> Pilot.run: measured already?     yes +
                                                       no |
     planning                        Measurement.run -----+  +--> Measurement.forward: counts bytes and seconds
     blocks                               +--> RepeatedCall.run promotes the weights, saves for the backward

@@ -42,7 +42,7 @@ class ShardPool:
         devices: ``"auto"`` (every GPU, else one virtual device on the CPU), a name, or a list of names.
             ``["cpu", "cpu"]`` makes two virtual devices.
         memory: budget in bytes of each device: ``"20GiB"``, an int, a list with one for each device, or
-            ``"auto"``: on a GPU, what is free less a margin; else a quarter of the host's free memory.
+            ``"auto"``: on a GPU, what is free less a margin; virtual devices share a quarter of the host's free memory.
         host_memory: bytes for weights, gradients and optimizer states of all live trials together; trials beyond that
             wait in `prepare`. ``"auto"``: the host's free memory without the budgets of virtual devices.
         policy: the order in which ready tasks get devices, an object of `hydra_tune.schedule.policy` or its name.

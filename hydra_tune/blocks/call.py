@@ -331,8 +331,8 @@ def _changed_in_forward(block: Block, does: str) -> PrepareError:
 
 
 def is_watched() -> bool:
-    """Whether a mode of the user's is active, or a cache of parametrized weights. A repetition would run without them,
-    so the call must keep its activations."""
+    """Whether a user's mode for torch functions or operators is active, or a cache of parametrized weights. A
+    repetition would run without it, so the call must keep its activations."""
     if torch._C._len_torch_function_stack() and any(
         not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
     ):

@@ -20,7 +20,7 @@ CUDA_MARGIN_BYTES = 1 << 29  # for the CUDA context, workspaces of kernels, and 
 CPU_SHARE = 4  # with memory="auto", virtual devices get a quarter of the free host memory
 
 # `torch.manual_seed` takes these locks for a moment, in any thread. A child forked just then would wait for ever.
-for _backend in (torch.cuda, torch.xpu):
+for _backend in (torch.cuda, torch.xpu, torch.mtia):
     new_in_child(_backend._initialization_lock)
 
 

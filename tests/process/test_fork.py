@@ -371,9 +371,14 @@ def test_a_loaders_worker_draws_as_in_plain_pytorch():
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_child_may_seed_though_another_thread_was_seeding():
-    """`torch.manual_seed` holds a lock of each backend's for a moment; a loader's worker begins with it."""
-    lock, held, done = torch.cuda._initialization_lock, threading.Event(), threading.Event()
+BACKENDS = [name for name, module in vars(torch).items() if "_initialization_lock" in getattr(module, "__dict__", ())]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_child_may_seed_though_another_thread_was_seeding(backend):
+    """`torch.manual_seed` holds a lock of each backend's for a moment; a loader's worker begins with it, and waited for
+    ever for mtia's."""
+    lock, held, done = getattr(torch, backend)._initialization_lock, threading.Event(), threading.Event()
 
     def seeds():
         with lock:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 import hydra_tune
 from comparison import assert_same
-from hydra_tune.checkpoints import checkpoint, contents
+from hydra_tune.checkpoints import checkpoint_folder, contents
 from models import BUDGETS, WIDTH, Layer, Net
 from waiting import wait_until
 
@@ -296,7 +296,7 @@ def test_a_retry_of_optunas_goes_on_from_the_trial_that_it_retries(tmp_path):
 
 def test_a_checkpoint_is_written_while_others_train(tmp_path, monkeypatch):
     """One trial's writing waits until the other has made steps."""
-    steps, write, written = {0: 0, 1: 0}, checkpoint._write, threading.Event()
+    steps, write, written = {0: 0, 1: 0}, checkpoint_folder._write, threading.Event()
     first = threading.Lock()
 
     def slow(place, state):
@@ -318,7 +318,7 @@ def test_a_checkpoint_is_written_while_others_train(tmp_path, monkeypatch):
                 break
         return 0.0
 
-    monkeypatch.setattr(checkpoint, "_write", slow)
+    monkeypatch.setattr(checkpoint_folder, "_write", slow)
     pool = hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"])
     runner = hydra_tune.HydraTrialRunner(pool, 2, checkpoint_dir=tmp_path, checkpoint_every=2)
     study = optuna.create_study()
@@ -491,7 +491,7 @@ def test_a_full_disk_ends_no_trial(tmp_path, caplog, monkeypatch):
     def full(place, state):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write", full)
+    monkeypatch.setattr(checkpoint_folder, "_write", full)
     training = Training("shuffled")
     with caplog.at_level(logging.WARNING, "hydra_tune"):
         study = search(training, tmp_path)

@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--cost", type=Path, metavar="COST", help="what calibrate has written")
     option("--link", help="bytes a second from host to device and back: 12e9 or 12GB (COST's, else unlimited)")
     option("--no-double-buffering", action="store_true", help="one at a time: promotions, tasks, gradients")
+    option("--no-sharing", action="store_true", help="each trial promotes weights that it shares for itself")
     option("--timeline", type=Path, metavar="OUT", help=".json for ui.perfetto.dev, or .html")
     option("--json", action="store_true", help="all figures, for programs")
 
@@ -96,6 +97,7 @@ def _simulate(options: argparse.Namespace) -> None:
         link_bytes_per_s=links.h2d_bytes_per_s,
         d2h_bytes_per_s=links.d2h_bytes_per_s,
         double_buffering=not options.no_double_buffering,
+        sharing=not options.no_sharing,
         timeline=options.timeline is not None,
     )
     if options.timeline is not None:

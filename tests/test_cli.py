@@ -28,6 +28,8 @@ def test_a_table_shows_the_schedule_beside_what_others_take(workload, capsys):
         "one spilled trial at a time, prefetched             12.0         2.000",
         "one spilled trial a device, prefetched               8.0         1.333",
         "",
+        "promoted to devices: 80 B",
+        "",
         "device      busy_s    busy",
         "0              6.0  100.0%",
         "1              6.0  100.0%",

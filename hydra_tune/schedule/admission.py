@@ -70,23 +70,27 @@ class Admission:
 
     def admit(self, device: DeviceState, request: PlanReady) -> list[Instruction]:
         """Reserve what the plan holds for life. The plan must be `admissible`."""
-        self._trials[request.trial].plan = request.plan
+        plan, ledger = request.plan, device.ledger
+        dropped = self._slots.share(request.trial, ())
+        self._trials[request.trial].plan = plan
         self._trials[request.trial].admitted = True
-        dropped = self._slots.make_room(device, request.plan.held_bytes)
-        device.ledger.hold(request.trial, request.plan.held_bytes)
+        dropped += self._slots.make_room(device, ledger.more_bytes(plan.held_bytes, plan.held_weights))
+        ledger.hold(request.trial, plan.held_bytes, plan.held_weights)
         return [*dropped, Admit(request.trial)]
 
     def admissible(self, device: DeviceState, plan: TrialPlan) -> bool:
         """Whether the plan's bytes for life fit now. Beside them each admitted trial must still be able to make a step
         alone, and the steps under way must be able to go on."""
-        fits = self._fits_without_steps(device, plan) and self.steps_fit(device, plan.held_bytes, None)
-        return fits and self._slots.has_room(device, plan.held_bytes + self.unstarted_work_bytes(device))
+        held_bytes = device.ledger.more_bytes(plan.held_bytes, plan.held_weights)
+        fits = self._fits_without_steps(device, plan) and self.steps_fit(device, held_bytes, None)
+        return fits and self._slots.has_room(device, held_bytes + self.unstarted_work_bytes(device))
 
     def _fits_without_steps(self, device: DeviceState, plan: TrialPlan) -> bool:
         """Whether it fits beside what is held for life and a step of any one trial."""
         plans = [self._trials[trial].plan for trial in device.ledger.held]
         largest_step_bytes = max(p.step_bytes + p.task_bytes for p in [*plans, plan])
-        return device.ledger.held_bytes + plan.held_bytes + largest_step_bytes <= device.ledger.budget_bytes
+        held_bytes = device.ledger.held_bytes + device.ledger.more_bytes(plan.held_bytes, plan.held_weights)
+        return held_bytes + largest_step_bytes <= device.ledger.budget_bytes
 
     def _waits_only_for_steps(self, device: DeviceState) -> bool:
         """Whether the first admission would be granted if the steps under way ended."""

@@ -30,6 +30,8 @@ class TrialAdded:
 
     `total_steps`  mini-batches to come, None if unknown
     `host_bytes`   host memory that it owns until it ends
+    `host_weights` numbers and bytes of frozen weights in host memory, beside these bytes. Trials that have the same
+                   weights have them once
     `travels`      its tasks may run on any device, and each of its steps may begin on any
     """
 
@@ -37,6 +39,7 @@ class TrialAdded:
     total_steps: int | None = None
     host_bytes: int = 0
     travels: bool = False
+    host_weights: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -70,6 +73,16 @@ class PlanReady:
     trial: int
     plan: TrialPlan
     waits: bool = True
+
+
+@dataclass(slots=True)
+class Shared:
+    """The weights of the trial's shards are also other trials', or may be: for each shard their number, None if they
+    are the trial's own. Shards of one number have one slot on a device, and stay there from step to step. It holds
+    until the trial's next plan. The trial is between two steps."""
+
+    trial: int
+    weights: tuple[int | None, ...]
 
 
 @dataclass(slots=True)
@@ -149,7 +162,8 @@ class Failed:
 
 @dataclass(slots=True)
 class Invalidated:
-    """The trial's weights in host memory have changed, or may have: its device copies are stale."""
+    """The trial's weights in host memory have changed, or may have: its device copies are stale, except those of
+    weights that it shares."""
 
     trial: int
 
@@ -176,7 +190,7 @@ class TrialEnded:
 
 
 Event: TypeAlias = (
-    TrialAdded | PilotReady | PilotDone | PlanReady | StepReady | StepDone | TaskReady | Promoted | Done
+    TrialAdded | PilotReady | PilotDone | PlanReady | Shared | StepReady | StepDone | TaskReady | Promoted | Done
     | Worked | Expired | OutOfMemory | Failed | Invalidated | Reported | Withdrawn | TrialEnded
 )  # fmt: skip
 
@@ -258,7 +272,8 @@ class Recall:
 
 @dataclass(slots=True)
 class Drop:
-    """Free a slot. Its copy is clean: nothing is copied back."""
+    """Free a slot. Its copy is clean: nothing is copied back. If trials share its weights, `trial` is `SHARED`, and
+    `shard` is the number of the weights."""
 
     trial: int
     shard: int

@@ -2,6 +2,8 @@
 
     budget = held by trials + reserved by steps + slots of shards + work of the running task + free
 
+Weights that several trials have are held once, and have one slot: they count once, for as long as a trial has them.
+
 A slot also has an offset in an arena as large as the budget: it goes into the highest gap that is large enough. Offsets
 are aligned if the slots' sizes are. This matters for exact numbers: kernels add in another order where data begins
 elsewhere in a vector register. On CUDA the allocator chooses the addresses: such a device uses the sizes alone.
@@ -12,7 +14,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-SlotKey = tuple[int, int]  # (trial, shard)
+SlotKey = tuple[int, int]  # (trial, shard); of weights that trials share (SHARED, their number)
+SHARED = -1
+HeldWeights = tuple[tuple[int, int], ...]  # for each of the weights its number and its bytes
 
 
 @dataclass
@@ -22,7 +26,9 @@ class Ledger:
     held: dict[int, int] = field(default_factory=dict)  # bytes that a trial holds until it ends, by trial
     steps: dict[int, int] = field(default_factory=dict)  # bytes that a trial's step reserves, by trial
     slots: OrderedDict[SlotKey, tuple[int, int]] = field(default_factory=OrderedDict)  # offset, bytes; oldest use first
-    held_bytes: int = 0  # sum of `held`
+    holders: dict[int, set[int]] = field(default_factory=dict)  # trials that hold shared weights, by their number
+    shared: dict[int, int] = field(default_factory=dict)  # bytes of these weights, by their number
+    held_bytes: int = 0  # sum of `held` and `shared`
     step_bytes: int = 0  # sum of `steps`
     slot_bytes: int = 0  # sum of `slots`
     work_bytes: int = 0  # of the running task
@@ -37,10 +43,18 @@ class Ledger:
     def free_bytes(self) -> int:
         return self.budget_bytes - self.held_bytes - self.step_bytes - self.slot_bytes - self.work_bytes
 
-    def hold(self, trial: int, num_bytes: int) -> None:
+    def hold(self, trial: int, num_bytes: int, weights: HeldWeights = ()) -> None:
+        """Hold so many bytes for the trial, and these weights, unless another trial holds them already."""
+        self.held_bytes += self.more_bytes(num_bytes, weights)
         self.held[trial] = num_bytes
-        self.held_bytes += num_bytes
+        for number, its_bytes in weights:
+            self.shared[number] = its_bytes
+            self.holders.setdefault(number, set()).add(trial)
         self.note_peak()
+
+    def more_bytes(self, num_bytes: int, weights: HeldWeights) -> int:
+        """By how much `held_bytes` would grow with a trial that holds this."""
+        return num_bytes + sum(its_bytes for number, its_bytes in weights if number not in self.shared)
 
     def enter_step(self, trial: int, num_bytes: int) -> None:
         self.steps[trial] = num_bytes
@@ -106,6 +120,11 @@ class Ledger:
     def forget(self, trial: int) -> None:
         """Free what the trial and its step hold, but not its slots."""
         self.held_bytes -= self.held.pop(trial, 0)
+        for number in [number for number, trials in self.holders.items() if trial in trials]:
+            self.holders[number].remove(trial)
+            if not self.holders[number]:
+                del self.holders[number]
+                self.held_bytes -= self.shared.pop(number)
         self.leave_step(trial)
 
     def start_pilot(self, trial: int) -> int:
@@ -124,7 +143,8 @@ class Ledger:
     @property
     def counted_bytes(self) -> tuple[int, int, int]:
         """`held_bytes`, `step_bytes` and `slot_bytes`, added up anew."""
-        return sum(self.held.values()), sum(self.steps.values()), sum(size for _, size in self.slots.values())
+        held_bytes = sum(self.held.values()) + sum(self.shared.values())
+        return held_bytes, sum(self.steps.values()), sum(size for _, size in self.slots.values())
 
     def note_peak(self) -> None:
         """Keep the largest `used_bytes`. A pilot has reserved everything, and `end_pilot` says what it used."""
@@ -134,6 +154,8 @@ class Ledger:
     def validate(self) -> None:
         counted = self.held_bytes, self.step_bytes, self.slot_bytes
         assert counted == self.counted_bytes, (counted, self.counted_bytes)
+        assert self.holders.keys() == self.shared.keys(), (self.holders, self.shared)
+        assert all(trial in self.held for trials in self.holders.values() for trial in trials), self.holders
         assert 0 <= self.used_bytes <= self.budget_bytes, (self.used_bytes, self.budget_bytes)
         assert self.peak_bytes <= self.budget_bytes, (self.peak_bytes, self.budget_bytes)
         end = 0

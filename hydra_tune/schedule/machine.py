@@ -12,6 +12,13 @@ task is ready. Meanwhile the shard of the task that is chosen to come next is pr
                      \\_____________________/                     instead, the promise is withdrawn. The shard stays in
                                                                  its slot for as long as there is room.
 
+**Shared weights.** Trials may have the same frozen weights (`Shared`). These have one slot a device. Tasks whose shard is
+there go before others that rank about the same, while the next shard is promoted: all trials visit a shard one after
+another, and it is promoted once:
+
+    computes     | A0 | B0 | C0 | A1 | B1 | C1 |        A0: trial A's task of shard 0
+    promotes     | shard 1      | shard 2      |
+
 **Long leases.** Where all trials at home on a device are resident and none waits for bytes there, a change of trial
 after each task would gain nothing. There one lease lasts for many steps. To the machine it is one task, and the trial
 reports in sums what it has done. The machine has no clock: its caller says when a quantum is over, and the policy
@@ -45,6 +52,7 @@ from typing import Any, get_args
 from hydra_tune.schedule.admission import Admission
 from hydra_tune.schedule.events import (
     Done,
+    Drop,
     Event,
     Expired,
     Failed,
@@ -61,6 +69,7 @@ from hydra_tune.schedule.events import (
     Recall,
     Reported,
     Run,
+    Shared,
     StepDone,
     StepReady,
     TaskReady,
@@ -69,7 +78,7 @@ from hydra_tune.schedule.events import (
     Withdrawn,
     Worked,
 )
-from hydra_tune.schedule.ledger import Ledger
+from hydra_tune.schedule.ledger import SHARED, HeldWeights, Ledger
 from hydra_tune.schedule.plan import Direction, Shard, Task, TrialPlan
 from hydra_tune.schedule.policy import Policy, ShardedLRTF
 from hydra_tune.schedule.progress import EndedTrials, Progress
@@ -111,8 +120,8 @@ class Machine:
         properties = zip(ledgers, links, speeds or [1.0] * len(budgets_bytes), strict=True)
         self.devices = [DeviceState(i, *of_device) for i, of_device in enumerate(properties)]
         self.trials: dict[int, TrialState] = {}
-        self.slots = Slots(self.trials, self.devices)
         self.ready = ReadyTasks(len(self.devices))
+        self.slots = Slots(self.trials, self.devices, self.ready)
         self.admission = Admission(self.trials, self.slots, self._withdraw_promise)
         self.arrivals: list[TrialAdded] = []  # trials that wait for host memory, oldest first
         self.host_bytes = host_bytes
@@ -130,10 +139,18 @@ class Machine:
 
     @property
     def host_used_bytes(self) -> int:
-        return sum(trial.host_bytes for trial in self.trials.values())
+        """Weights that several trials have count once."""
+        weights = {number: size for trial in self.trials.values() for number, size in trial.host_weights}
+        return sum(trial.host_bytes for trial in self.trials.values()) + sum(weights.values())
+
+    def _more_host_bytes(self, num_bytes: int, weights: HeldWeights) -> int:
+        """By how much `host_used_bytes` would grow with a trial that has this."""
+        known = {number for trial in self.trials.values() for number, _ in trial.host_weights}
+        return num_bytes + sum(size for number, size in weights if number not in known)
 
     def reserved_bytes(self, trial: int) -> int:
-        """Bytes that the trial has on all devices: for life, for its step, and for its slots."""
+        """Bytes that the trial has on all devices, without what it shares: for life, for its step, and for its
+        slots."""
         ledgers = [device.ledger for device in self.devices]
         beside_slots = sum(ledger.held.get(trial, 0) + ledger.steps.get(trial, 0) for ledger in ledgers)
         return beside_slots + sum(ledgers[device].slots[trial, shard][1] for device, shard in self.trials[trial].slots)
@@ -192,12 +209,15 @@ class Machine:
         placed: list[Instruction] = []
         while self.arrivals:
             event = self.arrivals[0]
-            if self.host_bytes is not None and self.host_used_bytes + event.host_bytes > self.host_bytes:
+            more_bytes = self._more_host_bytes(event.host_bytes, event.host_weights)
+            if self.host_bytes is not None and self.host_used_bytes + more_bytes > self.host_bytes:
                 break
             home = self._least_loaded()
             home.trials.add(event.trial)
             progress = Progress(event.trial, self.ended_trials, event.total_steps)
-            self.trials[event.trial] = TrialState(home.index, event.travels, event.host_bytes, progress)
+            self.trials[event.trial] = TrialState(
+                home.index, event.travels, event.host_bytes, progress, event.host_weights
+            )
             placed.append(Place(event.trial, home.index))
             del self.arrivals[0]
         return placed
@@ -206,7 +226,7 @@ class Machine:
         trial, device = self.trials[event.trial], self._home(event.trial)
         assert event.trial not in device.ledger.steps, self._impossible(event)
         freed = {trial.home, *(index for index, _ in trial.slots)}
-        dropped = self.slots.drop_all_of(event.trial)
+        dropped = [*self.slots.drop_all_of(event.trial), *self.slots.share(event.trial, ())]
         device.ledger.forget(event.trial)
         trial.plan, trial.admitted = TrialPlan(), False
         (device.admissions if event.empty else device.entries).append(event)
@@ -222,13 +242,14 @@ class Machine:
     def _on_PlanReady(self, event: PlanReady) -> list[Instruction]:
         trial, device = self.trials[event.trial], self._home(event.trial)
         assert event.trial not in device.ledger.steps, self._impossible(event)
-        again = trial.admitted and trial.plan.held_bytes == event.plan.held_bytes
+        holds = trial.plan.held_bytes, trial.plan.held_weights
+        again = trial.admitted and holds == (event.plan.held_bytes, event.plan.held_weights)
         if not (again or event.waits):
             return []
         device.ledger.forget(event.trial)
         at_once = again and self.admission.admissible(device, event.plan)
         if not (at_once or event.waits):
-            device.ledger.hold(event.trial, event.plan.held_bytes)
+            device.ledger.hold(event.trial, event.plan.held_bytes, event.plan.held_weights)
             return []
         trial.admitted = False
         trial.progress.estimate_from(event.plan)
@@ -237,6 +258,13 @@ class Machine:
             return [*self.admission.admit(device, event), *self._advance(device)]
         device.admissions.append(event)
         return self._advance(device)
+
+    def _on_Shared(self, event: Shared) -> list[Instruction]:
+        assert len(event.weights) == len(self.trials[event.trial].plan.shards), self._impossible(event)
+        assert self.task_state(event.trial) is None, self._impossible(event)
+        freed = {device.index for device in self.devices}
+        dropped = [*self.slots.drop_all_of(event.trial), *self.slots.share(event.trial, event.weights)]
+        return [*dropped, *self._advance_all(freed)] if dropped else []
 
     def _on_Reported(self, event: Reported) -> list[Instruction]:
         progress = self.trials[event.trial].progress
@@ -279,7 +307,8 @@ class Machine:
         self._revoke(number)
         home.ledger.forget(number)
         trial.ran_out_of_memory = False
-        return self.slots.drop_all_of(number), freed
+        dropped = [*self.slots.drop_all_of(number), *self.slots.share(number, ())]
+        return dropped, freed | {drop.device for drop in dropped if isinstance(drop, Drop)}
 
     def _revoke(self, number: int) -> DeviceState | None:
         """Take the lease, or the promise of one, from the trial; returns the device on which it had that."""
@@ -327,12 +356,13 @@ class Machine:
             return home
         if other.entries or other.admissions:
             return home
-        if not self.admission.admissible(other, plan) or not self.admission.steps_fit(other, plan.held_bytes, plan):
+        held_bytes = other.ledger.more_bytes(plan.held_bytes, plan.held_weights)
+        if not self.admission.admissible(other, plan) or not self.admission.steps_fit(other, held_bytes, plan):
             return home
-        if other.ledger.free_bytes < plan.held_bytes + plan.step_bytes + self.admission.unstarted_work_bytes(other):
+        if other.ledger.free_bytes < held_bytes + plan.step_bytes + self.admission.unstarted_work_bytes(other):
             return home
         home.ledger.forget(number)
-        other.ledger.hold(number, plan.held_bytes)
+        other.ledger.hold(number, plan.held_bytes, plan.held_weights)
         home.trials.remove(number)
         other.trials.add(number)
         trial.home = other.index
@@ -365,10 +395,10 @@ class Machine:
             device = self.devices[trial.task_device]
             assert device.promised is not None and device.promised.trial == task.trial, self._impossible(task)
             if device.promised == task and (device.index == trial.home or not trial.task_stays_home):
-                device.promised_ready = ReadyTask(task, rank, -1, trial.home, 0)
+                device.promised_ready = ReadyTask(task, rank, -1, trial.home, 0, trial.slot_key(task))
                 return
             device.promised = trial.task_device = None  # another task was expected to come next
-        self.ready.add(task, rank, trial.home)
+        self.ready.add(task, rank, trial.home, trial.slot_key(task))
 
     def _grant_on_any(self, number: int) -> list[Instruction]:
         """The trial's task has become ready: run it on a device that is free, or promote it ahead at home."""
@@ -383,10 +413,11 @@ class Machine:
         return self._promote_ahead(device)
 
     def _on_Promoted(self, event: Promoted) -> list[Instruction]:
-        device, key = self.devices[event.device], (event.task.trial, event.task.shard)
-        if key not in device.in_flight:
+        device = self.devices[event.device]
+        arrived = [key for key, task in device.in_flight.items() if task == event.task]
+        if not arrived:
             return []  # the slot was dropped meanwhile, for example because its trial ended
-        device.in_flight.remove(key)
+        del device.in_flight[arrived[0]]
         return self._advance(device)
 
     def _on_Done(self, event: Done) -> list[Instruction]:
@@ -395,8 +426,8 @@ class Machine:
         device.ledger.end_work()
         device.running, device.started, device.long_lease, trial.task_device = None, False, False, None
         trial.progress.spend(event.seconds)
-        key = (task.trial, task.shard)
-        if task.direction is Direction.BACKWARD and key in device.ledger.slots:
+        key = trial.slot_key(task)
+        if task.direction is Direction.BACKWARD and key in device.ledger.slots and key not in self.ready.at_shared:
             device.ledger.retire(key)
         if device.promised is not None and device.promised.trial == task.trial:
             trial.task_device = device.index  # its next task is promised to this device
@@ -450,7 +481,7 @@ class Machine:
         device = self._revoke(number)
         if device is None or task_device is None:
             return []
-        key = (number, event.task.shard)
+        key = trial.slot_key(event.task)
         dropped = self.slots.drop(device, [key] if key in device.ledger.slots else [])
         return dropped + self._advance(device)
 
@@ -491,7 +522,9 @@ class Machine:
             self._withdraw_promise(device)
             promised = None
         ready = self._choose_next(device)
-        if promised is not None and (ready is None or not self._is_clearly_before(ready, promised)):
+        if promised is not None and (
+            ready is None or not (self._is_clearly_before(ready, promised) or self._is_at_hand(device, ready, promised))
+        ):
             ready = promised
         if ready is None:
             ready = self._take_over_promised(device)
@@ -500,6 +533,11 @@ class Machine:
     def _is_clearly_before(self, ready: ReadyTask, other: ReadyTask) -> bool:
         """By more than the policy's slack, so that it is worth a copy that would otherwise not be made."""
         return ready.rank + self.policy.slack(self.trials[ready.task.trial].progress) < other.rank
+
+    def _is_at_hand(self, device: DeviceState, ready: ReadyTask, other: ReadyTask) -> bool:
+        """Whether the shard of the first is on the device and shared, so that it goes before the other one."""
+        is_here = self.policy.gathers and ready.slot[0] == SHARED and device.has(ready.slot)
+        return is_here and not self._is_clearly_before(other, ready)
 
     def _take_over_promised(self, device: DeviceState) -> ReadyTask | None:
         """Take a ready task from the device that has promised to run it later, since this one is free now."""
@@ -518,8 +556,8 @@ class Machine:
     def _choose_next(self, device: DeviceState) -> ReadyTask | None:
         """The ready task that goes next on this device; it stays in its queue.
 
-        First a task of this home that has waited too long. Else the first by rank of this home, or of another home if
-        that is clearly before it and may run here.
+        First a task of this home that has waited too long. Else the first by rank of this home, or one whose shared
+        shard is here already, or one of another home that is clearly before it and may run here.
         """
         ready, home = self.ready, device.index
         if not ready.by_trial:
@@ -527,7 +565,7 @@ class Machine:
         oldest = self._waited_too_long(device)
         if oldest is not None:
             return oldest
-        best = own = ready.first(home)
+        best = own = self._at_hand(device, ready.first(home))
         for other in ready.first_of_each_home(None if own is None else own.rank):
             is_better = best is None or (
                 self._is_clearly_before(other, best) if best is own else other.rank < best.rank
@@ -535,6 +573,15 @@ class Machine:
             if is_better and self._may_run(device, other.task):
                 best = other
         return best
+
+    def _at_hand(self, device: DeviceState, first: ReadyTask | None) -> ReadyTask | None:
+        """The first by rank of the home, or the one that goes before it because its shared shard is on the device."""
+        at_shared = self.ready.at_shared
+        if first is None or not at_shared or device.has(first.slot):
+            return first
+        here = (r for slot in at_shared if device.has(slot) for r in at_shared[slot].values() if r.home == device.index)
+        near = min(here, key=lambda r: (r.rank, r.number), default=None)
+        return near if near is not None and self._is_at_hand(device, near, first) else first
 
     def _waited_too_long(self, device: DeviceState) -> ReadyTask | None:
         """The oldest ready task of this home, if `STARVATION_LIMIT` leases a trial have gone to others since."""
@@ -561,9 +608,10 @@ class Machine:
             return False
         if self._home(task.trial).load() < 1 / device.speed:
             return False  # even shared with other trials, its home is faster
-        has_slot = (task.trial, task.shard) in ledger.slots
+        slot = trial.slot_key(task)
+        has_slot = slot in ledger.slots
         needed_bytes = shard.slot_bytes + self.trials[task.trial].work_bytes(task, device.index)
-        in_flight_bytes = sum(ledger.slots[key][1] for key in device.in_flight if key != (task.trial, task.shard))
+        in_flight_bytes = sum(ledger.slots[key][1] for key in device.in_flight if key != slot)
         if ledger.held_bytes + ledger.step_bytes + needed_bytes + in_flight_bytes > ledger.budget_bytes:
             return False
         moved_bytes = 2 * shard.boundary_bytes + (0 if has_slot else shard.slot_bytes)
@@ -572,7 +620,8 @@ class Machine:
 
     def _give_lease(self, device: DeviceState, task: Task) -> list[Instruction]:
         """Give the task the lease, and a slot for its shard. The task runs once the shard has arrived."""
-        trial, key = self.trials[task.trial], (task.trial, task.shard)
+        trial = self.trials[task.trial]
+        key = trial.slot_key(task)
         slot_bytes = trial.plan.shards[task.shard].slot_bytes
         instructions: list[Instruction] = []
         device.own_promotion = 0, 0
@@ -583,11 +632,11 @@ class Machine:
             if trial.task_stays_home:
                 device.own_promotion = offset, slot_bytes
             else:
-                device.in_flight.add(key)
+                device.in_flight[key] = task
                 instructions.append(PromoteShard(task, device.index, offset, slot_bytes))
         elif slot_bytes:
             device.ledger.touch(key)
-        self.ready.by_trial.pop(task.trial, None)
+        self.ready.remove(task.trial)
         if device.promised is not None and device.promised.trial != task.trial:
             self._withdraw_promise(device)
         device.promised = device.promised_ready = None
@@ -600,7 +649,7 @@ class Machine:
     def _run_if_ready(self, device: DeviceState) -> list[Instruction]:
         """Run the task that has the lease, if its shard has arrived and its work has room."""
         task = device.running
-        if task is None or device.started or (task.trial, task.shard) in device.in_flight:
+        if task is None or device.started or self.slots.key(task) in device.in_flight:
             return []
         trial, long_lease = self.trials[task.trial], False
         work_bytes = trial.work_bytes(task, device.index)
@@ -620,7 +669,8 @@ class Machine:
     def _promote_ahead(self, device: DeviceState) -> list[Instruction]:
         """While a task computes, choose the next one, and promote its shard into room that no other shard needs.
 
-        The next one is the running trial's expected next task, or the ready task that ranks before it.
+        The next one is the running trial's expected next task, or the ready task that ranks before it. Tasks whose
+        shared shard is on the device need no promotion, and run meanwhile.
         """
         running, least_bytes = device.running, self._least_ahead_bytes
         if running is None or not device.started or device.promised or device.in_flight or least_bytes is None:
@@ -633,13 +683,16 @@ class Machine:
             return []
         expected = None if visit is None else Task(running.trial, running.step, *visit)
         ready = self._choose_next(device)
+        if ready is not None and ready.slot[0] == SHARED and device.has(ready.slot):
+            ready = self.ready.first(device.index)
+            ready = None if ready is None or device.has(ready.slot) else ready
         if expected is not None and ready is not None:
             if self.policy.rank(expected, trial.progress) <= ready.rank:
                 ready = None
             else:
                 expected = None
         task = expected or (ready.task if ready is not None else None)
-        if task is None or (task.trial, task.shard) in device.ledger.slots:
+        if task is None or self.slots.key(task) in device.ledger.slots:
             return []
         slot_bytes = self._shard(task).slot_bytes
         if slot_bytes < max(least_bytes, 1) or not self._may_run(device, task):
@@ -651,7 +704,7 @@ class Machine:
         if ready is not None:
             self.ready.remove(task.trial)
             self.trials[task.trial].task_device = device.index
-        device.in_flight.add((task.trial, task.shard))
+        device.in_flight[self.slots.key(task)] = task
         return [*dropped, PromoteShard(task, device.index, offset, slot_bytes, ahead=True)]
 
     def _withdraw_promise(self, device: DeviceState) -> None:
@@ -664,7 +717,7 @@ class Machine:
         if device.running is None or device.running.trial != promised.trial:
             trial.task_device = None
         if ready is not None:
-            self.ready.add(ready.task, ready.rank, trial.home)
+            self.ready.add(ready.task, ready.rank, trial.home, ready.slot)
 
     # ---- helpers ----
 
@@ -709,9 +762,11 @@ class Machine:
         assert device.trials == {n for n, trial in self.trials.items() if trial.home == device.index}
         for holder in (*ledger.held, *ledger.steps):
             assert self._home(holder) is device, f"trial {holder} holds bytes away from home"
-        for trial, _ in ledger.slots:
+        shared = {number for trial, number in ledger.slots if trial == SHARED}
+        assert shared <= self.slots.users.keys(), f"shared slots {shared} that no trial uses"
+        for trial in {trial for trial, _ in ledger.slots if trial != SHARED}:
             assert self.trials[trial].travels or self._home(trial) is device, f"trial {trial} has a slot away from home"
-        assert device.in_flight <= ledger.slots.keys(), "a copy is on its way to no slot"
+        assert device.in_flight.keys() <= ledger.slots.keys(), "a copy is on its way to no slot"
         assert self.admission.steps_fit(device, 0, None), "an entered step's largest task no longer fits"
         assert ledger.pilot is None or (running is None and ledger.steps.keys() == {ledger.pilot}), "no pilot is alone"
         if running is not None:

@@ -114,6 +114,9 @@ class TrialPlan:
     `step_bytes`  from a step's forward to the end of its backward: boundary tensors, operators between blocks, the
                   loss; if spilled, also gradients on their way to the host
 
+    `held_weights`  frozen weights on the device for the trial's life, beside `held_bytes`: number and bytes of each.
+                    Trials that have the same weights hold them once
+
     A resident plan has one shard, the root module. It has no slot: all weights are held.
     """
 
@@ -123,6 +126,12 @@ class TrialPlan:
     held_bytes: int = 0
     step_bytes: int = 0
     cut: Cut = Cut()
+    held_weights: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def all_held_bytes(self) -> int:
+        """What the trial holds on the device for life if no other trial holds a part of it."""
+        return self.held_bytes + sum(num_bytes for _, num_bytes in self.held_weights)
 
     @cached_property
     def task_bytes(self) -> int:
@@ -142,4 +151,4 @@ class TrialPlan:
     @property
     def need_bytes(self) -> int:
         """The least budget in which a trial with this plan runs alone."""
-        return self.held_bytes + self.step_bytes + self.task_bytes
+        return self.all_held_bytes + self.step_bytes + self.task_bytes

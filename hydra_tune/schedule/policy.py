@@ -19,11 +19,16 @@ from hydra_tune.schedule.progress import EndedTrials, Progress
 class Policy(ABC):
     """Ranks tasks by the progress of their trials.
 
+    Trials may share frozen weights (`hydra_tune.share`). With `gathers`, a ready task whose shared shard is on the
+    device goes before one that ranks first, unless that ranks before it by more than the slack. So all trials visit a
+    shard while it is there, and it is promoted once for all of them.
+
     Where all trials of a device are resident, a change of trial after each task would gain nothing. There a trial keeps
     the device for `quantum_s` seconds before the policy may give it to another one that waits.
     """
 
     quantum_s: float = 0.5
+    gathers: bool = True  # tasks whose shared shard is on the device go before others, within the slack
 
     @abstractmethod
     def rank(self, task: Task, progress: Progress) -> float:
@@ -44,13 +49,14 @@ class Policy(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class _WithQuantum(Policy):
-    """A policy that takes its quantum as an argument.
+    """A policy that takes its quantum, and whether it gathers, as arguments.
 
     Raises:
         ConfigError: the quantum is not a finite number of seconds.
     """
 
     quantum_s: float = 0.5
+    gathers: bool = True
 
     def __post_init__(self) -> None:
         _check_quantum(self)
@@ -81,6 +87,9 @@ class FairShare(_WithQuantum):
 
     def rank(self, task: Task, progress: Progress) -> float:
         return progress.device_s
+
+    def slack(self, progress: Progress) -> float:
+        return progress.step_s
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from hydra_tune.schedule.ledger import SHARED, SlotKey
 from hydra_tune.schedule.plan import Task
 
 
@@ -15,13 +16,16 @@ class ReadyTask(NamedTuple):
     """`number` counts ready tasks in the order in which they came.
 
     `granted_before` is how many leases tasks of this home had been granted by then. How many have been granted since
-    tells the machine whether the task has waited for too long (`STARVATION_LIMIT` in `machine.py`)."""
+    tells the machine whether the task has waited for too long (`STARVATION_LIMIT` in `machine.py`).
+
+    `slot` is that of the task's shard."""
 
     task: Task
     rank: float
     number: int
     home: int
     granted_before: int
+    slot: SlotKey
 
 
 @dataclass
@@ -38,19 +42,28 @@ class ReadyTasks:
 
     def __init__(self, num_devices: int) -> None:
         self.by_trial: dict[int, ReadyTask] = {}
+        self.at_shared: dict[SlotKey, dict[int, ReadyTask]] = {}  # by the slot of shared weights, then by trial
         self.queues = [Queue() for _ in range(num_devices)]  # by home
         self._number = 0
 
-    def add(self, task: Task, rank: float, home: int) -> ReadyTask:
+    def add(self, task: Task, rank: float, home: int, slot: SlotKey) -> ReadyTask:
         queue = self.queues[home]
-        ready = self.by_trial[task.trial] = ReadyTask(task, rank, self._number, home, queue.granted)
+        ready = self.by_trial[task.trial] = ReadyTask(task, rank, self._number, home, queue.granted, slot)
+        if slot[0] == SHARED:
+            self.at_shared.setdefault(slot, {})[task.trial] = ready
         self._number += 1
         heappush(queue.by_rank, (rank, ready.number, ready))
         queue.by_age.append(ready)
         return ready
 
     def remove(self, trial: int) -> ReadyTask | None:
-        return self.by_trial.pop(trial, None)
+        ready = self.by_trial.pop(trial, None)
+        if ready is not None and ready.slot[0] == SHARED:
+            waiting = self.at_shared[ready.slot]
+            del waiting[trial]
+            if not waiting:
+                del self.at_shared[ready.slot]
+        return ready
 
     def first(self, home: int) -> ReadyTask | None:
         """The one with the smallest rank; of equal ranks the one that came first."""

@@ -1,4 +1,8 @@
-"""Where shards lie on devices, and which of them make room for others. Plain data; each change is a `Drop`."""
+"""Where shards lie on devices, and which of them make room for others. Plain data; each change is a `Drop`.
+
+A slot belongs to one shard of one trial, or to frozen weights that several trials have: one slot, which the shard of
+each of these trials uses. It lasts from step to step, until its room is needed or the last of its trials is gone.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import neg
 
 from hydra_tune.schedule.events import Drop, Instruction
-from hydra_tune.schedule.ledger import SlotKey
+from hydra_tune.schedule.ledger import SHARED, SlotKey
 from hydra_tune.schedule.plan import Direction, Task
+from hydra_tune.schedule.ready import ReadyTasks
 from hydra_tune.schedule.state import DeviceState, TrialState
 
 
@@ -22,9 +27,33 @@ class Slots:
                                                                          offset, it goes into the highest gap
     """
 
-    def __init__(self, trials: Mapping[int, TrialState], devices: Sequence[DeviceState]) -> None:
+    def __init__(self, trials: Mapping[int, TrialState], devices: Sequence[DeviceState], ready: ReadyTasks) -> None:
         self.trials = trials
         self.devices = devices
+        self.users: dict[int, set[int]] = {}  # the trials that share weights, by their number
+        self._ready = ready
+
+    def key(self, task: Task) -> SlotKey:
+        """Of the slot with the task's shard."""
+        return self.trials[task.trial].slot_key(task)
+
+    def share(self, trial: int, weights: tuple[int | None, ...]) -> list[Instruction]:
+        """From here on the trial's shards use the slots of weights of these numbers. Drops slots that no trial uses any
+        more, but none of the trial's own."""
+        state = self.trials[trial]
+        before, state.weights = state.weights, weights if any(number is not None for number in weights) else ()
+        for number in state.weights:
+            if number is not None:
+                self.users.setdefault(number, set()).add(trial)
+        dropped: list[Instruction] = []
+        for number in set(before).difference(state.weights):
+            if number is not None:
+                self.users[number].remove(trial)
+                if not self.users[number]:
+                    del self.users[number]
+                    key = SHARED, number
+                    dropped += [d for on in self.devices if key in on.ledger.slots for d in self.drop(on, [key])]
+        return dropped
 
     def place(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
         """Make a slot of `size` bytes for the task's shard, dropping others as needed.
@@ -32,14 +61,14 @@ class Slots:
         Returns:
             Its offset, and the drops. The offset is None if what remains in the way is busy or on its way.
         """
-        key, ledger = (task.trial, task.shard), device.ledger
+        key, ledger = self.key(task), device.ledger
         at, dropped = self._clear_reserved(device, task, size)
         while (offset := ledger.place(key, size, at)) is None:
             evicted = next(self.evictable(device), None)
             if evicted is None:
                 return None, dropped
             dropped += self.drop(device, (evicted,))
-        self.trials[task.trial].slots.add((device.index, task.shard))
+        self._note(device, key)
         return offset, dropped
 
     def place_ahead(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
@@ -54,13 +83,24 @@ class Slots:
         dropped = [] if at is None else self.drop(device, ledger.slots_overlapping(at, size))
         evictable = [key for key in evictable if key in ledger.slots]
         while True:
-            offset = ledger.place((task.trial, task.shard), size, at)
+            offset = ledger.place(self.key(task), size, at)
             if offset is not None:
-                self.trials[task.trial].slots.add((device.index, task.shard))
+                self._note(device, self.key(task))
                 return offset, dropped
             if not evictable:
                 return None, dropped
             dropped += self.drop(device, [evictable.pop(0)])
+
+    def _note(self, device: DeviceState, key: SlotKey) -> None:
+        if key[0] != SHARED:
+            self.trials[key[0]].slots.add((device.index, key[1]))
+
+    def _shard_of(self, key: SlotKey, trial: int) -> int | None:
+        """The trial's shard that uses the slot; None if none does."""
+        if key[0] != SHARED:
+            return key[1] if key[0] == trial else None
+        weights = self.trials[trial].weights
+        return weights.index(key[1]) if key[1] in weights else None
 
     def _clear_reserved(self, device: DeviceState, task: Task, size: int) -> tuple[int | None, list[Instruction]]:
         """Drop slots of the same trial that are at the shard's reserved offset.
@@ -74,13 +114,14 @@ class Slots:
             return None, []
         ledger = device.ledger
         occupants, arena_bytes = ledger.slots_overlapping(at, size), ledger.budget_bytes
-        if any(trial != task.trial or to_end[shard] <= arena_bytes for trial, shard in occupants):
+        shards = [self._shard_of(key, task.trial) for key in occupants]
+        if any(shard is None or to_end[shard] <= arena_bytes for shard in shards):
             return None, []
         dropped: list[Instruction] = []
         for key in self.evictable(device) if occupants else ():
             if ledger.slots.keys().isdisjoint(occupants):
                 break
-            if key[0] == task.trial:
+            if self._shard_of(key, task.trial) is not None:
                 dropped += self.drop(device, (key,))
         return at if ledger.slots.keys().isdisjoint(occupants) else None, dropped
 
@@ -101,22 +142,32 @@ class Slots:
             order of drops   after F2: 0, 1, 2         after B2: 2, 0, 1
 
         The ledger's order, oldest use first and retired slots before all, is that order. Never dropped: the running
-        task's slot, and slots whose copy is on its way. The promised task's slot is the last choice. Before a promotion
-        for `ahead`, a forward, slots of its own trial that can stay until their backward are left alone.
+        task's slot, and slots whose copy is on its way. The last choices are slots that ready tasks of several trials
+        wait for, then the promised task's slot. Before a promotion `ahead`, the former are left alone; before one for a
+        forward, also slots of its own trial that can stay until their backward.
         """
-        used, promised = device.busy_slot, device.promised
-        spared = (promised.trial, promised.shard) if promised is not None else None
+        used = None if device.running is None else self.key(device.running)
+        spared = None if device.promised is None else self.key(device.promised)
+        awaited = self._ready.at_shared.keys()
         to_end: tuple[int, ...] = ()
         room_bytes = device.ledger.budget_bytes - device.ledger.held_bytes - device.ledger.step_bytes
         if ahead is not None and ahead.direction is Direction.FORWARD:
             to_end = self.trials[ahead.trial].plan.bytes_to_end
         for key in list(device.ledger.slots):
-            if key in (used, spared) or key in device.in_flight:
+            if key in (used, spared) or key in awaited or key in device.in_flight:
                 continue
-            if ahead is None or key[0] != ahead.trial or not to_end or to_end[key[1]] > room_bytes:
+            shard = None if ahead is None or not to_end else self._shard_of(key, ahead.trial)
+            if shard is None or to_end[shard] > room_bytes:
                 yield key
-        if spared is not None and spared in device.ledger.slots and spared != used and spared not in device.in_flight:
+        if awaited and ahead is None:
+            keys = [key for key in device.ledger.slots if key in awaited and key != spared]
+            yield from (key for key in keys if not self._is_busy(device, key))
+        if spared is not None and spared in device.ledger.slots and not self._is_busy(device, spared):
             yield spared
+
+    def _is_busy(self, device: DeviceState, key: SlotKey) -> bool:
+        """Whether the slot is the running task's, or its copy is on its way."""
+        return key in device.in_flight or (device.running is not None and key == self.key(device.running))
 
     def has_room(self, device: DeviceState, num_bytes: int) -> bool:
         """Whether so many bytes are free, or would be if all slots were dropped that may be."""
@@ -124,8 +175,8 @@ class Slots:
 
     def _undroppable_bytes(self, device: DeviceState) -> int:
         slots, undroppable = device.ledger.slots, set(device.in_flight)
-        if device.busy_slot is not None and device.busy_slot in slots:
-            undroppable.add(device.busy_slot)
+        if device.running is not None and (used := self.key(device.running)) in slots:
+            undroppable.add(used)
         return sum(slots[key][1] for key in undroppable)
 
     def make_room(self, device: DeviceState, num_bytes: int) -> list[Instruction]:
@@ -142,13 +193,14 @@ class Slots:
     def drop(self, device: DeviceState, keys: Iterable[SlotKey]) -> list[Instruction]:
         dropped: list[Instruction] = []
         for key in keys:
-            device.in_flight.discard(key)
-            self.trials[key[0]].slots.discard((device.index, key[1]))
+            device.in_flight.pop(key, None)
+            if key[0] != SHARED:
+                self.trials[key[0]].slots.discard((device.index, key[1]))
             dropped.append(Drop(*key, device.index, *device.ledger.remove(key)))
         return dropped
 
     def drop_all_of(self, trial: int) -> list[Instruction]:
-        """On all devices."""
+        """The trial's own, on all devices."""
         return [
             drop
             for index, shard in sorted(self.trials[trial].slots)

@@ -7,7 +7,7 @@ from enum import Enum
 from math import inf
 
 from hydra_tune.schedule.events import PilotReady, PlanReady, StepReady
-from hydra_tune.schedule.ledger import Ledger, SlotKey
+from hydra_tune.schedule.ledger import SHARED, HeldWeights, Ledger, SlotKey
 from hydra_tune.schedule.plan import Task, TrialPlan
 from hydra_tune.schedule.progress import Progress, VisitOrder
 from hydra_tune.schedule.ready import ReadyTask
@@ -33,13 +33,20 @@ class TrialState:
     travels: bool
     host_bytes: int
     progress: Progress
+    host_weights: HeldWeights = ()
     plan: TrialPlan = field(default_factory=TrialPlan)
     admitted: bool = False
     task_device: int | None = None  # on which its task runs, or is promised to run
     task_stays_home: bool = False  # its task does not travel, and its own thread promotes the shard
     ran_out_of_memory: bool = False  # in this step
-    slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard)
+    slots: set[tuple[int, int]] = field(default_factory=set)  # (device, shard) of its own, not those that it shares
     visit_order: VisitOrder = field(default_factory=VisitOrder)
+    weights: tuple[int | None, ...] = ()  # by shard: their number if trials share them; empty if none are shared
+
+    def slot_key(self, task: Task) -> SlotKey:
+        """Of the slot with the task's shard."""
+        number = self.weights[task.shard] if self.weights else None
+        return (task.trial, task.shard) if number is None else (SHARED, number)
 
     def work_bytes(self, task: Task, device: int) -> int:
         """Scratch of the task on this device. Away from home its inputs and outputs take room, too."""
@@ -61,7 +68,7 @@ class DeviceState:
     own_promotion: tuple[int, int] = (0, 0)  # offset and bytes that the running task promotes itself
     promised: Task | None = None  # chosen to run next
     promised_ready: ReadyTask | None = None  # the same task, once its trial has reported it ready
-    in_flight: set[SlotKey] = field(default_factory=set)  # slots whose copy is on its way
+    in_flight: dict[SlotKey, Task] = field(default_factory=dict)  # slots whose copy is on its way, and for which task
     steps_let_by: int = 0  # steps that entered while the first admission waited only for steps to end
     trials: set[int] = field(default_factory=set)  # at home here
 
@@ -69,7 +76,6 @@ class DeviceState:
         """Trials at home here, and `more_trials`, relative to the device's speed."""
         return (len(self.trials) + more_trials) / self.speed
 
-    @property
-    def busy_slot(self) -> SlotKey | None:
-        """The slot of the running task's shard."""
-        return None if self.running is None else (self.running.trial, self.running.shard)
+    def has(self, key: SlotKey) -> bool:
+        """Whether the slot is here, and its copy has arrived."""
+        return key in self.ledger.slots and key not in self.in_flight

@@ -24,6 +24,8 @@ from hydra_tune.errors import BudgetError, ConfigError
 from hydra_tune.simulation.workload import TrialWork
 
 ADAMW_BYTES_PER_WEIGHT = 28
+_ADAMW_BYTES_ON_DEVICE = 16  # weight, gradient and two moments in fp32
+_BASE_BITS = 20  # for the number of a block among those of its base
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def transformer_trial(
     weight_bytes: int = 4,
     gradient_bytes: int | None = None,
     adapter_rank: int | None = None,
+    base: int | None = None,
     heads: int = 0,
     name: str = "",
     arrival_s: float = 0.0,
@@ -181,10 +184,13 @@ def transformer_trial(
     section 4.1); without, attention is fused.
 
     **Adapters.** With `adapter_rank` the base is frozen, and low-rank pairs beside the four projections of attention
-    are trained (LoRA, arXiv 2106.09685). Their own arithmetic is left out.
+    are trained (LoRA, arXiv 2106.09685). Their own arithmetic is left out. With `base` the frozen base is shared by all
+    trials with this number: each block is a shard, and the adapters stay on the device with their gradients and moments
+    in fp32, where their optimizer steps in no time.
 
     Raises:
-        ConfigError: a size is not a positive whole number; neither or both of `shards` and `memory` are given.
+        ConfigError: a size is not a positive whole number; neither or both of `shards` and `memory` are given, and no
+            `base`; or a `base` without `adapter_rank`.
         BudgetError: a block does not fit the memory.
     """
     sizes = {"layers": layers, "width": width, "feed_forward": feed_forward, "sequence": sequence, "batch": batch}
@@ -193,7 +199,10 @@ def transformer_trial(
             raise ConfigError(f"{key} is a whole number of at least 1, got {size!r}. Write the model's size.")
     tokens = batch * sequence
     frozen = adapter_rank is not None
-    adapter = 8 * width * (adapter_rank or 0)
+    if base is not None and not frozen:
+        raise ConfigError("a base that trials share is frozen, but adapter_rank is None. Write the adapters' rank.")
+    held = layers * 8 * width * (adapter_rank or 0) if base is not None else 0  # trained weights on the device
+    adapter = 0 if base is not None else 8 * width * (adapter_rank or 0)
     table = vocabulary * width
     layer = 4 * width**2 + 2 * width * feed_forward + 9 * width + feed_forward
 
@@ -208,7 +217,7 @@ def transformer_trial(
         block(table, table, 0 if frozen else table, 2 * vocabulary),
     ]
     boundary_bytes = tokens * width * weight_bytes
-    cut = _cut(blocks, shards, memory, boundary_bytes)
+    cut = _cut(blocks, shards, memory, boundary_bytes) if base is None else blocks
     forward_s = [2 * shard.multiplied_weights * tokens / cost.flops_per_s for shard in cut]
     backward_s = [(2 if frozen else 3) * seconds for seconds in forward_s]
     task_s = [cost.task_s * shard.blocks for shard in cut]
@@ -223,8 +232,10 @@ def transformer_trial(
         gradient_bytes=tuple(shard.gradient_bytes for shard in cut),
         optimizer_s=ADAMW_BYTES_PER_WEIGHT * sum(b.trained_weights for b in blocks) / cost.host_bytes_per_s,
         arrival_s=arrival_s,
+        held_bytes=held * _ADAMW_BYTES_ON_DEVICE,
         step_bytes=(len(cut) + 1) * boundary_bytes,
         stops_after=stops_after,
+        shared_weights=() if base is None else tuple((base << _BASE_BITS) + i for i in range(len(cut))),
     )
 
 

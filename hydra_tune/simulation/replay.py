@@ -101,6 +101,7 @@ class Replay:
         policy: Policy,
         *,
         double_buffering: bool,
+        sharing: bool,
         timeline: bool,
     ) -> None:
         self.trials = [
@@ -119,9 +120,10 @@ class Replay:
         self.promoted_bytes = 0
         self.spans: list[dict[str, Any]] | None = [] if timeline else None
         self._double_buffering = double_buffering
+        self._sharing = sharing
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []  # (time, order, action, args)
         self._count = 0
-        self._in_flight: dict[tuple[int, int, int], e.PromoteShard] = {}  # the latest by (trial, shard, device)
+        self._in_flight: dict[tuple[int, int, int], e.PromoteShard] = {}  # the latest by its slot and device
         self._num_left = len(works)
         self._idle = set(range(len(devices)))
         self._optimizer_free_s = 0.0
@@ -162,24 +164,30 @@ class Replay:
                 plan_ready = e.PlanReady(instruction.trial, self.trials[instruction.trial].plan)
                 self._at(self.now_s, self._send, plan_ready)
             elif isinstance(instruction, e.Admit):
-                self._at(self.now_s, self._send, e.StepReady(instruction.trial))
+                self._at(self.now_s, self._begin, instruction.trial)
             else:
                 assert isinstance(instruction, e.Move), f"nobody asked for {instruction}"
 
     def _promote(self, promote: e.PromoteShard) -> None:
         task = promote.task
-        self._in_flight[task.trial, task.shard, promote.device] = promote
+        key = (*self.machine.slots.key(task), promote.device)
+        self._in_flight[key] = promote
         self.promoted_bytes += promote.num_bytes
-        self._at(self._copy("promote", task, promote.device, promote.num_bytes), self._promoted, promote)
+        self._at(self._copy("promote", task, promote.device, promote.num_bytes), self._promoted, promote, key)
 
-    def _promoted(self, promote: e.PromoteShard) -> None:
+    def _promoted(self, promote: e.PromoteShard, key: tuple[int, int, int]) -> None:
         """The shard has arrived, unless it was dropped on its way."""
-        key = (promote.task.trial, promote.task.shard, promote.device)
         if self._in_flight.get(key) is promote:
             del self._in_flight[key]
             self._send(e.Promoted(promote.task, promote.device))
 
     # ---- a step ----
+
+    def _begin(self, number: int) -> None:
+        """The trial was admitted: it makes its first step."""
+        if self._sharing and (weights := self.trials[number].work.shared_weights):
+            self._send(e.Shared(number, weights))
+        self._send(e.StepReady(number))
 
     def _enter(self, number: int) -> None:
         trial = self.trials[number]

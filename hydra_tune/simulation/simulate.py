@@ -78,6 +78,7 @@ class Simulation:
         seconds = {"simulated": self.makespan_s, "lower bound": self.lower_bound_s, **baselines_s}
         lines = [f"{'':42}{'makespan_s':>14}{'of simulated':>14}"]
         lines += [f"{name:42}{total_s:14.1f}{total_s / self.makespan_s:14.3f}" for name, total_s in seconds.items()]
+        lines += ["", f"promoted to devices: {format_bytes(self.promoted_bytes)}"]
         causes = sorted({cause for stalled_s in self.stalled_s for cause in stalled_s})
         lines += ["", f"{'device':8}{'busy_s':>10}{'busy':>8}" + "".join(f"{cause:>16}" for cause in causes)]
         for number, (busy_s, stalled_s) in enumerate(zip(self.busy_s, self.stalled_s, strict=True)):
@@ -95,6 +96,7 @@ def simulate(
     link_bytes_per_s: float = inf,
     d2h_bytes_per_s: float | None = None,
     double_buffering: bool = True,
+    sharing: bool = True,
     timeline: bool = False,
 ) -> Simulation:
     """Schedule a sweep on paper.
@@ -109,13 +111,15 @@ def simulate(
         d2h_bytes_per_s: of the direction to the host, if that differs.
         double_buffering: whether shards are promoted, and gradients sent to the host, while the device computes.
             Without it a device does one of these at a time.
+        sharing: whether weights that trials share are promoted for all of them at once. Without it each trial promotes
+            them for itself.
         timeline: whether to keep the spans for a timeline.
 
     Raises:
         ConfigError: what is wrong with the workload, the devices or the policy.
         BudgetError: a trial does not fit the smallest device. It must fit all, since it may run on any.
     """
-    for name, value in (("double_buffering", double_buffering), ("timeline", timeline)):
+    for name, value in (("double_buffering", double_buffering), ("sharing", sharing), ("timeline", timeline)):
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is True or False, got {value!r}.")
     works = parse(workload)
@@ -127,7 +131,10 @@ def simulate(
     specs = _devices(devices, defaults)
     plans = [_plan(work) for work in works]
     _check_fit(works, plans, min(spec.memory for spec in specs))
-    replay = Replay(works, plans, specs, policy_named(policy), double_buffering=double_buffering, timeline=timeline)
+    replay = Replay(
+        works, plans, specs, policy_named(policy),
+        double_buffering=double_buffering, sharing=sharing, timeline=timeline,
+    )  # fmt: skip
     replay.run()
     return Simulation(
         makespan_s=replay.now_s,

@@ -19,6 +19,7 @@ from hydra_tune.simulation.cost import CostModel, transformer_trial
 from hydra_tune.simulation.workload import TrialWork, parse
 
 RTX_2080_TI = CostModel(4e12, measured_on="assumed: 30% of the 13.4 Tflop/s that NVIDIA states for fp32")
+H100 = CostModel(500e12, measured_on="assumed: 50% of the 989 Tflop/s that NVIDIA states for bf16")
 RTX_4090 = CostModel(115e12, measured_on="assumed: 70% of the 165 Tflop/s that NVIDIA states for bf16")
 A100 = CostModel(125e12, measured_on="assumed: 40% of the 312 Tflop/s that NVIDIA states for bf16")
 WIKITEXT_2_TOKENS = 2_088_628  # words of the training part; a model's own tokens are some 15% more
@@ -119,12 +120,12 @@ def saturn_mix(cost: CostModel = A100, *, epochs: int = 1, memory: int | str = "
     ]
 
 
-def lora_sweep(cost: CostModel = RTX_4090, *, steps: int = 200, memory: int | str = "24GB") -> list[TrialWork]:
+def lora_sweep(cost: CostModel = RTX_4090, *, steps: int = 200) -> list[TrialWork]:
     """Adapters over one frozen base of 7B: 12 trials, rank {8, 16, 32, 64} x three learning rates. A step is 6Pn flop,
     and sends almost no gradients to the host.
 
     Assumed: Llama 2's shape (arXiv 2307.09288; 16512 = 1.5 x 11008, for its third feed-forward matrix), bf16,
-    batches of 4 x 1024 tokens. Each trial promotes the base for itself, although all could share it.
+    batches of 4 x 1024 tokens.
     """
     base = {"layers": 32, "width": 4096, "feed_forward": 16512, "sequence": 1024, "vocabulary": 32000}
     return [
@@ -133,13 +134,30 @@ def lora_sweep(cost: CostModel = RTX_4090, *, steps: int = 200, memory: int | st
             **base,
             batch=4,
             steps=steps,
-            memory=memory,
             weight_bytes=2,
             adapter_rank=rank,
+            base=0,
             name=f"r{rank}-lr{number}",
         )
         for rank in (8, 16, 32, 64)
         for number in range(3)
+    ]
+
+
+def lora_70b(cost: CostModel = H100, *, steps: int = 100) -> list[TrialWork]:
+    """Adapters over one frozen base of 70B in bf16, which is shared: 16 trials, rank {4, 8, 16, 32} x four learning
+    rates.
+
+    Assumed: Llama 2's shape (arXiv 2307.09288; 35840 gives a layer as many weights as its grouped attention and three
+    feed-forward matrices have), batches of 1024 tokens, 100 steps.
+    """
+    base = {"layers": 80, "width": 8192, "feed_forward": 35840, "sequence": 1024, "vocabulary": 32000}
+    return [
+        transformer_trial(
+            cost, **base, batch=1, steps=steps, weight_bytes=2, adapter_rank=rank, base=0, name=f"r{rank}-lr{number}"
+        )
+        for rank in (4, 8, 16, 32)
+        for number in range(4)
     ]
 
 
@@ -190,6 +208,7 @@ SWEEPS: dict[str, Callable[..., list[TrialWork]]] = {
     "hydra-gpt2-xl": hydra_gpt2_xl,
     "saturn-mix": saturn_mix,
     "lora-sweep": lora_sweep,
+    "lora-70b": lora_70b,
     "asha-arrivals": asha_arrivals,
     "random-heterogeneous": random_heterogeneous,
 }

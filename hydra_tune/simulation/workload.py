@@ -46,6 +46,8 @@ class TrialWork:
     `held_bytes`      on the device for the trial's life
     `step_bytes`      on the device from a step's first task to its last
     `stops_after`     steps after which a pruner ends the trial
+    `shared_weights`  for each shard the number of its weights if they are frozen and other trials have the same, else
+                      None; by default none are shared
     """
 
     steps: int
@@ -62,6 +64,7 @@ class TrialWork:
     held_bytes: int = 0
     step_bytes: int = 0
     stops_after: int | None = None
+    shared_weights: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -105,7 +108,7 @@ class TrialWork:
 
 _KEYS = [field.name for field in fields(TrialWork)]
 _REQUIRED = [field.name for field in fields(TrialWork) if field.default is MISSING]
-_TUPLES = {*_SECONDS_PER_SHARD, *_BYTES_PER_SHARD}
+_TUPLES = {*_SECONDS_PER_SHARD, *_BYTES_PER_SHARD, "shared_weights"}
 
 
 def parse(workload: str | PathLike[str] | Sequence[TrialWork | Mapping[str, Any]]) -> list[TrialWork]:
@@ -127,6 +130,14 @@ def parse(workload: str | PathLike[str] | Sequence[TrialWork | Mapping[str, Any]
             trials.append(entry if isinstance(entry, TrialWork) else _trial(entry))
         except ConfigError as error:
             raise ConfigError(f"trial {number} of the workload: {error}") from None
+    sizes: dict[int, int] = {}
+    for number, trial in enumerate(trials):
+        for weights, size in zip(trial.shared_weights, trial.shard_bytes):  # noqa: B905 (may be empty)
+            if weights is not None and sizes.setdefault(weights, size) != size:
+                raise ConfigError(
+                    f"weights of one number have one size, but weights {weights} have {size} bytes in trial {number} "
+                    f"of the workload, and {sizes[weights]} before. Give them another number."
+                )
     return trials
 
 
@@ -190,9 +201,11 @@ def _check(trial: TrialWork) -> None:
         given = getattr(trial, key)
         if not _is_tuple_of(given, lambda value: _is_count(value) and value >= 0):
             raise _refuse(key, "whole bytes of at least 0, one a shard", given, "Write a list such as [4096, 4096].")
-    for key in (*_SECONDS_PER_SHARD, *given_bytes):
+    if not _is_tuple_of(trial.shared_weights, lambda value: value is None or _is_count(value)):
+        raise _refuse("shared_weights", "numbers or None, one a shard", trial.shared_weights, "Write such as [0, 1].")
+    for key in (*_SECONDS_PER_SHARD, *given_bytes, "shared_weights"):
         given = getattr(trial, key)
-        if len(given) != trial.num_shards and (given or key != "work_bytes"):
+        if len(given) != trial.num_shards and (given or key not in ("work_bytes", "shared_weights")):
             rule = f"one entry a shard, as forward_s, which has {trial.num_shards}"
             raise _refuse(key, rule, given, f"It has {len(given)}: give each list one entry for each shard.")
     for key in _SECONDS:

@@ -30,6 +30,7 @@ from hydra_tune.schedule.events import (
     Recall,
     Reported,
     Run,
+    Shared,
     StartPilot,
     StepDone,
     StepReady,
@@ -39,7 +40,7 @@ from hydra_tune.schedule.events import (
     Withdrawn,
     Worked,
 )
-from hydra_tune.schedule.ledger import Ledger
+from hydra_tune.schedule.ledger import SHARED, Ledger
 from hydra_tune.schedule.machine import STARVATION_LIMIT, Machine
 from hydra_tune.schedule.plan import BlockProfile, Direction, Shard, Task, TrialPlan
 from hydra_tune.schedule.policy import (
@@ -90,9 +91,9 @@ def test_one_trial_alone(machine):
     assert machine.handle(StepReady(0)) == [Enter(0)]
     first, second = task(0, 0), task(0, 1)
     assert machine.handle(TaskReady(first)) == [PromoteShard(first, 0, 0, 30)]
-    assert machine.devices[0].in_flight == {(0, 0)}
+    assert machine.devices[0].in_flight == {(0, 0): first}
     assert machine.handle(Promoted(first, 0)) == [Run(first, 0)]
-    assert machine.devices[0].in_flight == set()
+    assert machine.devices[0].in_flight == {}
     assert machine.handle(Done(first)) == []
     assert machine.handle(TaskReady(second)) == [PromoteShard(second, 0, 30, 30)]
     assert machine.handle(Promoted(second, 0)) == [Run(second, 0)]
@@ -370,7 +371,7 @@ def test_while_a_task_computes_the_shard_of_the_next_is_promoted():
     first, second = task(0, 0, step=2), task(0, 1, step=2)
     assert machine.handle(TaskReady(first)) == [PromoteShard(first, 0, 0, 40)]
     assert machine.handle(Promoted(first, 0)) == [Run(first, 0), PromoteShard(second, 0, 40, 40, ahead=True)]
-    assert machine.devices[0].in_flight == {(0, 1)}
+    assert machine.devices[0].in_flight == {(0, 1): second}
     assert machine.handle(Promoted(second, 0)) == []
     assert machine.handle(Done(first, 1.0, TaskReady(second))) == [Run(second, 0)]
     machine.validate()
@@ -723,10 +724,12 @@ class Player:
 
     def __init__(self, rng, machine, plans, *, steps=2, fails=0.0, withdrawn=0.0, lacks=0.0, travels=0.0, arrives=0.4):
         self.rng, self.machine, self.plans, self.steps = rng, machine, plans, steps
+        self.shares = [rng.random() < 0.8 for _ in plans]
         self.fails, self.withdrawn, self.lacks, self.arrives = fails, withdrawn, lacks, arrives
         self.travels = [rng.random() < travels for _ in plans]
         self.granted = {t: [] for t in range(len(plans))}
         self.copies = []
+        self.slot_of = {}  # of each copy that was ordered
         self.story = []
         self.passed_over = {}  # how often the home of a waiting task ran another one
         self.waiting = {}  # by trial, the answer that it waits for
@@ -742,10 +745,13 @@ class Player:
         yield PilotDone(trial, self.rng.randrange(100)), None
         yield PlanReady(trial, replace(final, step_bytes=final.step_bytes // 2) if grows else final), Admit
         kept = False
+        yield self.shared(trial), None
         for step in range(1, self.steps + 1):
             if step > 1 and grows and not kept:
                 yield PlanReady(trial, final), Admit
                 grows = False
+            if not kept and self.rng.random() < 0.5:  # its last plan may have ended it
+                yield self.shared(trial), None
             if not kept:
                 yield StepReady(trial), Enter
             yield Invalidated(trial), None
@@ -768,6 +774,11 @@ class Player:
             yield StepDone(trial, keeps_bytes=kept), None
         yield TrialEnded(trial), None
 
+    def shared(self, trial):
+        """All shards of one place and size have the same weights, if the trial shares its weights."""
+        sizes = [shard.slot_bytes for shard in self.plans[trial].shards]
+        return Shared(trial, tuple(50 * i + size if self.shares[trial] else None for i, size in enumerate(sizes)))
+
     def ready(self, visit):
         return TaskReady(visit, at_home=self.rng.random() < 0.2)
 
@@ -778,9 +789,10 @@ class Player:
                 assert self.machine.trials[instruction.trial].home == instruction.device
             elif isinstance(instruction, PromoteShard):
                 self.copies.append(instruction)
+                self.slot_of[instruction.task, instruction.device] = self.machine.slots.key(instruction.task)
             elif isinstance(instruction, Drop):
                 gone = (instruction.trial, instruction.shard, instruction.device)
-                self.copies = [c for c in self.copies if (c.task.trial, c.task.shard, c.device) != gone]
+                self.copies = [c for c in self.copies if (*self.slot_of[c.task, c.device], c.device) != gone]
             elif isinstance(instruction, Run):
                 self.granted[instruction.task.trial].append(instruction)
             else:
@@ -860,6 +872,7 @@ POLICIES = [
     RungSynchronous(),
     OldestFirst(),
     Shuffled(3),
+    ShardedLRTF(gathers=False),
 ]
 RATES = {"fails": (0.0, 0.02), "withdrawn": (0.0, 0.05), "lacks": (0.0, 0.1), "travels": (0.0, 0.7, 1.0)}
 RATES["arrives"] = (0.4, 0.05)  # copies that take long
@@ -868,12 +881,14 @@ RATES["arrives"] = (0.4, 0.05)  # copies that take long
 @st.composite
 def workloads(draw):
     budgets = draw(st.lists(st.integers(100, 200), min_size=1, max_size=4))
-    plans = []
+    plans, base = [], draw(st.lists(st.integers(1, 49), min_size=1, max_size=5))
     for _ in range(draw(st.integers(1, 8))):
         held = draw(st.one_of(st.integers(0, 20), st.integers(40, 60)))
         step, work = draw(st.integers(0, 30)), draw(st.integers(0, 45 if held < 40 else 10))
         rest = min(budgets) - held - step - work
         slots = draw(st.lists(st.integers(0, rest), min_size=1, max_size=5))
+        if max(base) <= rest and draw(st.booleans()):
+            slots = base
         plans.append(plan(slots, work=work, held=held, step=step, boundary=draw(st.integers(0, 10))))
     rates = {name: draw(st.sampled_from(values)) for name, values in RATES.items()}
     options = {

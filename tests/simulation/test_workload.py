@@ -100,6 +100,17 @@ def test_a_file_that_is_no_workload_is_refused(tmp_path, text, message):
         parse(path)
 
 
+def test_weights_of_one_number_have_one_size():
+    trial = {"steps": 1, "forward_s": [1.0], "backward_s": [1.0], "shard_bytes": [5]}
+    assert parse([trial | {"shared_weights": [3]}, trial | {"shared_weights": [None]}])
+    with pytest.raises(ConfigError, match="weights 3 have 6 bytes in trial 1 of the workload, and 5 before"):
+        parse([trial | {"shared_weights": [3]}, trial | {"shard_bytes": [6], "shared_weights": [3]}])
+    with pytest.raises(ConfigError, match="shared_weights is one entry a shard"):
+        parse([trial | {"shared_weights": [3, 4]}])
+    with pytest.raises(ConfigError, match="shared_weights is numbers or None"):
+        parse([trial | {"shared_weights": ["a"]}])
+
+
 # ---- costs --------------------------------------------------------------------------------------------
 
 
@@ -192,7 +203,7 @@ def test_a_transformer_that_means_nothing_is_refused(options, message):
 
 
 @pytest.mark.parametrize(("name", "count"), [("hydra-bert", 12), ("hydra-vit", 12), ("hydra-gpt2-xl", 12),
-    ("saturn-mix", 18), ("lora-sweep", 12), ("asha-arrivals", 27), ("random-heterogeneous", 16)])  # fmt: skip
+    ("saturn-mix", 18), ("lora-sweep", 12), ("lora-70b", 16), ("asha-arrivals", 27), ("random-heterogeneous", 16)])  # fmt: skip
 def test_a_named_sweep_has_the_published_number_of_trials_and_is_always_the_same(name, count):
     sweep = SWEEPS[name]()
     assert len(sweep) == len({trial.name for trial in sweep}) == count
@@ -200,7 +211,7 @@ def test_a_named_sweep_has_the_published_number_of_trials_and_is_always_the_same
 
 
 def test_every_sweep_is_tried():
-    assert len(SWEEPS) == 7
+    assert len(SWEEPS) == 8
 
 
 def test_models_are_as_large_as_published():
@@ -220,9 +231,13 @@ def test_the_cut_rule_comes_near_the_published_numbers_of_shards():
     assert cuts == [13, 7]  # published: 13, 8
 
 
-def test_lora_returns_nearly_nothing_to_the_host():
-    for trial in SWEEPS["lora-sweep"]():
-        assert sum(trial.shard_gradient_bytes) < 0.02 * sum(trial.shard_bytes)
+def test_lora_returns_nothing_to_the_host_and_holds_its_adapters():
+    first, *others = SWEEPS["lora-sweep"]()
+    assert sum(first.shard_gradient_bytes) == 0
+    assert first.held_bytes == 16 * 32 * 8 * 4096 * 8  # rank 8: pairs beside four projections of 32 layers
+    assert all(trial.shared_weights == first.shared_weights for trial in others)
+    with pytest.raises(ConfigError, match="Write the adapters' rank"):
+        transformer_trial(CostModel(), **SMALL, base=0)
 
 
 def test_asha_stops_most_trials_at_rungs_and_they_arrive_over_time():
